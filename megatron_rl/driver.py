@@ -32,9 +32,8 @@ from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.console import choose
 from megatron_rl.runs.progress import SaveSchedule, Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
-from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import SamplerStats, SleepSchedule
+from megatron_rl.sampler.sampler import Sampler, SamplerStats, SleepSchedule
 from megatron_rl.survival.stop_request import StopRequest
 from megatron_rl.survival.trouble import patience
 from megatron_rl.types import Batch, Rollout, Scored, collate
@@ -112,7 +111,7 @@ class Driver:
         rewards.start()
         self._scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
-        self.sampler = make_sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
+        self.sampler = Sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)

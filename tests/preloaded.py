@@ -33,7 +33,7 @@ from unittest import mock
 
 import megatron_rl.processes.process
 from megatron_rl.processes.process import SHORT_SPIN, die_with_parent, rare_collections
-from megatron_rl.sampler import child_engine
+from megatron_rl.sampler import engine_process
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.survival import launch
 
@@ -172,7 +172,7 @@ def start(args: Sequence[str], **options: Any) -> Process | subprocess.Popen[Any
 def forking() -> Iterator[None]:
     """The package starts its engines and ranks as forks, and so do those."""
     forks = SimpleNamespace(**vars(subprocess) | {"Popen": start})
-    with mock.patch.object(child_engine, "subprocess", forks), mock.patch.object(launch, "subprocess", forks):
+    with mock.patch.object(engine_process, "subprocess", forks), mock.patch.object(launch, "subprocess", forks):
         yield
 
 

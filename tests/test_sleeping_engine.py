@@ -51,10 +51,10 @@ def told(owner: Any, name: str) -> None:
 def main(recipe: Path, run_dir: Path) -> None:
     from megatron_rl import train
     from megatron_rl.learner import parallel, policy
-    from megatron_rl.sampler.embedded import EmbeddedSampler
+    from megatron_rl.sampler.sampler import Sampler
 
     for name in ("launch", "sleep", "wake", "finish_weight_update", "generate"):
-        told(EmbeddedSampler, name)
+        told(Sampler, name)
     told(parallel, "_device")
     told(policy, "build")
     config = load(recipe)

@@ -118,7 +118,7 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class FleetSection:
-    """vLLM servers over HTTP in place of the embedded engine: those of this machine, and those elsewhere."""
+    """Servers in place of the embedded engine: those of this machine, and those elsewhere."""
 
     # servers that the run starts on this machine
     replicas: Annotated[int, between(0, 1024, "0 (none, or only addresses) to 1024")] = 0

@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.engine.generation import OpenPrompts, sampled
+from megatron_rl.engine.generation import OpenSamples, sampled
 from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
-ALONE = ("activations", "routed_experts")  # requests that nothing else may run beside
 LOOK_EVERY_S = 0.02  # at the new weights that are being built while answers are written
-Replies = list[tuple[int, Any]]  # numbers of requests; an exception, or what has finished
+Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or what has finished
 
 
 class Engine:
-    """vLLM behind the handful of calls that a sampler needs; each public method is a request."""
+    """vLLM behind the handful of calls that a sampler needs; public methods are requests (messages.py)."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         with rare_collections():  # vLLM imports most of itself when it makes an engine
@@ -32,26 +31,31 @@ class Engine:
             import megatron_rl.engine.receiver  # noqa: F401
 
             self.llm = LLM(**arguments)
+        model = self.llm.llm_engine.model_config
+        self.vocabulary, self.longest = model.get_vocab_size(), model.max_model_len
         self.ready = Readiness()
-        self.answering = OpenPrompts(self.llm)
+        self.samples = OpenSamples(self.llm)
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._draining = False  # nothing new begins, so that nothing is open
+        self._stands = False  # open samples wait for `resume`
         self._look_again_at = 0.0
-        self.llm.llm_engine.set_weight_version(str(self.ready.policy_version))
+        self._stamp(self.ready.policy_version)
         # the first generation loads and compiles for seconds: let that be part of the start
-        self.answering.add(0, [[0]], [0], samples=2, max_tokens=2)
-        while not self.answering.take_finished():
-            self.answering.step()
+        for seed in (0, 1):
+            self.samples.add(seed, [0], seed, max_tokens=2)
+        while self.samples:
+            self.samples.step()
+        self.samples.take_finished()
         gc.collect()
         gc.freeze()  # the engine's own objects live as long as it does: no collection needs to visit them
 
     def shutdown(self) -> None:
         """End the workers in good order: shared memory that they hold outlives a killed process."""
         self.llm.llm_engine.engine_core.shutdown()
-        del self.llm, self.answering
+        del self.llm, self.samples
         gc.collect()
 
-    def health(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         ready = self.ready
         return {
             "policy_version": ready.policy_version,
@@ -59,66 +63,95 @@ class Engine:
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
             "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
-            "open": len(self.answering),  # prompts
+            "open": len(self.samples),
+            "longest": self.longest,  # tokens of a prompt and its answer together
+            "prefilled": self.samples.prefilled,
+            "written": self.samples.written,  # grows while it works
             "pid": os.getpid(),
         }
 
     @property
+    def broken(self) -> bool:
+        """Whether one of its workers has ended."""
+        core: Any = self.llm.llm_engine.engine_core
+        return bool(getattr(core.engine_core.model_executor, "is_failed", False))
+
+    @property
     def writes(self) -> bool:
-        """Whether a step would write anything: prompts are open, and the weights are of one version."""
-        return len(self.answering) > 0 and self.ready.refusal() is None
+        """Whether a step would write anything: samples are open, and the weights are of one version."""
+        return bool(self.samples) and not self._stands and self.ready.refusal() is None
 
     def must_wait(self, method: str) -> bool:
-        """Whether a request has to wait while answers are written."""
-        if method in ALONE:  # modules that are watched see whatever runs
+        """Whether a request has to wait while samples are drawn."""
+        if method == "values":  # modules that are watched see whatever runs
             self._draining = self.writes
             return self._draining
         return method in ("await_weight_update", "finish_weight_update") and self.writes and self._is_building()
 
-    def generate(self, request: int, policy_version: int | None = None, patient: bool = False, **wanted: Any) -> None:
-        """Begin to answer, under the number of the request.
-
-        `policy_version`: the one that the caller believes is served. `patient`: a newer one is as good, and what
-        cannot be answered now waits until a sync or a wake has changed that.
-        """
+    def generate(self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any) -> None:
+        """Begin a sample under this number; see messages.Generate."""
         refusal = self.ready.refusal(policy_version, or_newer=patient)
         if refusal and not patient:
             raise RuntimeError(refusal)
         if refusal or self._draining:
-            print(f"request {request} waits: {refusal or 'modules are to be watched'}", flush=True)
-            self._held[request] = policy_version, wanted
+            print(f"sample {number} waits: {refusal or 'modules are to be watched'}", flush=True)
+            self._held[number] = policy_version, wanted
         else:
-            self.answering.add(request, **wanted)
+            self.samples.add(number, **wanted)
 
     def step(self) -> Replies:
-        """Write a token of each answer; what has finished, and what has gone wrong, for each request."""
+        """Write a token of each sample; what has finished, and what has gone wrong, by number."""
         replies = self._begin_held() if self._held and not self._draining else []
         if self.writes:
             try:
-                self.answering.step()
+                self.samples.step()
             except Exception as error:
                 traceback.print_exc()
-                return [*replies, *((request, error) for request in self.answering.abandon_all())]
-        return replies + self.answering.take_finished()
+                return [*replies, *((number, error) for number in self.samples.cancel_all())]
+        return replies + self.samples.take_finished()
 
     def _begin_held(self) -> Replies:
         failed: Replies = []
-        for request, (version, wanted) in list(self._held.items()):
+        for number, (version, wanted) in list(self._held.items()):
             if self.ready.refusal(version, or_newer=True):
                 continue
-            del self._held[request]
+            del self._held[number]
             try:
-                self.answering.add(request, **wanted)
+                self.samples.add(number, **wanted)
             except Exception as error:
                 traceback.print_exc()
-                failed.append((request, error))
+                failed.append((number, error))
         return failed
 
-    def abandon(self, requests: list[int]) -> None:
-        """Give up what is open of these requests."""
-        for request in requests:
-            self._held.pop(request, None)
-        self.answering.abandon(requests)
+    def cancel(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._held.pop(number, None)
+        self.samples.cancel(numbers)
+
+    def resume(self) -> None:
+        """Open samples go on."""
+        self._stands = False
+
+    def forget_version(self) -> None:
+        """Count what is loaded as no version: an engine that another run has used takes any version again."""
+        self._on_workers("abort_weight_update")
+        self._on_workers("forget_version")
+        self._stands = False
+        self.ready = Readiness()
+        self._reset_prefix_cache()
+        self._stamp(self.ready.policy_version)
+
+    def _stamp(self, version: int) -> None:
+        """Tokens, and the prefixes of what begins, are of this version from now on."""
+        self.llm.llm_engine.set_weight_version(str(version))
+        self.samples.salt = str(version)
+
+    def values(self, kind: str, sequences: list[list[int]], policy_version: int) -> list[Any]:
+        """What the engine's modules put out for each sequence: "activations" or "routed_experts"."""
+        refusal = self.ready.refusal(policy_version)
+        if refusal:
+            raise RuntimeError(refusal)
+        return [self._activations(one) for one in sequences] if kind == "activations" else self._routes(sequences)
 
     def _is_building(self) -> bool:
         if time.monotonic() < self._look_again_at:
@@ -126,25 +159,19 @@ class Engine:
         self._look_again_at = time.monotonic() + LOOK_EVERY_S
         return any(self.llm.collective_rpc("weight_update_building"))
 
-    def routed_experts(self, sequences: list[list[int]], policy_version: int) -> list[bytes]:
+    def _routes(self, sequences: list[list[int]]) -> list[bytes]:
         """[tokens, layers, experts of a token] of each sequence as int32; empty where the engine cannot tell."""
-        refusal = self.ready.refusal(policy_version)
-        if refusal:
-            raise RuntimeError(refusal)
         if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
             return [b""] * len(sequences)
         layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
         # ranks of an engine route alike
         return [self._watched("routes", tokens, len(tokens), layers)[0] for tokens in sequences]
 
-    def activations(self, tokens: list[int], policy_version: int) -> dict[str, Any]:
+    def _activations(self, tokens: list[int]) -> dict[str, Any]:
         """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its tokens."""
         config = self.llm.llm_engine.vllm_config
-        refusal = self.ready.refusal(policy_version) or unwatchable(
-            config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size
-        )
-        if refusal:
-            raise RuntimeError(refusal)
+        if why := unwatchable(config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size):
+            raise RuntimeError(why)
         values, told = self._watched("activations", tokens, prompt_logprobs=0)
         return {"values": values, "logprobs": [sampled(told[i], tokens[i]) for i in range(1, len(tokens))]}
 
@@ -174,7 +201,7 @@ class Engine:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.ready.beside = bool(update_info.get(BACKGROUND))
         if not self.ready.beside:
-            self.answering.settle()
+            self.samples.settle()
         with self._abandoned_on_failure(abort=True):
             self._on_workers("update_weights", update_info=update_info)
 
@@ -183,11 +210,20 @@ class Engine:
         with self._abandoned_on_failure(abort=True):
             self._on_workers("await_weight_update")
 
-    def finish_weight_update(self, keep_cache: bool = False) -> dict[str, Any]:
-        """Open answers go on with the new weights; `keep_cache`: from the keys and values that they have."""
+    def abort_weight_update(self) -> None:
+        """Drop an update that others could not take: the version before goes on serving."""
+        self._on_workers("abort_weight_update")
+        self.ready.abandon_update(torn=self._worker_states()[1])
+        self._stands = False
+
+    def finish_weight_update(self, keep_cache: bool = False, stand: bool = False) -> dict[str, Any]:
+        """Open samples go on with the new weights; `keep_cache`: from the keys and values that they have.
+
+        `stand`: they go on when `resume` is called, since no token may be of weights that are taken back.
+        """
         self.await_weight_update()
         self.ready.beside = False
-        self.answering.settle()
+        self.samples.settle()
         with self._abandoned_on_failure():
             self._on_workers("finish_weight_update")
         states, torn = self._worker_states()
@@ -195,16 +231,19 @@ class Engine:
             self.ready.abandon_update(torn=True)
             raise RuntimeError(f"the engine's workers disagree after an update: {states}")
         version = states[0]["policy_version"]
-        if not keep_cache or not self.answering:
+        if not keep_cache or not self.samples:
             self._reset_prefix_cache()
-        self.llm.llm_engine.set_weight_version(str(version))
+        self._stamp(version)
+        if keep_cache and self.samples:
+            self.samples.renew()
         self.ready.complete_update(version)
+        self._stands = stand
         return max(states, key=lambda state: state["load_s"])
 
     def _reset_prefix_cache(self) -> None:
         reset = False
         try:
-            reset = self.llm.reset_prefix_cache(reset_running_requests=len(self.answering) > 0)
+            reset = self.llm.reset_prefix_cache(reset_running_requests=len(self.samples) > 0)
         finally:
             if not reset:
                 self.ready.abandon_update(torn=True)
@@ -238,7 +277,7 @@ class Engine:
             raise WeightSyncError(message) if kind == WeightSyncError.__name__ else RuntimeError(f"{kind}: {message}")
 
     def sleep(self, level: int) -> None:
-        if self.answering or self._held:
+        if self.samples or self._held:
             raise RuntimeError("answers are being written: wait for them, or give them up, before the engine sleeps")
         self.ready.fall_asleep(level)
         self.llm.sleep(level=level)

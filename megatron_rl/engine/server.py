@@ -1,68 +1,128 @@
-"""One vLLM server of the fleet: `python -m megatron_rl.engine.server PARENT_PID CORES VLLM_ARGUMENTS`.
+"""An engine behind a port: `python -m megatron_rl.engine.server FD PARENT_PID CORES HOST PORT`.
 
-Runs what `python -m vllm.entrypoints.openai.api_server` runs, behind a key, with strangers kept few
-(server_access.py) and requests checked (server_requests.py). This module, and not vLLM's, is the main module,
-because vLLM's engine process imports its parent's main module again, and this one is seconds lighter.
-
-The server and its engine live exactly as long as the parent: the kernel ends the server when the parent dies, and
-the end of standard input ends the whole group. CORES, such as `0,1`, confines both to a share of the machine; `all`
-does not.
+The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A WebSocket at /engine
+carries the same messages as the socket of a child, held against their forms (messages.py), behind a key, with strangers
+kept few (server_access.py). GET /health says whether the engine answers, works, or hangs. There is nothing else.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
-import signal
+import socket
 import sys
 import threading
+import uuid
+from typing import Any
 
-from megatron_rl.processes.process import collect_rarely, die_with_parent, end_own_group, keep_to, leave_to_the_driver
-from megatron_rl.processes.stacks import show_on_request
+import msgspec
+import uvicorn
 
-# the last one is asked first
-MIDDLEWARE = ("megatron_rl.engine.server_requests.CheckRequests", "megatron_rl.engine.server_access.RequireKey")
+from megatron_rl.engine.child import run
+from megatron_rl.engine.engine import Engine
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused, checked, transmissions
+from megatron_rl.engine.server_access import Connection, Message, Receive, RequireKey, Send
+from megatron_rl.engine.service import Frame, Service
+from megatron_rl.processes.heartbeat import Heartbeat
 
-if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
-    collect_rarely()
+PING_S = 20.0  # of a connection on which nothing is said
 
 
-def end_with_input() -> None:
-    while os.read(0, 1024):
-        pass
-    end_own_group()
+class Caller:
+    """One connection: what it asks, and the replies on their way to it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._loop = send, asyncio.get_running_loop()
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def send(self, frames: list[Frame]) -> None:
+        for content in transmissions(frames):
+            self._loop.call_soon_threadsafe(self._waiting.put_nowait, content)
+
+    async def deliver(self) -> None:
+        while True:
+            await self._send({"type": "websocket.send", "bytes": await self._waiting.get()})
+
+
+class Door:
+    """The ASGI application of a server."""
+
+    def __init__(self, engine: Engine, service: Service) -> None:
+        self._service, self._heartbeat = service, Heartbeat(self._ask_status, os.getpid())
+        self._vocabulary, self._longest = engine.vocabulary, engine.longest
+        self._instance = uuid.uuid4().hex
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and scope["path"] == "/engine":
+            await self._converse(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        elif (scope["method"], scope["path"]) == ("GET", "/health"):
+            await _answer(send, *await self._heartbeat.look())
+        else:
+            await _answer(send, 404, {"error": f"an engine has no request {scope['method']} {scope['path']:.100}"})
+
+    async def _converse(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        caller = Caller(send)
+        caller.send([{"id": 0, "value": self._instance}])
+        delivering = asyncio.ensure_future(caller.deliver())
+        try:
+            while (message := await receive())["type"] == "websocket.receive":
+                requests, refusals = checked(message.get("bytes") or b"", self._vocabulary, self._longest)
+                if refusals:
+                    caller.send(refusals)
+                self._service.ask(caller, requests)
+        except Refused as error:
+            reason = str(error).encode()[:120].decode(errors="ignore")  # a frame that closes has room for 123 bytes
+            await send({"type": "websocket.close", "code": 1008, "reason": reason})
+        finally:
+            delivering.cancel()
+            self._service.hung_up(caller)
+
+    async def _ask_status(self) -> Any:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        class Asking:
+            def send(self, frames: list[Frame]) -> None:
+                loop.call_soon_threadsafe(answer.set_result, frames)
+
+        self._service.ask(Asking(), [{"id": 1, "method": "status", "arguments": {}}])
+        ((reply),) = await answer
+        if "error" in reply:
+            raise RuntimeError(reply["error"]["message"])
+
+
+async def _answer(send: Send, status: int, content: dict[str, str]) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(content)})
+
+
+def open_door(host: str, port: int, engine: Engine, service: Service) -> None:
+    """Listen, and answer in a thread of its own from here on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    place = socket.create_server((host, port), family=family)
+    settings: dict[str, Any] = {
+        "http": Connection,
+        "ws": "websockets-sansio",
+        "ws_max_size": LONGEST_TRANSMISSION,
+        "ws_ping_interval": PING_S,
+        "ws_ping_timeout": None,  # whether an engine hangs is the sampler's to say
+        "lifespan": "off",
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_keep_alive": 3600,
+    }
+    server = uvicorn.Server(uvicorn.Config(RequireKey(Door(engine, service)), **settings))
+    threading.Thread(target=server.run, args=[[place]], name="door", daemon=True).start()
 
 
 def main() -> None:
-    parent, cores = int(sys.argv.pop(1)), sys.argv.pop(1)
-    # until vLLM has handlers of its own, which end the engine in good order
-    signal.signal(signal.SIGTERM, lambda *_: end_own_group())
-    die_with_parent(parent, by=signal.SIGTERM)
-    leave_to_the_driver()
-    show_on_request()
-    threading.Thread(target=end_with_input, daemon=True).start()
-    keep_to(cores)
-    serve()
-
-
-def serve() -> None:
-    """What vLLM's `main` does, with our connections."""
-    import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from megatron_rl.engine.server_access import Connection
-
-    cli_env_setup()
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
-    configure_logging_from_args(arguments)
-    validate_parsed_serve_args(arguments)
-    arguments.middleware = [*arguments.middleware, *MIDDLEWARE]
-    logging.getLogger("vllm.entrypoints.launchers.launcher").setLevel(logging.WARNING)  # it lists 60 routes
-    uvloop.run(run_server(arguments, http=Connection))
+    descriptor, parent, cores, host, port = sys.argv[1:6]
+    run(int(descriptor), int(parent), cores, lambda *opened: open_door(host, int(port), *opened))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Who may talk to a server of the fleet: whoever has shown its key, and few others for a short time.
 
-An ASGI middleware asks for the key on every route: vLLM's own check covers /v1 and /inference only. Every other route
-answers anyone who reaches the port, also those that move weights, pause the engine or call its workers
-(/collective_rpc, /update_weight_version, /pause, ...). The key comes from the environment, where vLLM's own check finds
-it too.
+An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its weights. The key comes
+from the environment, which other users of the machine cannot read.
 
 Uvicorn waits for ever for a request's header. A thousand connections that never send one would use up the process's
 files, and shut out those who hold the key.

@@ -29,7 +29,7 @@ class Channel:
         self._socket = connection
         self._ahead = b""  # received together with the message before
 
-    def send(self, *messages: dict[str, Any], timeout_s: float | None = None) -> None:
+    def send(self, *messages: Any, timeout_s: float | None = None) -> None:
         """Raises TimeoutError where the other side does not take them in time (the channel is of no use then)."""
         encoded = map(msgspec.msgpack.encode, messages)
         self._socket.settimeout(timeout_s)
@@ -40,7 +40,7 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, timeout_s: float | None = None, largest: int | None = None) -> dict[str, Any]:
+    def receive(self, timeout_s: float | None = None, largest: int | None = None) -> Any:
         """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none, the channel is of
         no use.
         """

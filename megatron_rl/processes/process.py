@@ -172,11 +172,12 @@ class Work:
     stopped: tuple[int, ...]  # those that SIGSTOP holds
 
 
-def work_below(pid: int) -> Work:
-    """The work of all processes below this one."""
+def work_below(pid: int, itself: bool = False) -> Work:
+    """The work of all processes below this one; with its own, if wanted."""
     cpu_s, turns, stopped = 0.0, 0, []
     with suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(pid).children(recursive=True):
+        top = psutil.Process(pid)
+        for one in [*top.children(recursive=True), *([top] if itself else [])]:
             with suppress(psutil.Error), one.oneshot():
                 cpu_s += sum(one.cpu_times()[:4])  # its own and its ended children's, in user and system mode
                 turns += sum(one.num_ctx_switches())

@@ -23,8 +23,7 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import InFlight, RolloutSection, Stale
 from megatron_rl.processes import pulse
-from megatron_rl.rollout.collect import Answers, Collected, Collector
-from megatron_rl.sampler.protocol import Answering
+from megatron_rl.rollout.collect import Answering, Answers, Collected, Collector
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
 LOOK_S = 0.2  # the longest that a wait goes on without a look whether it still makes sense

@@ -26,7 +26,6 @@ from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Task
 from megatron_rl.runs.timeline import Span
-from megatron_rl.sampler.protocol import Answering
 from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
@@ -44,6 +43,22 @@ class Generates(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]: ...
+
+
+class Answering(Protocol):
+    """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its index."""
+        ...
+
+    def finished(self) -> list[list[Rollout]]:
+        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing is open any more."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is open."""
+        ...
 
 
 class Answers(Protocol):

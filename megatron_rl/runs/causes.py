@@ -14,7 +14,7 @@ from typing import Any
 ENGINE = "the sampler's engine"
 LOG = re.compile(r"(?:The end of|see|log:) (\S+\.log)\b")  # of the process that a reason is about
 MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")  # that a log writes before the name of an exception
-SAMPLER = ("SamplerError: ", "NoServerLeft: ", "ReplicaGone: ", "NoAnswer: ", "RequestRefused: ")
+SAMPLER = ("SamplerError: ", "NoServerLeft: ", "EngineGone: ", "NoAnswer: ", "RequestRefused: ")
 CONFIG = ("ConfigError: ", "RunDirectoryUsed: ", "error: ")
 
 

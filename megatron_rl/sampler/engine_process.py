@@ -11,21 +11,28 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from megatron_rl.config.fleet import LOOPBACK
 from megatron_rl.files import last_lines
 from megatron_rl.processes.environment import compiled_code, without_secrets
-from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end, for_the_driver_alone
+from megatron_rl.processes.scratch import remove_with_it
+from megatron_rl.sampler.engine import SamplerError
 
 LOG_LINES_SHOWN = 15
 # vLLM warns with a whole traceback that there is no tokenizer, where none is wanted
 ROUTINE = re.compile(r"(\([^)]*\) )?(DEBUG|INFO|WARNING) \d\d-\d\d |\[W\d{4} |.*resource_tracker")
 WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+|None)\)")
 REAP_S = 5.0
+END_GRACE_S = 4.0  # for workers to release the memory that they share
+EVERYWHERE = ("0.0.0.0", "::")
 SHARED_MEMORY, PROCESSES = Path("/dev/shm"), Path("/proc")
 # Python's SharedMemory, vLLM's collectives on hosts, and semaphores
 SEGMENT = re.compile(rf"{SHARED_MEMORY}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
@@ -46,6 +53,112 @@ _ENGINE_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 } | SHORT_SPIN
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Everything that the start of one engine needs, and that a restart needs again."""
+
+    arguments: Mapping[str, Any]  # of vLLM's engine
+    log_path: Path | None  # None: this process's own output
+    workers: int = 1
+    devices: str | None = None
+    cores: str = ALL_CORES
+    listens: bool = False  # at a port; else it is reached by its socket
+    host: str = LOOPBACK
+    port: int | None = None  # None: a free one
+
+
+class EngineProcess:
+    """The process group of one engine: a child that is asked over its socket, or a server that listens at a port.
+
+    The end of the socket is the engine's end, and so is the end of the thread that has started it.
+    """
+
+    def __init__(self, settings: ProcessSettings, key: str = "", restarts: int = 0) -> None:
+        self.settings = settings
+        self._segments: set[str] = set()
+        self.port = settings.port or free_port()
+        self.log_path = settings.log_path
+        if self.log_path is not None and restarts and not settings.listens:
+            self.log_path = self.log_path.with_stem(f"{self.log_path.stem}_{restarts}")
+        self.line, theirs = socket.socketpair()
+        command = [sys.executable, "-m", f"megatron_rl.engine.{'server' if settings.listens else 'child'}"]
+        command += [str(theirs.fileno()), str(os.getpid()), settings.cores]
+        environment = engine_environment(settings.workers, settings.devices, settings.cores)
+        if settings.listens:
+            command += [settings.host, str(self.port)]
+            environment |= {"VLLM_API_KEY": key}
+        with theirs, _opened(self.log_path) as log, for_the_driver_alone():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=None if log is None else subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def address(self) -> str:
+        host = LOOPBACK if self.settings.host in EVERYWHERE else self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def ended(self) -> str | None:
+        """How it ended; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = lost_worker(self.log_path) or (describe_end(code) if code < 0 else "")
+        return f"its process ended (exit status {code}){f': {how}' if how else ''}"
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, once it has one."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def note_shared_memory(self) -> None:
+        """Note the memory that its workers share now: an engine that is killed leaves it behind."""
+        if self.settings.workers > 1:
+            found = segments_of_session(self.pid) - self._segments
+            self._segments |= found
+            remove_with_it(SHARED_MEMORY / name for name in found)
+
+    def end(self) -> None:
+        """End the engine and its workers; safe in any state."""
+        self.note_shared_memory()
+        end_group(self._process)
+        remove_segments(self._segments)
+
+    def log_end(self) -> str:
+        return log_tail(self.log_path) if self.log_path else ""
+
+
+@contextlib.contextmanager
+def _opened(log_path: Path | None) -> Iterator[BinaryIO | None]:
+    if log_path is None:
+        yield None
+        return
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        yield log
+
+
+def free_port() -> int:
+    """A port that nobody uses now. Should somebody take it first, the server ends and is started again on another."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
 
 
 def engine_environment(workers: int = 1, devices: str | None = None, cores: str = ALL_CORES) -> dict[str, str]:
@@ -98,10 +211,8 @@ def visible_devices(wanted: str | None) -> dict[str, str]:
     return {VISIBLE: ",".join(seen[device] if seen else str(device) for device in chosen)}
 
 
-def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Give the process time to end by itself, then end its whole group: workers may outlive their leader."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(grace_s)
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its whole group: workers may outlive their leader."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(REAP_S)
@@ -112,8 +223,10 @@ def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
     return "\n".join([line for line in last_lines(path, 1000) if not ROUTINE.match(line)][-lines:])
 
 
-def lost_worker(path: Path) -> str:
+def lost_worker(path: Path | None) -> str:
     """Name the worker that has died, by the log; "" where none has. The engine's own errors only follow from that."""
+    if path is None:
+        return ""
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
     if not died:
         return ""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
 from megatron_rl.config.schema import (
@@ -30,7 +29,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.formats import quantization_config
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
@@ -50,7 +49,7 @@ class EngineSettings:
     sampler: SamplerSection
     quantization: QuantizationSection
     formats: tuple[Format, ...]  # one per engine: of the servers that the run starts, then of the given ones
-    is_fleet: bool  # servers over HTTP, not one embedded engine
+    is_fleet: bool  # servers, not embedded engines
     transport: Transport
     max_tokens: int  # of a prompt and its answer together
     seed: int
@@ -105,10 +104,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": worker_extension,
-        # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition.
-        # vLLM forgets prefixes only while nothing uses them: where answers keep theirs over an update, new ones could
-        # begin on what the old weights made
-        "enable_prefix_caching": gpu and settings.in_flight_cache == Cache.rebuild,
+        "enable_prefix_caching": True,  # of the present weights alone: engine/generation.py
         "enforce_eager": not gpu,
         # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
         "enable_chunked_prefill": gpu,
@@ -123,11 +119,6 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
     if sampler.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
-    if settings.in_flight_cache == Cache.keep and sampler.vllm.get("enable_prefix_caching"):
-        raise ConfigError(
-            "sampler.vllm.enable_prefix_caching: true does not go with rollout.in_flight_cache: keep, since new "
-            "answers would begin on what old weights have cached: leave it out, or set rollout.in_flight_cache: rebuild"
-        )
     given = dict(sampler.vllm)
     if settings.head is Precision.fp32:
         given["hf_overrides"] = {**(given.get("hf_overrides") or {}), HEAD: "float32"}

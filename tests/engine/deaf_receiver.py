@@ -1,11 +1,11 @@
 """A worker extension for tests alone: one engine, the first that finds the file DEAF, answers nobody from then on.
 
-Its answer to the next question cannot be written to a message, which ends the thread of vLLM that sends answers.
+The thread that owns the engine never comes back from the next question; the others of its process go on.
 """
 
 import os
+import threading
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.engine.receiver import WorkerExtension
 
@@ -13,9 +13,10 @@ MARKER = "MEGATRON_RL_TESTS_DEAF"
 
 
 class DeafExtension(WorkerExtension):
-    def weight_update_building(self) -> Any:
+    def weight_update_building(self) -> bool:
         try:
             Path(os.environ[MARKER]).unlink()
         except FileNotFoundError:
             return super().weight_update_building()
-        return type(self)
+        threading.Event().wait()
+        return False

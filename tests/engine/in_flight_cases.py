@@ -1,12 +1,11 @@
 """Cases of engine_cases: new weights between two tokens of an answer, at a step that the case chooses."""
 
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
-from live_engine import Case, attempt
+from live_engine import Case, attempt, begin
 from tiny_engine import PROMPTS
 from transformers import AutoModelForCausalLM
 
@@ -16,35 +15,25 @@ from megatron_rl.weight_sync import file_transport as transport
 
 TOKENS, BEFORE = 16, 6
 TOKEN_IDS = [list(prompt.token_ids) for prompt in PROMPTS]
-NUMBERS = count(1)
 Answer = tuple[list[int], list[float], list[list[int]]]  # tokens, logprobs, spans
 
 
-def begin(engine: Engine, **more: Any) -> int:
-    number = next(NUMBERS)
-    seeds = list(range(len(TOKEN_IDS)))
-    engine.generate(number, prompts=TOKEN_IDS, seeds=seeds, samples=2, max_tokens=TOKENS, **more)
-    return number
-
-
-def end(engine: Engine, steps: int = 60) -> dict[int, list[Answer]]:
-    """By request, in order."""
-    found: dict[int, dict[tuple[int, int], Answer]] = {}
+def end(engine: Engine, steps: int = 60) -> dict[int, Answer]:
+    """By the number of the sample."""
+    found = {}
     for _ in range(steps):
-        for request, said in engine.step():
+        for number, said in engine.step():
             tokens, logprobs = np.frombuffer(said["tokens"], np.int32), np.frombuffer(said["logprobs"], np.float32)
-            stops = np.cumsum(said["lengths"])[:-1]
-            for row, answer in enumerate(zip(np.split(tokens, stops), np.split(logprobs, stops), strict=True)):
-                spans = said["spans"].get(row, [(said["versions"][row], len(answer[0]))])
-                key = said["places"][row // 2], row % 2
-                found.setdefault(request, {})[key] = (answer[0].tolist(), answer[1].tolist(), [list(s) for s in spans])
-    assert not engine.answering
-    return {request: [answers[key] for key in sorted(answers)] for request, answers in found.items()}
-
-
-def only(answers: dict[int, list[Answer]]) -> list[Answer]:
-    (found,) = answers.values()
+            found[number] = tokens.tolist(), logprobs.tolist(), [list(span) for span in said["spans"]]
+    assert not engine.samples
     return found
+
+
+def answers_to(engine: Engine, numbers: list[int]) -> list[Answer]:
+    """Those of one question, which nobody else asks beside."""
+    found = end(engine)
+    assert sorted(found) == numbers
+    return [found[number] for number in numbers]
 
 
 def write(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -62,21 +51,19 @@ def finish(engine: Engine, keep_cache: bool) -> None:
 
 
 def update_between(case: Case, engine: Engine, tensors: dict[str, torch.Tensor], keep_cache: bool) -> list[Answer]:
-    begin(engine)
+    numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
         assert engine.step() == []
     engine.start_weight_update()
     engine.update_weights(write(case, tensors))
     finish(engine, keep_cache)
-    return only(end(engine))
+    return answers_to(engine, numbers)
 
 
 def run_in_flight(case: Case) -> dict[str, Any]:
     engine = case.start("live")
     found: dict[str, Any] = {"said": [case.update(engine, case.tensors(1))]}
-    begin(engine)
-    alone = only(end(engine))
-    found["alone"] = alone
+    found["alone"] = answers_to(engine, begin(engine, TOKENS))
     found["kept, same weights"] = update_between(case, engine, case.tensors(1), True)
     found["rebuilt, same weights"] = update_between(case, engine, case.tensors(1), False)
     for name, keep_cache in (("rebuilt", False), ("kept", True)):
@@ -92,7 +79,7 @@ def run_in_flight(case: Case) -> dict[str, Any]:
 
 def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
     """One tensor too few, found out in mid-answer; the answers go on as if nothing had been."""
-    begin(engine)
+    numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
         engine.step()
     engine.start_weight_update()
@@ -100,32 +87,33 @@ def run_refused(case: Case, engine: Engine) -> dict[str, Any]:
     engine.update_weights(write(case, dict(whole[:-1])))
     case.version -= 1
     said = attempt(partial(finish, engine, False))
-    return {"said": said, "answers": only(end(engine)), "health": engine.health()}
+    return {"said": said, "answers": answers_to(engine, numbers), "status": engine.status()}
 
 
 def run_beside_others(engine: Engine) -> dict[str, Any]:
     """Requests that answers in the making stand in the way of, or that stand in theirs."""
-    first = begin(engine)
+    version = engine.ready.policy_version
+    first = begin(engine, TOKENS)
     for _ in range(3):
         engine.step()
-    found: dict[str, Any] = {"asleep": attempt(lambda: engine.sleep(1)), "open": engine.health()["open"]}
-    found["has to wait"] = engine.must_wait("activations")
-    second = begin(engine, patient=True, policy_version=0)
-    found["held"] = engine.health()["open"] == found["open"]
+    found: dict[str, Any] = {"asleep": attempt(lambda: engine.sleep(1)), "open": engine.status()["open"]}
+    found["has to wait"] = engine.must_wait("values")
+    second = begin(engine, TOKENS, patient=True, policy_version=0)
+    found["held"] = engine.status()["open"] == found["open"]
     answers = end(engine)
-    found["drained"] = (list(answers), engine.must_wait("activations")) == ([first], False)
-    values = engine.activations(TOKEN_IDS[0], engine.ready.policy_version)
+    found["drained"] = (sorted(answers), engine.must_wait("values")) == (first, False)
+    (values,) = engine.values("activations", [TOKEN_IDS[0]], version)
     found["watched"] = len(values["logprobs"]) == len(TOKEN_IDS[0]) - 1 and bool(values["values"])
-    again = end(engine)
-    found["same"] = [again[second][i][0] for i in range(12)] == [answers[first][i][0] for i in range(12)]
-    newer = begin(engine, patient=True, policy_version=engine.ready.policy_version + 1)
+    again = answers_to(engine, second)
+    found["same"] = [tokens for tokens, _, _ in again] == [answers[number][0] for number in first]
+    newer = begin(engine, TOKENS, patient=True, policy_version=version + 1)
     found["waits for a newer version"] = end(engine) == {}
-    engine.abandon([newer])
-    found["impatient"] = attempt(lambda: begin(engine, policy_version=engine.ready.policy_version + 1))
-    given_up = begin(engine)
+    engine.cancel(newer)
+    found["impatient"] = attempt(lambda: begin(engine, TOKENS, policy_version=version + 1))
+    given_up = begin(engine, TOKENS)
     engine.step()
-    engine.abandon([given_up])
-    found["given up"] = (len(engine.answering), end(engine)) == (0, {})
+    engine.cancel(given_up)
+    found["given up"] = (len(engine.samples), end(engine)) == (0, {})
     return found
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
+NUMBERS = count(1)  # of samples
 EXPERTS = r"re:.*\.experts\..*"  # hosts have no kernel for quantized experts
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -111,14 +113,23 @@ class Case:
             receiver.FileWeightTransferEngine.prepare = prepare
 
 
+def begin(engine: Engine, max_tokens: int, **more: Any) -> list[int]:
+    """Two samples of each prompt, as one question; their numbers."""
+    numbers = []
+    for seed, prompt in enumerate(PROMPTS):
+        for sample in range(2):
+            numbers.append(next(NUMBERS))
+            engine.generate(
+                numbers[-1], tokens=list(prompt.token_ids), seed=seed + sample, max_tokens=max_tokens, **more
+            )
+    return numbers
+
+
 def answers(engine: Engine) -> list[Any]:
-    engine.generate(
-        0, prompts=[list(one.token_ids) for one in PROMPTS], seeds=list(range(len(PROMPTS))), samples=2, max_tokens=6
-    )
-    said = [reply for _ in range(6) for _, reply in engine.step()]
-    assert not engine.answering, "six tokens each, in six steps"
-    by_place = [(place, row) for reply in said for row, place in enumerate(reply["places"])]
-    return [[reply["tokens"].hex(), reply["logprobs"].hex()] for reply in said] + sorted(by_place)
+    numbers = begin(engine, 6)
+    said = dict(reply for _ in range(6) for reply in engine.step())
+    assert not engine.samples, "six tokens each, in six steps"
+    return [[said[number]["tokens"].hex(), said[number]["logprobs"].hex()] for number in numbers]
 
 
 def attempt(call: Callable[[], Any]) -> str:

@@ -1,15 +1,16 @@
-"""What top_k and top_p have kept, as engines and servers tell it."""
+"""What top_k and top_p have kept, as an engine tells it."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_rl.engine.generation import Kept, of_lists, of_rows
+from megatron_rl.engine.generation import drawn_among
 
 INF = math.inf
-# drawn token, then candidates (embedded: as rows with the drawn one in front) and their logprobs
+# drawn token, then candidates and their logprobs, and what it was drawn among
 CASES = [
     (7, [7, 3, 9], [-0.5, -1.0, -INF], [7, 3]),
     (3, [7, 3, 9], [-0.5, -1.0, -INF], [7, 3]),
@@ -20,35 +21,21 @@ CASES = [
 ]
 
 
-def check(found: Kept) -> None:
-    ids = list(found.ids)
-    for (drawn, *_, kept), count, unknown in zip(CASES, found.counts, found.unknown_T, strict=True):
-        assert unknown == (kept is None)
+def test_what_each_token_was_drawn_among() -> None:
+    first = [dict(zip(ids, of, strict=True)).get(drawn, -1.0) for drawn, ids, of, _ in CASES]
+    flat = SimpleNamespace(
+        token_ids=[token for drawn, ids, *_ in CASES for token in (drawn, *ids)],
+        logprobs=[one for own, (_, _, of, _) in zip(first, CASES, strict=True) for one in (own, *of)],
+    )
+    found, counts_T, logprobs_T = drawn_among(flat, np.array([case[0] for case in CASES], np.int32), candidates=3)
+    ids = found.tolist()
+    for (drawn, *_, kept), count, own, logprob in zip(CASES, counts_T, first, logprobs_T, strict=True):
         assert sorted(ids[:count]) == sorted(kept or [drawn])
+        assert math.isnan(logprob) if kept is None else logprob == own
         del ids[:count]
     assert not ids
 
 
-def test_of_an_embedded_engine() -> None:
-    drawn_T = np.array([case[0] for case in CASES], np.int32)
-    ids_TN = np.array([[drawn, *ids] for drawn, ids, *_ in CASES], np.int32)
-    logprobs_TN = np.array([[dict(zip(ids, of, strict=True)).get(drawn, -1.0), *of] for drawn, ids, of, _ in CASES])
-    check(of_rows(drawn_T, ids_TN, logprobs_TN, candidates=3))
-
-
-def test_of_a_server() -> None:
-    """It sends each token once, the drawn one first, as many as were asked for."""
-    lists = []
-    for drawn, ids, logprobs, _ in CASES:
-        told = dict(zip(ids, (max(one, -9999.0) for one in logprobs), strict=True))
-        first = {drawn: told.get(drawn, -1.0)}
-        lists.append(list((first | told).items())[:3])
-    lists[-1] = [(7, -1.0), (3, -9999.0)]
-    check(of_lists([case[0] for case in CASES], lists, -9999.0, candidates=3))
-
-
-def test_no_answer_and_no_candidates() -> None:
-    nothing = of_lists([], [], -9999.0, candidates=3)
-    assert not nothing.ids and not nothing.counts
-    missing = of_lists([5, 6], [[], []], -9999.0, candidates=3)
-    assert list(missing.ids) == [5, 6] and missing.unknown_T.all()
+def test_no_answer() -> None:
+    ids_K, counts_T, logprobs_T = drawn_among(SimpleNamespace(token_ids=[], logprobs=[]), np.array([], np.int32), 3)
+    assert len(ids_K) == len(counts_T) == len(logprobs_T) == 0

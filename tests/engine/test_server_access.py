@@ -1,41 +1,71 @@
-"""A real uvicorn with our connections: the key, and strangers who never finish a request."""
+"""A server's door, by a real uvicorn: the key, strangers who never finish a request, and what the owner may ask."""
 
 import asyncio
 import json
 import socket
+import struct
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
-import uvicorn
 
-from megatron_rl.engine import server_access
+from megatron_rl.engine import server, server_access
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.engine.server_access import Key, RequireKey
 
 KEY = "k" * 32
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: "
 PATIENCE_S = 60
+STATUS = {"id": 1, "method": "status", "arguments": {}}
+encode = msgspec.msgpack.encode
+
+
+class Service:
+    """Answers at once, in another thread; keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.left: list[Any] = []
+
+    def ask(self, line: Any, frames: list[dict[str, Any]]) -> None:
+        self.asked += frames
+        if frames:
+            threading.Thread(target=line.send, args=[[{"id": one["id"], "value": "fine"} for one in frames]]).start()
+
+    def hung_up(self, line: Any) -> None:
+        self.left.append(line)
 
 
 @pytest.fixture
-def port(monkeypatch) -> Iterator[int]:
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def port(monkeypatch, service) -> Iterator[int]:
+    opened: list[Any] = []
+
+    class Server(server.uvicorn.Server):
+        def run(self, sockets: Any = None) -> None:
+            opened.append((self, threading.current_thread(), sockets[0].getsockname()[1]))
+            super().run(sockets)
 
     monkeypatch.setenv(server_access.VARIABLE, KEY)
+    monkeypatch.setattr(server.uvicorn, "Server", Server)
     Key.of_environment.cache_clear()
-    with socket.create_server(("127.0.0.1", 0), backlog=2048) as place:
-        config = uvicorn.Config(RequireKey(app), http=server_access.Connection, lifespan="off", log_level="error")
-        server = uvicorn.Server(config)
-        loop = threading.Thread(target=lambda: asyncio.run(server.serve([place])), daemon=True)
-        loop.start()
-        yield place.getsockname()[1]
-        server.should_exit = True
-        loop.join(PATIENCE_S)
+    server.open_door("127.0.0.1", 0, SimpleNamespace(vocabulary=101, longest=48), service)
+    until(lambda: opened and opened[0][0].started)
+    one, thread, place = opened[0]
+    yield place
+    one.should_exit = one.force_exit = True
+    thread.join(PATIENCE_S)
     Key.of_environment.cache_clear()
 
 
@@ -69,9 +99,9 @@ def cut_off(one: socket.socket, content: bytes) -> bool:
     return False
 
 
-def ask(port: int, key: str = KEY) -> int:
+def ask(port: int, key: str = KEY, path: str = "/health", method: str = "GET") -> int:
     headers = {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/health", headers=headers)
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return answer.status
@@ -89,7 +119,7 @@ def until(happened) -> None:
 def answered(one: socket.socket, request: bytes) -> bool:
     one.sendall(request)
     received = b""
-    while not received.endswith(b"ok"):
+    while not received.endswith(b"0\r\n\r\n"):
         received += one.recv(1000)
     return received.startswith(b"HTTP/1.1 200")
 
@@ -130,7 +160,7 @@ def test_the_owner_s_connection_stays(port, monkeypatch):
     """Longer than a stranger's, and however many strangers come."""
     monkeypatch.setattr(server_access, "STRANGER_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as owner:
-        line = b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+        line = b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n"
         assert answered(owner, line)
         strangers = half_open(port, 150)
         until(lambda: not any(map(is_open, strangers)))
@@ -148,7 +178,7 @@ def pass_through(app, headers=(), kind="http") -> list[dict]:
     async def receive():
         return {"type": "http.disconnect"}
 
-    scope = {"type": kind, "path": "/collective_rpc", "method": "OPTIONS", "headers": list(headers)}
+    scope = {"type": kind, "path": "/engine", "method": "OPTIONS", "headers": list(headers)}
     asyncio.run(app(scope, receive, send))
     return sent
 
@@ -183,3 +213,80 @@ def test_no_server_without_a_key(monkeypatch):
     monkeypatch.delenv(server_access.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="does not start without a key"):
         RequireKey(None)
+
+
+def converse(port: int, use: Callable[[aiohttp.ClientWebSocketResponse], Awaitable[Any]], key: str = KEY) -> Any:
+    async def main() -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.ws_connect(f"http://127.0.0.1:{port}/engine", timeout=aiohttp.ClientWSTimeout()) as connection,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            return await use(connection)
+
+    return asyncio.run(main())
+
+
+async def replies(connection: aiohttp.ClientWebSocketResponse) -> list[dict[str, Any]]:
+    return msgspec.msgpack.decode(await connection.receive_bytes())
+
+
+def test_a_conversation(port, service):
+    frames = [STATUS, STATUS | {"id": 2, "method": "__class__"}]
+
+    async def talk(connection: aiohttp.ClientWebSocketResponse) -> list[dict[str, Any]]:
+        (name,) = await replies(connection)
+        assert (name["id"], len(name["value"])) == (0, 32), "which process this is"
+        await connection.send_bytes(encode(frames))
+        return sorted([*await replies(connection), *await replies(connection)], key=lambda one: one["id"])
+
+    fine, refused = converse(port, talk)
+    assert fine == {"id": 1, "value": "fine"}
+    assert (refused["id"], refused["error"]["type"]) == (2, "Refused")
+    assert service.asked == [STATUS], "written anew, without what does not fit"
+    until(lambda: len(service.left) == 1)
+
+
+@pytest.mark.fault("a conversation without the key", "it is refused before it begins")
+@pytest.mark.parametrize("key", ["", "wrong", KEY[:-1]])
+def test_no_conversation_without_the_key(port, service, key):
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        converse(port, replies, key)
+    assert refused.value.status == 403
+    assert service.asked == []
+
+
+@pytest.mark.fault(
+    "a transmission that is no list of requests, or does not end", "the connection is ended; others stay"
+)
+@pytest.mark.parametrize(("content", "code"), [(b"\x91" * 100_000, 1008), (b"", 1008), ("text", 1008), (None, 1009)])
+def test_odd_transmissions_end_a_conversation(port, service, content, code):
+    async def use(connection: aiohttp.ClientWebSocketResponse) -> int | None:
+        await replies(connection)
+        if content is None:  # a masked frame's head alone
+            connection._writer.transport.write(b"\x82\xff" + struct.pack(">Q", LONGEST_TRANSMISSION + 1) + b"mask")
+        else:
+            await (connection.send_str if isinstance(content, str) else connection.send_bytes)(content)
+        while (await connection.receive()).type not in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED):
+            pass
+        return connection.close_code
+
+    assert converse(port, use) == code
+    until(lambda: len(service.left) == 1)
+    assert service.asked == []
+    assert ask(port) == 200
+
+
+@pytest.mark.fault("any other route, with the key", "404: a server answers what a sampler asks")
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"), ("POST", "/collective_rpc"), ("POST", "/pause"), ("POST", "/update_weight_version"),
+        ("POST", "/v1/completions"), ("POST", "/inference/v1/generate"), ("OPTIONS", "/engine"), ("POST", "/engine"),
+        ("PUT", "/health"), ("POST", "/health"), ("GET", "/docs"), ("GET", "/openapi.json"),
+    ],
+)  # fmt: skip
+def test_other_routes_do_not_exist(port, service, method, path):
+    assert ask(port, path=path, method=method) == 404
+    assert service.asked == []

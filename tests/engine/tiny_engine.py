@@ -30,9 +30,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings, write_engine_folder
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -148,7 +147,7 @@ def make_model(folder: Path, tied: bool) -> TinyModel:
 class Live:
     """A running engine that is updated through the file transport."""
 
-    def __init__(self, sampler: EmbeddedSampler, model: TinyModel, format: Format, directory: Path) -> None:
+    def __init__(self, sampler: Sampler, model: TinyModel, format: Format, directory: Path) -> None:
         self.sampler = sampler
         self.model = model
         self.format = format
@@ -186,7 +185,7 @@ class Live:
         return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
 
     def kill(self, engine: int = 0) -> None:
-        process = self.sampler._engines[engine].process
+        process = self.sampler.replicas[engine].process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
 
@@ -219,7 +218,7 @@ def make_live(folder: Path, format: Format, tied: bool, head: Precision = Precis
     """Not yet started."""
     model = make_model(folder / "hf", tied)
     settings = replace(make_settings(format, **sampler), head=head)
-    engine = EmbeddedSampler(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
+    engine = Sampler(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
     return Live(engine, model, format, folder)
 
 
@@ -243,5 +242,5 @@ def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
     write_engine_folder(live.model.folder, folder, settings.quantization)
     save_file(live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"})
     assert json.loads((folder / "config.json").read_text())["architectures"]
-    with forking(), EmbeddedSampler(settings, live.model.folder, tmp_path) as sampler:
+    with forking(), Sampler(settings, live.model.folder, tmp_path) as sampler:
         return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)

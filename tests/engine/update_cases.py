@@ -26,7 +26,7 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     sequences = [list(prompt.token_ids) for prompt in PROMPTS]
     found["routes"] = [
         torch.frombuffer(bytearray(one), dtype=torch.int32).view(len(tokens), 2, -1).tolist()
-        for tokens, one in zip(sequences, engine.routed_experts(sequences, 0), strict=True)
+        for tokens, one in zip(sequences, engine.values("routed_experts", sequences, 0), strict=True)
     ]
     found["other routes"] = transformers_routes(case, sequences)
     found["unmoved"] = answers(engine) == first

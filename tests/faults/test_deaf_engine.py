@@ -1,4 +1,4 @@
-"""An engine whose threads have died behind a server that answers."""
+"""An engine whose thread hangs behind a door that answers."""
 
 import os
 import sys
@@ -10,13 +10,13 @@ from deaf_receiver import MARKER
 from tiny_engine import PROMPTS, SAMPLING, make_model, make_settings
 
 from megatron_rl.config.schema import FleetSection
-from megatron_rl.sampler.fleet.sampler import FleetSampler
+from megatron_rl.sampler.sampler import Sampler
 
 PATIENCE_S = 300
 
 
 @pytest.mark.fault(
-    "the thread that sends an engine's answers dies", "three looks; the other server answers; it starts again"
+    "the thread that owns a server's engine waits for ever", "three looks; the other server answers; it starts again"
 )
 def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = tmp_path / "deaf"
@@ -25,7 +25,7 @@ def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     model, settings = make_model(tmp_path / "hf", True), make_settings(fleet=FleetSection(replicas=2))
     extension = "deaf_receiver.DeafExtension"
-    with FleetSampler(settings, model.folder, tmp_path, note=notes.append, worker_extension=extension) as fleet:
+    with Sampler(settings, model.folder, tmp_path, note=notes.append, worker_extension=extension) as fleet:
         marker.touch()
         until_noted(fleet, notes, "is out: did not answer 3 times in a row")
         assert any("neither answers nor works" in note for note in notes)
@@ -33,7 +33,7 @@ def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert fleet.stats.restarts == 1
 
 
-def until_noted(fleet: FleetSampler, notes: list[str], what: str) -> None:
+def until_noted(fleet: Sampler, notes: list[str], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not any(what in note for note in notes):
         assert time.monotonic() < deadline, notes

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from box import MEGATRON_RL, ROOT, Box, wait_for
 
-from megatron_rl.sampler.fleet.server_process import free_port
+from megatron_rl.sampler.engine_process import free_port
 
 pytestmark = pytest.mark.timeout(1800)
 START_S, STEP_S = 600, 300  # two engines may compile one after the other
@@ -22,24 +22,28 @@ RECIPE = str(ROOT / "recipes" / "quickstart_fleet.yaml")
 
 
 def engines(box: Box) -> list[psutil.Process]:
-    """In the order of their servers. They write over their environment, by which the box knows its processes."""
-    servers = sorted(box.processes("megatron_rl.engine.server"), key=lambda one: one.create_time())
-    return [below for one in servers for below in one.children() if "EngineCore" in " ".join(below.cmdline())]
+    """Processes of servers, each with its engine, in their order."""
+    return sorted(box.processes("megatron_rl.engine.server"), key=lambda one: one.create_time())
 
 
-def running_fleet(box: Box, steps: int) -> subprocess.Popen:
-    run = box.train(f"run.steps={steps}", "sampler.request_timeout_s=600", recipe="quickstart_fleet.yaml")
+def workers(server: psutil.Process) -> list[psutil.Process]:
+    """Those of a larger engine. They write over their environment, by which the box knows its processes."""
+    return [one for one in server.children(recursive=True) if "Worker_TP" in " ".join(one.cmdline())]
+
+
+def running_fleet(box: Box, steps: int, *more: str) -> subprocess.Popen:
+    run = box.train(f"run.steps={steps}", "sampler.request_timeout_s=600", *more, recipe="quickstart_fleet.yaml")
     wait_for(lambda: box.steps() >= 2 or run.poll() is not None, START_S, "two steps")
     assert run.poll() is None, box.screen
     return run
 
 
 @pytest.mark.fault(
-    "the engine of a fleet's server is stopped (SIGSTOP)", "three looks; the other server answers; it starts again"
+    "a worker of a fleet's server is stopped (SIGSTOP)", "three looks; the other server answers; it starts again"
 )
 def test_a_stopped_engine(box: Box) -> None:
-    run = running_fleet(box, 1000)
-    victim = engines(box)[0]
+    run = running_fleet(box, 1000, "sampler.tensor_parallel=2")
+    victim = workers(engines(box)[0])[0]
     victim.suspend()
     before = box.steps()
     wait_for(lambda: "is out: did not answer 3 times in a row" in box.screen, STEP_S, "the screen says that it is out")
@@ -55,7 +59,7 @@ def test_a_stopped_engine(box: Box) -> None:
 @pytest.mark.fault("a fleet's server pauses for 8 s", "nothing is lost, nothing starts again")
 def test_a_pause(box: Box) -> None:
     run = running_fleet(box, 1000)
-    servers = box.processes("megatron_rl.engine.server")
+    servers = engines(box)
     for server in servers:
         server.suspend()
         time.sleep(8)
@@ -63,7 +67,7 @@ def test_a_pause(box: Box) -> None:
         before = box.steps()
         wait_for(lambda at=before: box.steps() >= at + 2, STEP_S, "steps go on")
     assert " is out: " not in box.screen
-    assert {one.pid for one in servers} <= {one.pid for one in box.processes("megatron_rl.engine.server")}
+    assert {one.pid for one in servers} <= {one.pid for one in engines(box)}
     run.send_signal(signal.SIGUSR1)
     assert run.wait(STEP_S) == 0, box.screen
 
@@ -109,8 +113,19 @@ def test_half_open_connections(box: Box) -> None:
             pass  # cut off already
         held.append(one)
     assert [ask(port) for _ in range(20)] == [200] * 20
-    paths = ("/health", "/v1/models", "/metrics", "/docs", "/openapi.json", "/collective_rpc", "/", "/nothing")
+    paths = (
+        "/health",
+        "/engine",
+        "/v1/models",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/collective_rpc",
+        "/",
+        "/nothing",
+    )
     assert {ask(port, key, path) for key in ("", "wrong", KEY[:-1]) for path in paths} == {401}
+    assert {ask(port, path=path) for path in paths[1:]} == {404}, "there is /health, and the conversation at /engine"
     for one in held:
         one.close()
 
@@ -118,7 +133,8 @@ def test_half_open_connections(box: Box) -> None:
 @pytest.mark.fault("whoever started `serve` is killed", "the server ends and leaves nothing")
 def test_a_server_ends_with_its_starter(box: Box) -> None:
     starter, _ = serve(box)
-    mine = box.processes() + engines(box)
+    mine = box.processes()
+    assert engines(box)
     starter.kill()
     wait_for(lambda: not any(map(alive, mine)), 60, "all of it is gone")
     assert not list(box.tmp.glob("megatron-rl-*"))
@@ -127,7 +143,8 @@ def test_a_server_ends_with_its_starter(box: Box) -> None:
 @pytest.mark.fault("`serve` itself is killed (SIGKILL)", "its server ends")
 def test_a_killed_serve(box: Box) -> None:
     serve(box)
-    mine = box.processes() + engines(box)
+    mine = box.processes()
+    assert engines(box)
     (front,) = [one for one in mine if one.cmdline()[1:4] == ["-m", "megatron_rl.cli", "serve"]]
     front.kill()
     wait_for(lambda: not any(map(alive, mine)), 60, "all of it is gone")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from box import ROOT, Box, wait_for
 
-from megatron_rl.sampler.fleet.server_process import free_port
+from megatron_rl.sampler.engine_process import free_port
 
 SHARED = Path("/dev/shm")
 START_S = 300
@@ -87,7 +87,8 @@ def test_a_launcher_killed_while_ranks_start(box: Box, after_s: float) -> None:
 def test_a_killed_server(box: Box) -> None:
     box.env["MEGATRON_RL_FLEET_KEY"] = "k" * 40
     serve = box.start("serve", str(ROOT / "recipes" / "quickstart.yaml"), "--port", str(free_port()))
-    wait_for(lambda: box.processes("EngineCore") or len(box.processes()) > 3, START_S, "the server's engine")
+    wait_for(lambda: box.processes("megatron_rl.engine.server"), START_S, "the server")
+    wait_for(lambda: "ready: " in box.screen, START_S, "its engine")
     serve.kill()
     wait_for(lambda: not box.processes(), START_S, "the end of all processes")
     settings = ("run.steps=1", "rollout.samples_per_prompt=1")

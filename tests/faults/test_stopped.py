@@ -14,6 +14,8 @@ import pytest
 from box import Box, wait_for
 from test_fleet import engines, running_fleet
 
+from megatron_rl.sampler.supervisor import MAX_RESTARTS
+
 pytestmark = pytest.mark.timeout(1800)
 START_S, STEP_S = 600, 300
 NAMED_S = 60  # the promise
@@ -104,7 +106,7 @@ def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
 @pytest.mark.fault("a server of a whole run's fleet is stopped", "it is named; it is started again; the run ends well")
 def test_a_stopped_server(box: Box) -> None:
     process = running_fleet(box, 1000)
-    server = sorted(box.processes("megatron_rl.engine.server"), key=lambda one: one.create_time())[0]
+    server = engines(box)[0]
     server.suspend()
     named = re.compile(rf"stuck    server 0 \(\w+\) \(process {server.pid} on ")
     wait_for(lambda: named.search(log(box)), NAMED_S, "it is named")
@@ -152,11 +154,24 @@ def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
     ended(box, f"rank {rank}", "run.patience_s" if rank else "")
 
 
-@pytest.mark.fault("the engine of a whole run stays stopped", "the run ends after sampler.request_timeout_s")
+@pytest.mark.fault(
+    "the engine of a whole run stays stopped",
+    "ended after sampler.request_timeout_s and started again; after three times the run ends, and says why",
+)
 def test_an_engine_that_stays_stopped(box: Box) -> None:
     process = begun(box, "sampler.request_timeout_s=15")
-    victim(box, "engine", process.pid).suspend()
+    for stop in range(MAX_RESTARTS + 1):
+        one = victim(box, "engine", process.pid)
+        one.suspend()
+        wait_for(lambda one=one: not one.is_running(), STEP_S, "it is ended")
+        if stop < MAX_RESTARTS:
+            back = lambda n=stop + 1: box.screen.count("is back with policy version") >= n  # noqa: E731
+            wait_for(back, START_S, "it is started again")
+            before = box.steps()
+            wait_for(lambda at=before: box.steps() >= at + 2, STEP_S, "steps after it")
+    assert "within sampler.request_timeout_s=15" in box.screen
     assert process.wait(STEP_S) == 1, box.screen
+    assert f"given up after {MAX_RESTARTS} restarts" in box.status()["reason"]
     assert "sampler.request_timeout_s=15" in box.status()["reason"]
     wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
 

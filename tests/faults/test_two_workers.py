@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from test_tensor_parallel_engine import answers, has_ended
-from tiny_engine import make_live, startable, until
+from tiny_engine import Live, make_live, startable, until
 
 from megatron_rl.config.schema import Format
 
@@ -20,11 +20,17 @@ def test_both_start_again(tmp_path: Path) -> None:
         live.update(1)
         first = answers(live)
         live.update(2)
-        session = live.sampler._engines[0].process.pid
+        session = pid_of(live)
         with startable():
             live.update(1, "second_worker_killed")
         assert answers(live) == first
-        assert live.sampler._engines[0].process.pid != session
+        assert pid_of(live) != session
         until(lambda: has_ended(session))
     finally:
         live.sampler.close()
+
+
+def pid_of(live: Live) -> int:
+    process = live.sampler.replicas[0].process
+    assert process is not None
+    return process.pid

@@ -34,9 +34,9 @@ from megatron_rl.config.schema import (
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
-from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import SamplerError, SleepSchedule
+from megatron_rl.sampler.sampler import Sampler, SleepSchedule
 from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -84,7 +84,7 @@ class Run:
     def __init__(self, config: Config, hf: dict[str, Any], folder: Path) -> None:
         (folder / "hf").mkdir(parents=True)
         (folder / "hf" / "config.json").write_text(json.dumps(hf))
-        self.sampler = EmbeddedSampler(EngineSettings.from_config(config), folder / "hf", folder)
+        self.sampler = Sampler(EngineSettings.from_config(config), folder / "hf", folder)
         self.weights = Weights(hf)
         self.sampler.start()
         self.sync = WeightSync.from_config(self.weights, self.sampler, config)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.engine.generation import pack
+from megatron_rl.engine.generation import completed
 from megatron_rl.processes.channel import Channel, ChannelClosed
 
 
@@ -56,24 +56,30 @@ class Flat(list):
         self.logprobs = [entry.logprob for position in positions for entry in position.values()]
 
 
-def completion(tokens, positions, finish="stop"):
-    flat = (
-        None if positions is None else Flat([{t: SimpleNamespace(logprob=v) for t, v in p.items()} for p in positions])
-    )
-    return SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=finish)
+NAN = np.nan
 
 
-def test_pack_keeps_the_sampled_token_s_logprob_and_marks_what_is_missing():
-    packed = pack(
-        [
-            completion([5, 6], [{5: -0.5}, {6: -1.5}]),
-            completion([7, 8], [{9: -9.0, 7: -2.0}, {}]),  # more than the sampled token, then none at all
-            completion([], []),
-            completion([4], None, finish=None),
-        ]
-    )
-    assert packed["lengths"] == [2, 2, 0, 1]
-    assert packed["finish"] == ["stop", "stop", "stop", "abort"]
-    assert np.frombuffer(packed["tokens"], np.int32).tolist() == [5, 6, 7, 8, 4]
-    logprobs = np.frombuffer(packed["logprobs"], np.float32)
-    np.testing.assert_array_equal(logprobs, np.float32([-0.5, -1.5, -2.0, np.nan, np.nan]))
+@pytest.mark.parametrize(
+    ("tokens", "positions", "logprobs"),
+    [
+        ([5, 6], [{5: -0.5}, {6: -1.5}], [-0.5, -1.5]),
+        ([7, 8], [{9: -9.0, 7: -2.0}, {}], [-2.0, NAN]),  # more than the sampled token, then none at all
+        ([], [], []),
+        ([4], None, [NAN]),
+    ],
+)
+def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(tokens, positions, logprobs):
+    told = positions and [{token: SimpleNamespace(logprob=value) for token, value in one.items()} for one in positions]
+    flat = None if told is None else Flat(told)
+    drawn = SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason="stop", weight_versions=None)
+    found = completed(drawn, candidates=0, now=3)
+    assert np.frombuffer(found["tokens"], np.int32).tolist() == tokens
+    np.testing.assert_array_equal(np.frombuffer(found["logprobs"], np.float32), np.float32(logprobs))
+    assert (found["finish"], found["spans"]) == ("stop", [(3, 0)])
+
+
+def test_an_answer_that_was_given_up_and_its_policy_versions():
+    spans = [SimpleNamespace(version="2", end=1, start=0), SimpleNamespace(version="3", end=3, start=1)]
+    drawn = SimpleNamespace(token_ids=[4, 5, 6], logprobs=None, finish_reason=None, weight_versions=spans)
+    found = completed(drawn, candidates=0, now=3)
+    assert (found["finish"], found["spans"]) == ("abort", [(2, 1), (3, 2)])

@@ -62,7 +62,7 @@ def test_no_orphan_of_the_first_second(name: str) -> None:
     words = {
         "rank": ["nowhere", parent],
         "engine.child": [str(read), parent, "all"],
-        "engine.server": [parent, "all"],
+        "engine.server": [str(read), parent, "all", "127.0.0.1", "1"],
         "rewards.worker": [str(read), parent],
     }
     command = [sys.executable, "-m", f"megatron_rl.{name}", *words[name]]

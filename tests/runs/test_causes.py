@@ -25,7 +25,7 @@ from megatron_rl.rollout.collect import RewardError
 from megatron_rl.runs.alarms import RULES
 from megatron_rl.runs.causes import ENGINE, OUT_OF_MEMORY, ROWS, STUCK, UNKNOWN, Cause, explain
 from megatron_rl.runs.disk import RecordLost, lasting
-from megatron_rl.sampler.fleet.replica import NoServerLeft
+from megatron_rl.sampler.replica import NoServerLeft
 from megatron_rl.weight_sync import probe
 
 ROOT = Path(__file__).parents[2]

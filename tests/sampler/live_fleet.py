@@ -1,5 +1,7 @@
 """A fleet of two: server 0 samples in INT8, server 1 in BF16; what tests do with it."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,16 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
-from tiny_engine import PATIENCE_S, PROMPTS, TinyModel, collecting, make_config, make_settings, until
+from tiny_engine import PROMPTS, TinyModel, collecting, make_config, make_settings, until
 from transformers import Qwen3ForCausalLM
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import FleetSection, Format, ModelSection
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.fleet.replica import Replica, Swap
-from megatron_rl.sampler.fleet.sampler import FleetSampler
+from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -30,7 +33,7 @@ MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers a
 
 @dataclass(eq=False)
 class LiveFleet:
-    sampler: FleetSampler
+    sampler: Sampler
     given: subprocess.Popen[bytes]
     model: TinyModel
     directory: Path
@@ -50,7 +53,7 @@ class LiveFleet:
             manifest = transport.write_version(folder, version, tensors, format=format).manifest
             if fault is not None and format == Format.int8:
                 fault(manifest)
-            infos[format.value] = transport.update_info(folder, version, 1)
+            infos[format.value] = transport.update_info(folder, version, 1, background=True)
         self.sampler.start_weight_update()
         self.sampler.update_weights({BY_FORMAT: infos})
         before_finish()
@@ -58,29 +61,38 @@ class LiveFleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        return self.sampler._servers.replicas
+        return self.sampler.replicas
 
     def rollouts(self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1):
         return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
 
-    def on_swap(self, swap: Swap) -> None:
-        """What an update does to open answers from here on."""
-        self.sampler._servers._state.swap = swap
+    def keep_cache(self, keep: bool) -> None:
+        """What an update does to the keys and values of open answers from here on."""
+        self.sampler._replicas._state.keep_cache = keep
 
-    def on_one(self, one: Replica, method: str, path: str) -> bytes:
-        return self.sampler.ask(lambda _: one.request(method, path, timeout_s=PATIENCE_S))
+    def ask(self, one: Replica, method: str, **arguments: object) -> object:
+        """Anything, of one server."""
+        return self.sampler._ask(lambda _: one.engine.call(method, arguments))
 
-    def on_each(self, method: str, path: str) -> list[bytes]:
-        return [self.on_one(one, method, path) for one in self.replicas]
+    def open(self) -> list[int]:
+        """How many samples each server works on."""
+        return [one["open"] for one in self.sampler.health()["engines"]]
 
     @contextmanager
     def paused(self, one: Replica) -> Iterator[None]:
         """It takes requests, and answers none before the end."""
-        self.on_one(one, "POST", "/pause?mode=keep&clear_cache=false")
+        pid = one.process.pid if one.process else self.given_pid
+        os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            self.on_one(one, "POST", "/resume")
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def given_pid(self) -> int:
+        """The process of the server that `serve` has started."""
+        (server,) = psutil.Process(self.given.pid).children()
+        return server.pid
 
     def answers_of(self, one: Replica, prompts: list[Prompt]) -> list[Rollout]:
         """As a fleet of one server would give them."""

@@ -1,14 +1,9 @@
-"""The child process: it never outlives its parent, interrupts are the parent's, failures are one clear error.
-
-Replies reach whoever asked, from whichever thread.
-"""
+"""The child process: it never outlives its parent, interrupts are the parent's, failures are one clear error."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +14,17 @@ from tiny_engine import PATIENCE_S, make_model, make_settings, until
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
-from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
-from megatron_rl.sampler.child_engine import RequestChannel
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.sampler import Sampler
 
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits
 PARENT = """
 import signal
 import sys
+import time
 from pathlib import Path
-from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.config.schema import Config, Device, RolloutSection, RunSection, SamplerSection
 
 folder = Path(sys.argv[1])
@@ -40,10 +34,10 @@ config = Config(
     sampler=SamplerSection(start_timeout_s=240, vllm={"kv_cache_memory_bytes": 100 << 20}),
 )
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
-sampler = EmbeddedSampler(EngineSettings.from_config(config), folder, folder)
+sampler = Sampler(EngineSettings.from_config(config), folder, folder)
 try:
     sampler.launch()
-    print(sampler._engines[0].process.pid, flush=True)
+    print(sampler.replicas[0].process.pid, flush=True)
     sampler.wait_ready()
     print("ready", flush=True)
     time.sleep(600)
@@ -110,22 +104,18 @@ def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_pr
 def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     model = make_model(tmp_path, True)
     settings = make_settings(vllm={"max_model_len": 1 << 20})
-    sampler = EmbeddedSampler(settings, model.folder, tmp_path)
-    with (
-        forking(),
-        pytest.raises(
-            SamplerError, match=r"(?s)`start` failed in the sampler.*max_model_len.*sampler\.log:\n"
-        ) as caught,
-    ):
+    sampler = Sampler(settings, model.folder, tmp_path)
+    why = r"(?s)engine did not start: .*`start` failed: .*max_model_len.*sampler\.log:\n"
+    with forking(), pytest.raises(SamplerError, match=why) as caught:
         sampler.start()
     assert "Traceback" in str(caught.value) or "Error" in str(caught.value)
-    assert sampler._engines[0].process is None
+    assert sampler.replicas == []
 
 
 def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
-    sampler = EmbeddedSampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
+    sampler = Sampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
-    child = sampler._engines[0].process.pid
+    child = sampler.replicas[0].process.pid
     with pytest.raises(SamplerError, match=r"sampler\.start_timeout_s=0\.2"):
         sampler.wait_ready()
     assert not is_running(child)
@@ -135,65 +125,15 @@ def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path,
 
 
 def test_a_child_that_dies_is_an_error_at_once(tmp_path):
-    sampler = EmbeddedSampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
+    sampler = Sampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
-    os.kill(sampler._engines[0].process.pid, signal.SIGKILL)
-    with pytest.raises(SamplerError, match=r"process ended during `start` \(exit status -9\)"):
+    os.kill(sampler.replicas[0].process.pid, signal.SIGKILL)
+    with pytest.raises(SamplerError, match=r"engine did not start: its process ended \(exit status -9\)"):
         sampler.wait_ready()
 
 
 def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
-    sampler = EmbeddedSampler(make_settings(Format.int8), tmp_path, tmp_path)
+    sampler = Sampler(make_settings(Format.int8), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=r"model\.path: no config\.json in"):
         sampler.launch()
-    assert sampler._engines[0].process is None
-
-
-@pytest.fixture
-def line():
-    ours, theirs = channel_pair()
-    line = RequestChannel(ours)
-    reader = threading.Thread(target=line.deliver, daemon=True)
-    reader.start()
-    yield line, Channel(theirs)
-    line.close()
-    reader.join(PATIENCE_S)
-    assert not reader.is_alive(), "a reader is woken by the end"
-
-
-def test_replies_out_of_order_find_their_way(line):
-    line, theirs = line
-    waiting = [queue.SimpleQueue() for _ in range(50)]
-    threads = [threading.Thread(target=line.send, args=("ask", {"of": i}, waiting[i])) for i in range(50)]
-    for thread in threads:
-        thread.start()
-    requests = [theirs.receive(PATIENCE_S) for _ in range(50)]
-    assert len({request["id"] for request in requests}) == 50
-    for request in reversed(requests):
-        theirs.send({"id": request["id"], "value": request["arguments"]["of"]})
-    assert [replies.get(timeout=PATIENCE_S)["value"] for replies in waiting] == list(range(50))
-
-
-def test_an_answer_in_parts_ends_with_the_one_that_leaves_nothing(line):
-    line, theirs = line
-    replies = queue.SimpleQueue()
-    number = line.send("ask", {}, replies)
-    for left in (2, 1, 0, 0):
-        theirs.send({"id": number, "value": {"left": left}})
-    other = queue.SimpleQueue()
-    theirs.send({"id": line.send("ask", {}, other), "value": None})
-    assert other.get(timeout=PATIENCE_S)["value"] is None
-    assert [replies.get(timeout=PATIENCE_S)["value"]["left"] for _ in range(3)] == [2, 1, 0]
-    assert replies.empty(), "what nobody expects is dropped"
-
-
-def test_the_end_reaches_everybody_once(line):
-    line, theirs = line
-    mine, other = queue.SimpleQueue(), queue.SimpleQueue()
-    for replies in (mine, mine, other):
-        line.send("ask", {}, replies)
-    theirs.close()
-    assert (mine.get(timeout=PATIENCE_S), other.get(timeout=PATIENCE_S)) == (None, None)
-    assert mine.empty()
-    with pytest.raises(ChannelClosed):
-        line.send("ask", {}, mine)
+    assert sampler.replicas == []

@@ -9,6 +9,7 @@ import pytest
 from tiny_engine import PROMPTS, SAMPLING, Live, start_live
 
 from megatron_rl.config.schema import Format
+from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -29,8 +30,12 @@ def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
     return {group: [one for one in rollouts if one.group == group] for group in {one.group for one in rollouts}}
 
 
+def served_by_each(live: Live) -> list[int]:
+    return [one["policy_version"] for one in live.sampler.health()["engines"]]
+
+
 def test_each_engine_has_cores_of_its_own(live: Live) -> None:
-    cores = [os.sched_getaffinity(one.process.pid) for one in live.sampler._engines]
+    cores = [os.sched_getaffinity(one.process.pid) for one in live.sampler.replicas]
     assert cores[0].isdisjoint(cores[1])
 
 
@@ -73,15 +78,19 @@ def test_a_version_that_one_of_them_refuses_is_served_by_none(live: Live, tmp_pa
     shutil.copytree(live.directory, damaged, ignore=shutil.ignore_patterns("hf", "*.log"))
     for path in transport.version_directory(damaged, served + 1).glob("*.bin"):
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    live.sampler.replicas[1].format = Format.fp8  # it is told of another folder
+    infos = {
+        format.value: transport.update_info(folder, served + 1, 1, background=True)
+        for format, folder in ((Format.int8, live.directory), (Format.fp8, damaged))
+    }
     live.sampler.start_weight_update()
-    for one, folder in zip(live.sampler._engines, (live.directory, damaged), strict=True):
-        one.call("update_weights", update_info=transport.update_info(folder, served + 1, 1, background=True))
     with pytest.raises(WeightSyncError, match="corrupt tensor"):
-        live.sampler.finish_weight_update(str(served + 1))
-    assert [one.call("health")["policy_version"] for one in live.sampler._engines] == [served, served]
+        live.sampler.update_weights({BY_FORMAT: infos})
+    live.sampler.replicas[1].format = Format.int8
+    assert served_by_each(live) == [served, served]
     assert live.rollouts() == before
     live.load()  # the same version, whole
-    assert [one.call("health")["policy_version"] for one in live.sampler._engines] == [served + 1, served + 1]
+    assert served_by_each(live) == [served + 1, served + 1]
     assert live.rollouts() != before
 
 

@@ -7,7 +7,8 @@ import pytest
 from tiny_engine import PROMPTS, Live, start_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.protocol import Answering, SamplerError
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.sampler import Answering
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -163,7 +164,7 @@ def test_closing_ends_whoever_waits_and_launching_begins_anew(live: Live) -> Non
 
     with pytest.raises(SamplerError, match="is not running"):
         close_in_mid_answer()
-    assert live.sampler._engines[0].process is None
+    assert live.sampler.replicas == []
     assert live.sampler.stats.restarts == restarts
     live.restart()
     assert live.sampler.policy_version == live.sampler.health()["policy_version"] == -1

@@ -1,6 +1,8 @@
 """What an engine's process is given, what is shown of its log when it fails, and which shared memory is its own."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from multiprocessing.shared_memory import SharedMemory
@@ -8,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.schema import FleetSection, SamplerSection
+from megatron_rl.sampler import serve
+from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.engine_process import (
     PROCESSES,
     SHARED_MEMORY,
+    EngineProcess,
+    ProcessSettings,
     engine_environment,
     log_tail,
     lost_worker,
@@ -20,7 +27,6 @@ from megatron_rl.sampler.engine_process import (
     thread_binding,
     visible_devices,
 )
-from megatron_rl.sampler.protocol import SamplerError
 
 
 def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):
@@ -102,6 +108,54 @@ def test_a_lost_worker_is_named(tmp_path: Path) -> None:
     ):
         log.write_text(text)
         assert lost_worker(log) == (said and f"the engine's worker VllmWorker-1 {said}")
+
+
+@pytest.mark.fault("whoever started an engine lets go of its socket", "the engine's process ends")
+@pytest.mark.parametrize("listens", [False, True])
+def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool) -> None:
+    process = EngineProcess(ProcessSettings({}, tmp_path / "sampler.log", listens=listens), "secret" * 6)
+    try:
+        process.line.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            process.line.recv(1)
+        assert process.ended() is None
+        process.line.shutdown(socket.SHUT_RDWR)
+        assert process.wait(240) == -signal.SIGKILL
+        assert process.ended() == "its process ended (exit status -9): ended by SIGKILL (out of memory?)"
+        assert process.log_end() == ""
+    finally:
+        process.end()
+
+
+def test_a_key_is_in_no_command_line(tmp_path: Path) -> None:
+    key = "secret" * 6
+    process = EngineProcess(ProcessSettings({}, tmp_path / "sampler.log", listens=True, host="0.0.0.0", port=7), key)
+    try:
+        assert key not in (PROCESSES / str(process.pid) / "cmdline").read_text()
+        assert process.address == "http://127.0.0.1:7", "everywhere is here too"
+    finally:
+        process.end()
+
+
+def test_a_child_that_takes_another_s_place_has_a_log_of_its_own(tmp_path: Path) -> None:
+    settings = ProcessSettings({}, tmp_path / "logs" / "sampler.log")
+    for restarts in (0, 2):
+        EngineProcess(settings, restarts=restarts).end()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"sampler.log", "sampler_2.log"}
+
+
+@pytest.mark.parametrize(
+    ("given", "fleet", "wanted"),
+    [
+        (None, {}, None),
+        ("4", {}, "4"),
+        ("4", {"replicas": 2}, "4"),
+        (["4", "5"], {"replicas": 2}, None),
+        ([4, 5], {}, "4,5"),
+    ],
+)
+def test_a_server_by_itself_takes_no_gpus_of_the_run_s_own(given, fleet, wanted):
+    assert serve.own_devices(SamplerSection(devices=given, fleet=FleetSection(**fleet))) == wanted
 
 
 OWNER = """

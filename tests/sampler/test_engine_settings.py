@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 from tiny_engine import make_config, make_model
 
-from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import (
-    Cache,
     Device,
     EvalSection,
     FleetSection,
@@ -29,6 +27,7 @@ def test_arguments_follow_the_config(tmp_path):
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert arguments["load_format"] == "dummy"
     assert arguments["enforce_eager"] is True
+    assert arguments["enable_prefix_caching"] is True
     passed = replace(settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False}))
     assert engine_arguments(passed, tmp_path)["block_size"] == 32
     assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
@@ -53,20 +52,6 @@ def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
     wished = {"kernel_config": {"enable_flashinfer_autotune": True}}
     asked = engine_arguments(replace(settings, sampler=replace(settings.sampler, vllm=wished)), tmp_path)
     assert asked["kernel_config"] == wished["kernel_config"], "a recipe has the last word"
-
-
-def test_an_engine_whose_answers_keep_their_cache_over_an_update_shares_no_prefixes(tmp_path):
-    config = make_config()
-    rebuilt = replace(EngineSettings.from_config(config), device=Device.cuda)
-    kept = replace(config, rollout=replace(config.rollout, in_flight_cache=Cache.keep))
-    settings = replace(EngineSettings.from_config(kept), device=Device.cuda)
-    assert engine_arguments(rebuilt, tmp_path)["enable_prefix_caching"] is True
-    assert engine_arguments(settings, tmp_path)["enable_prefix_caching"] is False
-    wished = replace(settings, sampler=replace(settings.sampler, vllm={"enable_prefix_caching": True}))
-    with pytest.raises(
-        ConfigError, match=r"enable_prefix_caching: true does not go with rollout\.in_flight_cache: keep"
-    ):
-        engine_arguments(wished, tmp_path)
 
 
 def test_each_server_of_a_mixed_fleet_gets_its_format():

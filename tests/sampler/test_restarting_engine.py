@@ -10,7 +10,8 @@ import pytest
 from tiny_engine import PROMPTS, Live, start_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.supervisor import MAX_RESTARTS
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -37,15 +38,15 @@ def essence(one: Rollout) -> tuple:
 )
 def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(live.sampler._engines[0], "_note", notes.append)
+    monkeypatch.setattr(live.sampler, "_note", notes.append)
     first = answers(live)
     live.kill()
     assert answers(live) == first
-    assert (live.sampler.stats.restarts, len(notes)) == (1, 2)
-    assert "SIGKILL" in notes[0]
-    assert "1 of 3 restarts" in notes[0]
+    assert (live.sampler.stats.restarts, len(notes)) == (1, 3)
+    assert "SIGKILL" in notes[1]
+    assert "1 of 3 restarts" in notes[1]
 
-    os.kill(live.sampler._engines[0].process.pid, signal.SIGSTOP)  # it answers nothing before it is killed
+    os.kill(live.sampler.replicas[0].process.pid, signal.SIGSTOP)  # it answers nothing before it is killed
     answering = live.sampler.answering(LONG, seed=1)
     answering.add(PROMPTS, 0)
     live.kill()

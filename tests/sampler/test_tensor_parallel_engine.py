@@ -42,7 +42,7 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
     others = leftovers()
     try:
         live.restart()
-        made = segments_of_session(live.sampler._engines[0].process.pid)
+        made = segments_of_session(live.sampler.replicas[0].process.pid)
         kinds = {"psm", "vllm"} if torch.cpu._is_avx512_supported() else {"psm"}  # all-reduces of its own kernels
         assert {name.partition("_")[0] for name in made} >= kinds, "what an engine leaves has other names now"
         live.update(1)
@@ -65,7 +65,7 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         assert spanning, "the update came between two tokens"
         assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) == 2 for one in spanning)
         assert answers(live) != first
-        session = live.sampler._engines[0].process.pid
+        session = live.sampler.replicas[0].process.pid
         made |= segments_of_session(session)
     finally:
         live.sampler.close()

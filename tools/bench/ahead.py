@@ -77,8 +77,8 @@ def bench_rollout(repeats: int) -> None:
     from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
     from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
     from megatron_rl.rollout.collect import AtOnce, Collector, Scorer
-    from megatron_rl.sampler.embedded import EmbeddedSampler
     from megatron_rl.sampler.engine_settings import EngineSettings
+    from megatron_rl.sampler.sampler import Sampler
 
     rollout = RolloutSection(prompts_per_step=64, samples_per_prompt=4, max_prompt_tokens=12, max_response_tokens=500)
     sampler_section = SamplerSection(vllm={"max_num_seqs": 128})
@@ -89,7 +89,7 @@ def bench_rollout(repeats: int) -> None:
         model = with_long_answers(Path("runs/toy_sft/model"), folder / "model")
         tokenizer = FolderTokenizer(model)
         dataset = load_dataset("train", config.data, tokenizer, rollout.max_prompt_tokens)
-        sampler = stack.enter_context(EmbeddedSampler(EngineSettings.from_config(config), model, folder))
+        sampler = stack.enter_context(Sampler(EngineSettings.from_config(config), model, folder))
         give_weights(sampler, model, folder)
         scorer = Scorer(config.reward, OddLengths(), tokenizer)  # type: ignore[arg-type]
         for repeat in range(repeats + 1):

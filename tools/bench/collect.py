@@ -1,13 +1,15 @@
 """What a rollout step of DAPO's size costs without an engine:      python tools/bench/collect.py [--answers 8192]
 
-Synthetic answers of 2,000 to 20,000 tokens arrive as an engine sends them (flat arrays); then they become rollouts, are
-scored with `math_dapo`, collated, and recorded with the columns that a correction makes. Decoding whole answers, which
-only a recorded step needs, stands apart. Seconds by the clock and of CPU, and the most memory that the process had.
+Synthetic answers of 2,000 to 20,000 tokens arrive as an engine sends them (messages of arrays); then they become
+rollouts, are scored with `math_dapo`, collated, and recorded with the columns that a correction makes. Decoding whole
+answers, which only a recorded step needs, stands apart. Seconds by the clock and of CPU, and the most memory that the
+process had.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import resource
 import tempfile
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -25,8 +28,9 @@ from megatron_rl.data.toy import write_chat_tokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.sampler.embedded_answering import unpack
-from megatron_rl.types import Prompt, collate
+from megatron_rl.sampler.client import EngineClient, Line
+from megatron_rl.sampler.engine import Completion, Look
+from megatron_rl.types import Prompt, Rollout, SamplingParams, collate, written
 
 SAMPLES, PROMPT_TOKENS, SHORTEST, LONGEST = 16, 400, 2_000, 20_000
 
@@ -40,23 +44,67 @@ def timed(name: str) -> Iterator[None]:
     print(f"| {name} | {wall:.1f} | {cpu:.1f} | {peak:.1f} |", flush=True)
 
 
-def answered(tokenizer: FolderTokenizer, lengths: list[int]) -> dict[str, object]:
-    """What the engine's child sends: every answer ends in an answer line."""
+def answered(tokenizer: FolderTokenizer, lengths: list[int]) -> list[msgspec.Raw]:
+    """What an engine replies: every answer ends in an answer line."""
     draw = np.random.default_rng(1)
-    digits = [tokenizer.encode(digit)[0] for digit in "0123456789"]
-    tokens = draw.choice(np.asarray(digits, np.int32), sum(lengths))
+    digits = np.asarray([tokenizer.encode(digit)[0] for digit in "0123456789"], np.int32)
     end = np.asarray(tokenizer.encode("Answer: 42"), np.int32)
-    for stop in np.cumsum(lengths):
-        tokens[stop - len(end) : stop] = end
-    logprobs = -draw.exponential(0.3, len(tokens)).astype(np.float32)
-    return {
-        "lengths": lengths,
-        "tokens": tokens.tobytes(),
-        "logprobs": logprobs.tobytes(),
-        "finish": ["stop"] * len(lengths),
-        "versions": [1] * len(lengths),
-        "spans": {},
-    }
+    found = []
+    for length in lengths:
+        tokens = draw.choice(digits, length)
+        tokens[-len(end) :] = end
+        logprobs = -draw.exponential(0.3, length).astype(np.float32)
+        said = {"tokens": tokens.tobytes(), "logprobs": logprobs.tobytes(), "finish": "stop", "spans": [(1, length)]}
+        found.append(msgspec.Raw(msgspec.msgpack.encode(said)))
+    return found
+
+
+class Recorded(Line):
+    """An engine that has every answer already."""
+
+    def __init__(self, answers: list[msgspec.Raw]) -> None:
+        super().__init__()
+        self._answers = iter(answers)
+
+    async def open(self) -> None:
+        pass
+
+    def send(self, content: bytes) -> None:
+        for request in msgspec.msgpack.decode(content):
+            self.received(msgspec.msgpack.encode([{"id": request["id"], "value": next(self._answers)}]))
+
+    async def look(self) -> Look:
+        return Look(True)
+
+    async def close(self) -> None:
+        pass
+
+
+async def received(answers: list[msgspec.Raw], prompts: list[Prompt]) -> list[Rollout]:
+    client = EngineClient("engine", Recorded(answers), 600.0, vocabulary=1 << 20)
+    params = SamplingParams(samples=SAMPLES, max_tokens=LONGEST)
+    drawn = [
+        client.generate(prompts[number // SAMPLES].token_ids, params, number, version=1, patient=True)
+        for number in range(len(answers))
+    ]
+    done = await asyncio.gather(*drawn)
+    await client.close()
+    return [_rollout(number, prompts[number // SAMPLES], one) for number, one in enumerate(done)]
+
+
+def _rollout(number: int, prompt: Prompt, one: Completion) -> Rollout:
+    return Rollout(
+        prompt=prompt,
+        group=number // SAMPLES,
+        sample=number % SAMPLES,
+        token_ids=one.token_ids,
+        logprobs=one.logprobs,
+        loss_mask=written(len(one.token_ids)),
+        finish_reason=one.finish_reason,
+        policy_version=one.spans[0][0],
+        format="int8",
+        versions=one.versions,
+    )
 
 
 def main(count: int) -> None:
@@ -67,22 +115,22 @@ def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_chat_tokenizer(Path(folder), iter(["0 1 2 3 4 5 6 7 8 9 Answer: 42"]))
         tokenizer = FolderTokenizer(Path(folder))
-        prompts = {
-            n: Prompt(n, (2,) * PROMPT_TOKENS, "1" * PROMPT_TOKENS, {"answer": "42"}) for n in range(count // SAMPLES)
-        }
+        prompts = [
+            Prompt(n, (2,) * PROMPT_TOKENS, "1" * PROMPT_TOKENS, {"answer": "42"}) for n in range(count // SAMPLES)
+        ]
         pool = RewardPool(RewardSection(name="math_dapo", workers=2))
         try:
             pool.start()
-            answer = answered(tokenizer, lengths)
+            answers = answered(tokenizer, lengths)
             with timed("(making the answers)"):
                 pass
-            with timed("unpack"):
-                rollouts = [one for group in unpack(answer, prompts, SAMPLES, "int8") for one in group]
+            with timed("receive"):
+                rollouts = asyncio.run(received(answers, prompts))
             with timed("score"):
                 scored = Scorer(RewardSection(name="math_dapo"), pool, tokenizer).score(rollouts, LONGEST)
         finally:
             pool.close()
-        del answer, rollouts
+        del answers, rollouts
         with timed("collate"):
             batch = collate(scored)
         prox_BT = batch.sampler_logprobs_BT + 0.01

@@ -28,7 +28,6 @@ from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import engine_arguments, write_engine_folder
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-SAMPLES = 8
 
 
 class Clock:
@@ -53,6 +52,7 @@ def measure(folder: Path, sequences: int, tokens: int, repeats: int) -> dict[str
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+    from megatron_rl.engine import generation
     from megatron_rl.engine.engine import Engine
 
     work = SHAPES["toy"]
@@ -73,7 +73,7 @@ def measure(folder: Path, sequences: int, tokens: int, repeats: int) -> dict[str
     for method in ("schedule", "update_from_output"):
         clock.on(core.scheduler, method, "scheduler")
     clock.on(engine.llm.llm_engine.output_processor, "process_outputs", "outputs")
-    clock.on(engine.answering, "_packed", "packing")
+    clock.on(generation, "completed", "packing")
     get = client.get_output
     client.get_output = lambda: sent.append(get()) or sent[-1]
     steps, whole = 0, 0.0
@@ -82,11 +82,8 @@ def measure(folder: Path, sequences: int, tokens: int, repeats: int) -> dict[str
             clock.seconds.clear()
             sent.clear()
             steps, whole = 0, 0.0
-        prompts = sequences // SAMPLES
-        engine.generate(
-            repeat + 1, prompts=[PROMPT] * prompts, seeds=list(range(prompts)), samples=SAMPLES, max_tokens=tokens,
-            temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[],
-        )  # fmt: skip
+        for number in range(sequences):
+            engine.generate(number, tokens=PROMPT, seed=number, max_tokens=tokens)
         begun = time.perf_counter()
         while engine.writes:
             engine.step()

@@ -24,9 +24,9 @@ from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Collector, Scorer
-from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import collate
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
@@ -69,7 +69,7 @@ def ask_bare(process: subprocess.Popen[str], prompts: list[list[int]]) -> float:
     raise RuntimeError("the bare engine ended")
 
 
-def give_weights(sampler: EmbeddedSampler, model: Path, folder: Path) -> None:
+def give_weights(sampler: Sampler, model: Path, folder: Path) -> None:
     hf = HfFolder(model)
     write_version(folder, 0, ((name, hf.get(name)) for name in hf.names), format="none", writer=0, writers=1)
     sampler.init_weight_transfer_engine({})
@@ -85,7 +85,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
     bare: list[float] = []
     alone: list[float] = []  # generation without drawing, scoring and collating
     settings = EngineSettings.from_config(config)
-    with tempfile.TemporaryDirectory() as name, EmbeddedSampler(settings, model, Path(name)) as sampler:
+    with tempfile.TemporaryDirectory() as name, Sampler(settings, model, Path(name)) as sampler:
         give_weights(sampler, model, Path(name))
         arguments = engine_arguments(settings, model) | {"load_format": "auto"}
         arguments["stop"] = list(tokenizer.stop_token_ids)
@@ -98,7 +98,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
             env=engine_environment(),
         )
         try:
-            order = PromptOrder(dataset, config.run.seed)
+            order = PromptOrder(dataset, config.run.seed, shuffle=True)
             scorer = Scorer(config.reward, rewards, tokenizer)
             collector = Collector(config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed)
             for repeat in range(repeats + 1):

@@ -30,8 +30,8 @@ from megatron_rl.data.toy import ToyShape, hf_config
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.processes.scratch import entered
 from megatron_rl.rank import alone
-from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Batch, Prompt, SamplingParams, Scored, collate
 from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights, settings
@@ -125,7 +125,7 @@ def answered(stored: StoredModel, format: str, options: argparse.Namespace) -> I
     tokens = torch.randint(2, vocab, (options.prompts, 8), generator=draw).tolist()
     prompts = [Prompt(number, tuple(ids), "", {}) for number, ids in enumerate(tokens)]
     with entered():
-        sampler = make_sampler(EngineSettings.from_config(config), stored.folder, Path(tempfile.gettempdir()), _quiet)
+        sampler = Sampler(EngineSettings.from_config(config), stored.folder, Path(tempfile.gettempdir()), _quiet)
         with closing(sampler):
             sampler.launch()
             for version, (what, weights) in enumerate(served(stored, options)):

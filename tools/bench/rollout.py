@@ -4,7 +4,7 @@
 
 Both engines of a format stay up and take turns, so that whatever else the machine does meets both. The bare
 engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. `--fleet` puts one server
-behind HTTP in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
+in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
 lengths are fixed, so only shapes matter for speed. `|d|` is the mean |logprob difference| on sampled tokens between the
 sampler, which was given the model's weights in its format, and transformers with the same weights in BF16.
 """
@@ -31,10 +31,9 @@ from megatron_rl.config.schema import Config, FleetSection, Format, Quantization
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
@@ -206,7 +205,7 @@ def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[floa
         folder = Path(name)
         hf_folder = write_model(folder / "hf", work)
         with (
-            make_sampler(settings, hf_folder, folder, print) as sampler,
+            Sampler(settings, hf_folder, folder, print) as sampler,
             bare_engine(settings, hf_folder, folder, shape) as process,
         ):
             give_weights(sampler, hf_folder, folder, settings.quantization)
@@ -227,7 +226,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--format", action="append", choices=["none", "int8", "fp8"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--fleet", action="store_true", help="a server over HTTP in place of the embedded engine")
+    parser.add_argument("--fleet", action="store_true", help="a server in place of the embedded engine")
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:

@@ -49,8 +49,8 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
 from megatron_rl.weight_sync.push import WeightSync
@@ -112,7 +112,7 @@ def plain_quantize(weight_OI: torch.Tensor, format: Format) -> dict[str, torch.T
 def naive(
     source: ShardSource,
     weights: RandomWeights,
-    sampler: EmbeddedSampler | None,
+    sampler: Sampler | None,
     config: Config,
     to: Path,
     version: int,
@@ -150,7 +150,7 @@ class Answers:
     slowest_s: float
 
     @classmethod
-    def ask(cls, sampler: EmbeddedSampler, go_on: Callable[[int], bool]) -> Answers:
+    def ask(cls, sampler: Sampler, go_on: Callable[[int], bool]) -> Answers:
         prompt, params = Prompt(0, (1, 2, 3, 4), "", {}), SamplingParams(samples=1, max_tokens=1)
         times: list[float] = []
         while go_on(len(times)):
@@ -161,7 +161,7 @@ class Answers:
 
 
 def answers_meanwhile(
-    source: ShardSource, weights: RandomWeights, sampler: EmbeddedSampler | None, to: Path, version: int
+    source: ShardSource, weights: RandomWeights, sampler: Sampler | None, to: Path, version: int
 ) -> list[Answers]:
     """How the engine answers when it is idle, and while the next weights are being built."""
     tensors = source.tensors(dict(weights.named_parameters()))
@@ -207,7 +207,7 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
             sampler=SamplerSection(vllm={"max_num_seqs": 8, "kv_cache_memory_bytes": 200 << 20}),
         )
         sampler = (
-            EmbeddedSampler(
+            Sampler(
                 EngineSettings.from_config(config),
                 Path(folder),
                 Path(folder) / f"log_{name}",
@@ -232,7 +232,7 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
 
 def measure(
     weights: RandomWeights,
-    sampler: EmbeddedSampler | None,
+    sampler: Sampler | None,
     config: Config,
     repeats: int,
 ) -> dict[str, Any]:

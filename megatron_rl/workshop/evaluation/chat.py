@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.workshop.evaluation.stored_model import StoredModel
 

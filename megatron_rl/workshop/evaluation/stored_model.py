@@ -25,9 +25,8 @@ from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.process import raise_interrupt
 from megatron_rl.processes.scratch import entered
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.weight_sync.push import WeightSync
 
 
@@ -172,7 +171,7 @@ def served(
     weights = StoredWeights(stored)
     with entered():
         logs = log_dir or Path(tempfile.gettempdir())
-        sampler = make_sampler(EngineSettings.from_config(config), stored.folder, logs, note)
+        sampler = Sampler(EngineSettings.from_config(config), stored.folder, logs, note)
         with closing(sampler):
             sampler.launch()
             sync = WeightSync.from_config(weights, sampler, config)

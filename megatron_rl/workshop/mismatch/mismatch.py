@@ -25,7 +25,7 @@ from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, collate, written
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk

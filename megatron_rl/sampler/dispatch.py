@@ -1,8 +1,8 @@
-"""Prompts to replicas: the least loaded one answers next, and what a dying one leaves undone goes to the others.
+"""Prompts to engines: the least loaded one answers next, and what a dying one leaves undone goes to the others.
 
-Jobs may be added as long as it is open. Every job's answers come back exactly once, whichever replica they come from.
-Every wait has a limit: the replica's own deadline for an answer, `TRIES` for a job, `patience_s` while there is no
-replica.
+All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it is open. Every job's
+answers come back exactly once, whichever engine they come from. Every wait has a limit: the engine's own deadline for
+an answer, `TRIES` for a job, `patience_s` while there is no engine.
 """
 
 from __future__ import annotations
@@ -12,36 +12,35 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_rl.config.schema import Format
-from megatron_rl.sampler.fleet.replica import Answer, NoServerLeft, Replica, ReplicaGone, RequestRefused
-from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.types import SamplingParams
+from megatron_rl.sampler.engine import Completion, EngineGone, RequestRefused, SamplerError
+from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.types import Prompt, SamplingParams
 
-TRIES = 4  # replicas that may die over one prompt before the prompt is suspected
-QUEUED = 1.25  # sequences given to a replica, relative to what it decodes at once: enough to refill its batch
+TRIES = 4  # engines that may die over one prompt before the prompt is suspected
+QUEUED = 1.25  # sequences given to an engine, relative to what it decodes at once: enough to refill its batch
 
 
 @dataclass
 class Job:
-    """One prompt to be answered `samples` times by one replica."""
+    """One prompt to be answered `samples` times by one engine."""
 
-    number: int  # whoever adds it knows it by this
-    token_ids: tuple[int, ...]
-    seed: int
-    name: str = "a prompt"
-    tries: int = 0  # so far, which ended with the replica
+    group: int
+    prompt: Prompt
+    seed: int  # of the first sample; the next ones count upwards
+    tries: int = 0  # so far, which ended with the engine
 
     def __str__(self) -> str:
-        return f"{self.name} of {len(self.token_ids)} tokens"
+        return f"prompt {self.prompt.id} of {len(self.prompt.token_ids)} tokens"
 
 
 @dataclass(frozen=True)
 class Done:
     job: Job
-    answers: list[Answer]
-    format: Format
-    version: int  # the fleet's when the job was given out
+    completions: list[Completion]
+    format: str
+    version: int  # the one that was served when the job was given out
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class _Given:
 
 
 class Dispatcher:
-    """Used from the fleet's event loop only."""
+    """Used from the sampler's event loop only."""
 
     def __init__(
         self,
@@ -63,16 +62,21 @@ class Dispatcher:
         max_sequences: int,
         patience_s: float,
         on_gone: Callable[[Replica, str], None],
+        patient: bool = True,
     ) -> None:
-        """`served`: the fleet's policy versions so far, the present one last; `on_gone` is told of every failure."""
+        """`served`: the policy versions so far, the present one last; `on_gone` is told of every failure.
+
+        `patient`: see Engine.generate.
+        """
         self.retried = 0
-        self.changed = asyncio.Event()  # to be set when a replica comes back, is given up, or has been updated
-        self._replicas, self._params, self._served = replicas, params, served
-        self._room, self._patience_s = max(int(QUEUED * max_sequences), params.samples), patience_s
-        self._on_gone = on_gone
+        self.changed = asyncio.Event()  # to be set when an engine comes back, is given up, or has been updated
+        self._replicas, self._params, self._served, self._patient = replicas, params, served, patient
+        # one engine alone is given everything: what shares its batches must not hang on when something was finished
+        self._room = max(int(QUEUED * max_sequences), params.samples) if len(replicas) > 1 else None
+        self._patience_s, self._on_gone = patience_s, on_gone
         self._waiting = deque[Job]()
-        self._running: dict[asyncio.Task[list[Answer]], _Given] = {}
-        self._load = Counter[str]()  # sequences of its own, by replica: another dispatcher's take no room here
+        self._running: dict[asyncio.Future[list[Completion]], _Given] = {}
+        self._load = Counter[str]()  # sequences of its own, by engine: another dispatcher's take no room here
         self._done: list[Done] = []
         self._news = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
@@ -81,7 +85,7 @@ class Dispatcher:
     def add(self, jobs: Iterable[Job]) -> None:
         self._waiting.extend(jobs)
         self.changed.set()
-        if self._work is None:
+        if self._work is None or self._work.cancelled():
             self._work = asyncio.create_task(self._run())
             self._work.add_done_callback(self._ended)
 
@@ -96,7 +100,7 @@ class Dispatcher:
         return done
 
     async def close(self, why: str | None = None) -> None:
-        """Give up what is open: replicas are told to stop. `why`: an error for whoever still waits."""
+        """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
         self._closed = why
         self._waiting.clear()
         self._done.clear()
@@ -126,16 +130,16 @@ class Dispatcher:
             while True:
                 self._assign()
                 if self._waiting and not self._running:
-                    await self._wait_for_a_replica()
+                    await self._wait_for_an_engine()
                     continue
-                changed = asyncio.ensure_future(self.changed.wait())
+                changed: asyncio.Future[Any] = asyncio.ensure_future(self.changed.wait())
                 try:
                     await asyncio.wait([*self._running, changed], return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     changed.cancel()
                 self.changed.clear()
-                for task in [task for task in self._running if task.done()]:
-                    self._collect(task)
+                for answering in [answering for answering in self._running if answering.done()]:
+                    self._collect(answering)
         finally:
             await self._cancel_all()
 
@@ -146,49 +150,70 @@ class Dispatcher:
                 return
             replica = min(usable, key=lambda one: (one.load, one.served))
             given = _Given(self._waiting.popleft(), replica, len(self._served) - 1)
-            job = given.job
-            task = asyncio.ensure_future(replica.generate(job.token_ids, job.seed, self._params))
+            answering = asyncio.ensure_future(self._answer(given))
             self._count(replica, self._params.samples)
-            replica.running.add(task)
-            self._running[task] = given
+            replica.running.add(answering)
+            self._running[answering] = given
+
+    async def _answer(self, given: _Given) -> list[Completion]:
+        params, version = self._params, self._served[given.since]
+        distinct = 1 if params.temperature == 0 else params.samples  # greedy samples are copies of one
+        samples = [
+            asyncio.ensure_future(
+                given.replica.engine.generate(
+                    given.job.prompt.token_ids,
+                    params,
+                    given.job.seed + sample,
+                    version=version,
+                    patient=self._patient,
+                )
+            )
+            for sample in range(distinct)
+        ]
+        try:
+            answers = await asyncio.gather(*samples)
+        finally:
+            for one in samples:
+                one.cancel()
+        return [answer for answer in answers for _ in range(params.samples // distinct)]
 
     def _can_take_one(self, replica: Replica) -> bool:
         current = replica.ready and not replica.updating and replica.version == self._served[-1]
         load = self._load[replica.name]
-        return current and (load == 0 or load + self._params.samples <= self._room)
+        return current and (load == 0 or self._room is None or load + self._params.samples <= self._room)
 
     def _count(self, replica: Replica, sequences: int) -> None:
         replica.load += sequences
         self._load[replica.name] += sequences
 
-    def _collect(self, task: asyncio.Task[list[Answer]]) -> None:
-        given = self._release(task)
+    def _collect(self, answering: asyncio.Future[list[Completion]]) -> None:
+        given = self._release(answering)
         replica, job = given.replica, given.job
-        if task.cancelled():  # its supervisor took the replica out
+        if answering.cancelled():  # its supervisor took the engine out
             self._retry(job, replica.reason)
             return
         try:
-            answers = task.result()
-        except ReplicaGone as error:
+            completions = answering.result()
+        except EngineGone as error:
             self._on_gone(replica, str(error))
             self._retry(job, str(error))
             return
         except RequestRefused as error:
             raise SamplerError(f"{job} cannot be answered: {error}") from None
-        allowed = self._served[given.since :]  # weights that the fleet has had since
-        other = {version for answer in answers for version, _ in answer.spans} - set(allowed)
+        allowed = self._served[given.since :]  # weights that were served since
+        other = {version for one in completions for version, tokens in one.spans if tokens} - set(allowed)
         if other:
             reason = f"{replica.name} answered with policy version {min(other)}, not {' or '.join(map(str, allowed))}"
             self._on_gone(replica, reason)
             self._retry(job, reason)
             return
-        replica.served += len(answers)
-        self._done.append(Done(job, answers, replica.format, allowed[0]))
+        replica.served += len(completions)
+        self._done.append(Done(job, completions, replica.format.value, allowed[0]))
         self._news.set()
 
-    def _release(self, task: asyncio.Task[list[Answer]]) -> _Given:
-        given = self._running.pop(task)
-        given.replica.running.discard(task)
+    def _release(self, answering: asyncio.Future[list[Completion]]) -> _Given:
+        given = self._running.pop(answering)
+        given.replica.running.discard(answering)
         self._count(given.replica, -self._params.samples)
         return given
 
@@ -199,8 +224,8 @@ class Dispatcher:
             raise SamplerError(f"{job} was given up: {TRIES} tries ended with the server, the last one with: {reason}")
         self._waiting.appendleft(job)
 
-    async def _wait_for_a_replica(self) -> None:
-        """Wait until a replica is ready; raise where none is in time, or can be. An update has limits of its own."""
+    async def _wait_for_an_engine(self) -> None:
+        """Wait until an engine is ready; raise where none is in time, or can be. An update has limits of its own."""
         deadline = time.monotonic() + self._patience_s
         while not any(self._can_take_one(replica) for replica in self._replicas):
             if any(replica.updating for replica in self._replicas):
@@ -215,8 +240,8 @@ class Dispatcher:
             self.changed.clear()
 
     async def _cancel_all(self) -> None:
-        for task in list(self._running):
-            task.cancel()
+        for answering in list(self._running):
+            answering.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for task in list(self._running):
-            self._release(task)
+        for answering in list(self._running):
+            self._release(answering)

@@ -4,7 +4,6 @@ Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, 
 is given by address.
 """
 
-import json
 import math
 import os
 import signal
@@ -24,7 +23,6 @@ from live_fleet import (
     KEY_VARIABLE,
     LONG,
     MANY,
-    PATIENCE_S,
     SAMPLING,
     LiveFleet,
     fleet_settings,
@@ -32,14 +30,13 @@ from live_fleet import (
     serve,
 )
 from preloaded import forking
-from tiny_engine import PROMPTS, make_model, make_settings, until
+from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings, until
 
-from megatron_rl.config.schema import Cache, Format, InFlight
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.fleet.replica import Swap
-from megatron_rl.sampler.fleet.sampler import FleetSampler
-from megatron_rl.sampler.fleet.server_process import free_port
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.config.schema import Cache, Format
+from megatron_rl.sampler.engine import RequestRefused, SamplerError
+from megatron_rl.sampler.engine_process import free_port
+from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -64,7 +61,7 @@ def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
     notes: list[str] = []
     port = free_port()
     settings = fleet_settings(replicas=1, addresses=[f"http://127.0.0.1:{port}"], formats=FORMATS)
-    sampler = FleetSampler(settings, model.folder, folder, note=notes.append)
+    sampler = Sampler(settings, model.folder, folder, note=notes.append)
     given = serve(model, folder, port)
     try:
         sampler.launch()
@@ -79,9 +76,9 @@ def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
 
 
 @pytest.fixture(scope="module")
-def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
+def embedded(live, tmp_path_factory) -> Iterator[Sampler]:
     """Launched and not waited for: it starts while the killed server starts again."""
-    sampler = EmbeddedSampler(make_settings(), live.model.folder, tmp_path_factory.mktemp("embedded"))
+    sampler = Sampler(make_settings(), live.model.folder, tmp_path_factory.mktemp("embedded"))
     with forking():
         sampler.launch()
     yield sampler
@@ -114,56 +111,53 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
     assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/update_weight_version", "/pause", "/health", "/v1/models"])
+@pytest.mark.parametrize("path", ["/engine", "/health", "/collective_rpc"])
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic"])
 def test_no_route_answers_without_the_key(live, path, key):
     headers = {} if key is None else {"Authorization": key}
     for replica in live.replicas:
-        request = urllib.request.Request(replica.address + path, data=b"{}", headers=headers)
+        request = urllib.request.Request(replica.engine.line._address + path, data=b"{}", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=PATIENCE_S)
         assert refused.value.code == 401
 
 
 def test_the_key_is_in_no_command_line_and_no_log(live):
-    replica = live.replicas[0]
-    assert len(replica.key) > 30
-    assert replica.key != KEY == live.replicas[1].key
-    assert replica.key not in Path(f"/proc/{replica.process.pid}/cmdline").read_text()
+    process, (own, given) = live.replicas[0].process, (key_of(one) for one in live.replicas)
+    assert len(own) > 30
+    assert own != KEY == given
+    assert own not in Path(f"/proc/{process.pid}/cmdline").read_text()
     for log in (live.directory / "sampler_0.log", live.directory / "serve.log"):
-        assert not any(one.key in log.read_text(errors="replace") for one in live.replicas)
-    assert KEY not in Path(f"/proc/{replica.process.pid}/environ").read_text()
-    assert replica.address.startswith("http://127.0.0.1:")
+        assert not any(key in log.read_text(errors="replace") for key in (own, given))
+    assert KEY not in Path(f"/proc/{process.pid}/environ").read_text()
+    assert process.address.startswith("http://127.0.0.1:")
 
 
-HOSTILE = {
-    "/inference/v1/generate": [
-        {"token_ids": [10**6], "sampling_params": {"max_tokens": 4}},
-        {"token_ids": [2**63], "sampling_params": {"max_tokens": 4}},
-        {"token_ids": [-1], "sampling_params": {"max_tokens": 4}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 10**6}},
-    ],
-    "/collective_rpc": [
-        {"method": "__class__"},
-        {"method": "save_sharded_state", "args": ["/tmp/nowhere"]},
-        {"method": "guarded_call", "args": ["__class__", {}]},
-    ],
-    "/update_weight_version": [{"new_version": "x"}, []],
-}
+def key_of(replica: Replica) -> str:
+    return replica.engine.line._key
 
 
-@pytest.mark.fault("hostile requests with the key", "400 each; the servers serve on")
+GENERATE = {"seed": 0, "max_tokens": 4}
+HOSTILE = [
+    ("generate", {"tokens": [10**6], **GENERATE}),
+    ("generate", {"tokens": [2**63], **GENERATE}),
+    ("generate", {"tokens": [-1], **GENERATE}),
+    ("generate", {"tokens": [1], "seed": 0, "max_tokens": 10**6}),
+    ("shutdown", {}),
+    ("__class__", {}),
+    ("save_sharded_state", {"path": "/tmp/nowhere"}),
+    ("update_weights", {"update_info": {"names": ["x"]}}),
+    ("init_weight_transfer_engine", {"init_info": {"master_address": "x"}}),
+]
+
+
+@pytest.mark.fault("hostile requests with the key", "each is refused; the servers serve on")
 def test_hostile_requests_end_no_server(live):
     before = live.rollouts()
     for replica in live.replicas:
-        headers = {"Authorization": f"Bearer {replica.key}", "Content-Type": "application/json"}
-        for path, bodies in HOSTILE.items():
-            for body in bodies:
-                content = json.dumps(body).encode()
-                request = urllib.request.Request(replica.address + path, data=content, headers=headers)
-                with pytest.raises(urllib.error.HTTPError) as refused:
-                    urllib.request.urlopen(request, timeout=PATIENCE_S)
-                assert refused.value.code == 400, body
+        for method, arguments in HOSTILE:
+            with pytest.raises(RequestRefused):
+                live.ask(replica, method, **arguments)
     assert sorted(r.group for r in live.rollouts()) == sorted(r.group for r in before)
     assert live.sampler.stats.restarts == 0
 
@@ -175,7 +169,7 @@ def test_a_poisoned_prompt_costs_one_refusal(live):
         SamplerError, match=r"prompt 77 of 2 tokens cannot be answered: .*5000 is beyond the vocabulary"
     ):
         live.rollouts([*PROMPTS, poisoned])
-    assert all(one["ready"] for one in live.sampler.health()["replicas"])
+    assert all(one["ready"] for one in live.sampler.health()["engines"])
     assert len(live.rollouts()) == 2 * len(PROMPTS)
 
 
@@ -207,29 +201,24 @@ def test_groups_come_as_they_finish_and_equal_the_list(live):
 
 
 def test_closing_ends_what_the_servers_work_on(live):
-    first, second = live.replicas
     answering = live.sampler.answering(LONG, seed=2)
-    for _ in range(100):  # until something is open in the cache as they pause
+    with live.paused(live.replicas[0]), live.paused(live.replicas[1]):
         answering.add(MANY, 0)
-        answering.finished()
-        with live.paused(first), live.paused(second):  # nothing ends by itself from here on
-            if b"true" in live.on_one(first, "POST", "/reset_prefix_cache"):
-                continue
-            answering.close()
-            until(lambda: all(b"true" in one for one in live.on_each("POST", "/reset_prefix_cache")))
-            break
+        assert all(one.running and one.load for one in live.replicas)
+        answering.close()
+    until(lambda: live.open() == [0, 0])
     assert answering.finished() == []
     assert not any(one.running or one.load for one in live.replicas)
 
 
 @pytest.mark.parametrize("cache", Cache)
 def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache):
-    live.on_swap(Swap(InFlight.continue_, cache))
+    live.keep_cache(cache == Cache.keep)
     live.update(3)
     old = live.sampler.policy_version
     with live.collecting() as rollouts:
         live.update(4)
-    live.on_swap(Swap())
+    live.keep_cache(False)
     assert all(len(r.token_ids) == 24 for r in rollouts)
     spanning = [r for r in rollouts if r.versions is not None]
     assert {r.policy_version for r in rollouts} == {old, old + 1}
@@ -254,24 +243,13 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
     assert live.sampler.last_sync["stood_s"] > 0
 
 
-def test_an_update_may_wait_for_the_answers_that_are_begun(live):
-    old = live.sampler.policy_version
-    with live.collecting() as rollouts:
-        live.update(5)
-    assert all(r.versions is None for r in rollouts)
-    assert {r.policy_version for r in rollouts} == {old, old + 1}
-    live.rollouts()
-    live.update(6)
-    assert live.sampler.last_sync["stood_s"] == 0, "nothing was open"
-
-
 @pytest.mark.fault("an update refused in the middle of answers", "the answers go on with the version before")
 def test_an_update_that_one_server_refuses_reaches_none_and_harms_no_answer(live):
     version, retried = live.sampler.policy_version, live.sampler.stats.retried
     with live.collecting() as rollouts, pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"):
         live.update(7, flip_a_byte)
     assert live.sampler.policy_version == version
-    assert [one["policy_version"] for one in live.sampler.health()["replicas"]] == [version] * 2
+    assert [one["policy_version"] for one in live.sampler.health()["engines"]] == [version] * 2
     assert {r.policy_version for r in [*rollouts, *live.rollouts()]} == {version}
     assert all(r.versions is None and r.finish_reason == "length" for r in rollouts)
     assert live.sampler.stats.retried == retried
@@ -281,7 +259,6 @@ def test_an_update_that_one_server_refuses_reaches_none_and_harms_no_answer(live
 
 def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live, request):
     live.update(8)
-    live.on_swap(Swap(InFlight.continue_))
     old, victim = live.sampler.policy_version, live.replicas[0]
     pid = victim.process.pid
 
@@ -296,7 +273,6 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     assert live.sampler.policy_version == old + 1
     assert live.sampler.stats.retried > 0
     assert any("server 0 (int8) is out" in line for line in live.notes)
-    live.on_swap(Swap())
 
     request.getfixturevalue("embedded")
     live.until_ready()
@@ -311,12 +287,11 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
 
 def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, embedded, tmp_path):
     """Last: it takes the server away from the other fleet, which leaves it standing, and ends it."""
-    live.on_each("POST", "/pause?mode=keep&clear_cache=false")
-    settings = fleet_settings(addresses=[live.replicas[1].address])
+    settings = fleet_settings(addresses=[live.replicas[1].engine.line._address])
     folder = tmp_path / "sync"
     transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
     answers = []
-    with FleetSampler(settings, live.model.folder, tmp_path) as fleet:
+    with Sampler(settings, live.model.folder, tmp_path) as fleet:
         for sampler in (fleet, embedded):
             sampler.init_weight_transfer_engine({})
             sampler.start_weight_update()

@@ -1,65 +1,24 @@
-"""Routing and retries, with stand-ins that answer, die or hang at will in place of the HTTP client."""
+"""Routing and retries, among engines that answer, die or hang at will."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_engine import replica, until
 
-from megatron_rl.config.schema import Format
-from megatron_rl.sampler.fleet.answers import Answer
-from megatron_rl.sampler.fleet.dispatch import TRIES, Dispatcher, Done, Job
-from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
-from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.types import SamplingParams
+from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Done, Job
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.replica import Replica
+from megatron_rl.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(samples=2, max_tokens=4)
 
 
-@dataclass
-class Scripted(Replica):
-    """Answers with the prompt's own tokens, not before `once` holds; dies at its n-th request, refuses, or hangs."""
-
-    dies_at: int | None = None
-    refused: tuple[int, ...] = ()  # prompts of these tokens
-    hangs: bool = False
-    pause_s: float = 0.0
-    once: Callable[[], bool] = lambda: True
-    spans: tuple = ((0, 2),)
-    asked: list[int] = field(default_factory=list)
-    most: int = 0
-
-    async def generate(self, token_ids, seed, params):
-        spans = self.spans
-        self.asked.append(seed)
-        self.most = max(self.most, len(self.running))
-        await asyncio.sleep(self.pause_s)
-        await until(self.once)
-        if self.hangs:
-            await asyncio.sleep(999)
-        if self.dies_at is not None and len(self.asked) >= self.dies_at:
-            raise ReplicaGone("killed")
-        if token_ids == self.refused:
-            raise RequestRefused(
-                f"{self.name} refused /inference/v1/generate (400): {token_ids[0]} is beyond the vocabulary"
-            )
-        return [Answer((*token_ids, sample), (0.0,), "stop", spans) for sample in range(params.samples)]
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    while not happened():
-        await asyncio.sleep(0.001)
-
-
-def replica(name="a", ready=True, version=0, **script) -> Scripted:
-    one = Scripted(name, Format.none, "", "", 1.0, **script)
-    one.ready, one.version = ready, version
-    return one
-
-
-def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequences=4, during=None) -> list[Done]:
+def run(
+    replicas, count=8, *, use=None, params=PARAMS, served=(0,), patience_s=0.3, max_sequences=4, during=None
+) -> list[Done]:
     """`use`: what is done with the dispatcher; else `count` jobs are added and waited for."""
 
     async def main() -> list[Done]:
@@ -68,7 +27,7 @@ def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequenc
             dispatcher.changed.set()
 
         dispatcher = Dispatcher(
-            replicas, PARAMS, served=served, max_sequences=max_sequences, patience_s=patience_s, on_gone=gone
+            replicas, params, served=served, max_sequences=max_sequences, patience_s=patience_s, on_gone=gone
         )
         helper = asyncio.create_task(during(dispatcher, gone)) if during else None
         try:
@@ -80,6 +39,7 @@ def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequenc
         finally:
             await dispatcher.close()
             assert not any(dispatcher._load.values()) and not any(one.running for one in replicas)
+            assert not any(one.engine.working for one in replicas), "engines are told"
             if helper:
                 helper.cancel()
 
@@ -87,7 +47,7 @@ def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequenc
 
 
 def jobs(*numbers: int) -> list[Job]:
-    return [Job(number, (number,), number, f"prompt {number}") for number in numbers]
+    return [Job(number, Prompt(number, (number,), "", {}), 10 * number) for number in numbers]
 
 
 async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
@@ -98,72 +58,81 @@ async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
     return done
 
 
-def tokens(result: list[Done]) -> list[list[tuple[int, ...]]]:
+def tokens(result: list[Done]) -> list[list[list[int]]]:
     """By job: whichever was ready first."""
-    return [[answer.token_ids for answer in done.answers] for done in sorted(result, key=lambda one: one.job.number)]
+    return [[list(one.token_ids) for one in done.completions] for done in sorted(result, key=lambda one: one.job.group)]
 
 
-def expected(count: int) -> list[list[tuple[int, ...]]]:
-    return [[(index, 0), (index, 1)] for index in range(count)]
+def expected(count: int) -> list[list[list[int]]]:
+    """Each sample has a seed of its own."""
+    return [[[index, 10 * index], [index, 10 * index + 1]] for index in range(count)]
 
 
 def test_work_is_shared_and_every_job_comes_back():
     both = [replica("a"), replica("b")]
     assert tokens(run(both, 20)) == expected(20)
-    assert all(len(one.asked) >= 8 for one in both)
-    assert all(one.most <= 2 for one in both), "no more than it decodes at once, and a little"
+    assert all(len(one.engine.asked) >= 16 for one in both)
+    assert all(one.engine.most <= 4 for one in both), "no more than it decodes at once, and a little"
 
 
 def test_the_least_loaded_server_is_next():
     idle, busy = replica("idle"), replica("busy")
     busy.load = 20  # ten prompts of somebody else
     run([busy, idle], 20, max_sequences=100)
-    assert (len(idle.asked), len(busy.asked)) == (15, 5)
+    assert (len(idle.engine.asked), len(busy.engine.asked)) == (30, 10)
 
 
 def test_the_faster_server_answers_more():
     fast = replica("fast")
-    slow = replica("slow", once=lambda: len(fast.asked) >= 30)
+    slow = replica("slow", once=lambda: len(fast.engine.asked) >= 60)
     assert tokens(run([fast, slow], 40)) == expected(40)
-    assert len(fast.asked) > 2 * len(slow.asked)
+    assert len(fast.engine.asked) > 2 * len(slow.engine.asked)
 
 
 def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
     hanging, other = replica("hanging", hangs=True), replica("other")
 
     async def find_out(dispatcher, gone):
-        await until(lambda: hanging.asked)
+        await until(lambda: hanging.engine.asked)
         gone(hanging, "did not answer 3 times in a row")
-        await until(lambda: dispatcher.retried == len(hanging.asked))
+        await until(lambda: 2 * dispatcher.retried == len(hanging.engine.asked))
 
     assert tokens(run([hanging, other], 6, during=find_out)) == expected(6)
 
 
 def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_taken_out():
-    behind, lying, current = replica("behind", version=3), replica("lying", version=4), replica("c", version=4)
-    lying.spans, current.spans = ((3, 2),), ((4, 2),)
+    behind, current = replica("behind", version=3), replica("c", version=4)
+    lying = replica("lying", version=4, lie=((3, 2),))
     assert tokens(run([behind, lying, current], 6, served=[3, 4])) == expected(6)
-    assert behind.asked == []
+    assert behind.engine.asked == []
     assert not lying.ready
     assert "policy version 3, not 4" in lying.reason
 
 
 def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no_other():
     served, updated = [3, 4], lambda: served[-1] == 5
-    one, other = replica("one", version=4, once=updated), replica("other", version=4, once=updated)
-    one.spans, other.spans = ((4, 1), (5, 1)), ((3, 1), (4, 1), (5, 1))
+    one = replica("one", version=4, once=updated)
+    other = replica("other", version=4, once=updated, lie=((3, 1), (5, 1)))
 
     async def update(dispatcher, gone):
-        await until(lambda: one.asked and other.asked)
+        await until(lambda: one.engine.asked and other.engine.asked)
         served.append(5)
-        one.version = other.version = 5
-        one.spans = ((5, 2),)
+        for each in (one, other):
+            each.version = each.engine.version = 5
         dispatcher.changed.set()
 
     done = run([one, other], 2, served=served, during=update)
     assert tokens(done) == expected(2)
     assert [one.version for one in done] == [4, 5], "drawn again with the new version"
+    assert [list(one.completions[0].versions or ()) for one in done] == [[4, 5], []]
     assert "answered with policy version 3, not 4 or 5" in other.reason
+
+
+def test_copies_of_one_sample_are_drawn_once():
+    one = replica()
+    (done,) = run([one], 1, params=replace(PARAMS, temperature=0.0))
+    assert [list(each.token_ids) for each in done.completions] == [[0, 0], [0, 0]]
+    assert one.engine.asked == [0]
 
 
 def test_a_prompt_that_kills_every_server_is_given_up():
@@ -173,7 +142,7 @@ def test_a_prompt_that_kills_every_server_is_given_up():
 
 def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do():
     only = replica("server 0", dies_at=2)
-    with pytest.raises(SamplerError, match=r"no server.*server 0: killed.*max_num_seqs.*sampler\.start_timeout_s"):
+    with pytest.raises(SamplerError, match=r"no engine.*server 0: .*killed.*max_num_seqs.*sampler\.start_timeout_s"):
         run([only], 4)
 
 
@@ -189,7 +158,7 @@ def test_a_server_that_comes_back_is_used():
 
     async def restart(dispatcher, gone):
         await until(lambda: not only.ready)
-        only.dies_at, only.ready, only.version = None, True, 0
+        only.engine.dies_at, only.ready, only.version = None, True, 0
         dispatcher.changed.set()
 
     assert tokens(run([only], 6, during=restart, patience_s=120)) == expected(6)
@@ -203,12 +172,12 @@ def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added
         assert await dispatcher.finished() == []
         dispatcher.add(jobs(0, 1))
         first = await dispatcher.finished()
-        assert [len(fast.asked), len(slow.asked)] == [1, 1]
+        assert [len(fast.engine.asked), len(slow.engine.asked)] == [2, 2]
         assert len(first) == 1 and slow.running
         dispatcher.add(jobs(2))
         assert slow.running
         second.extend(await dispatcher.finished())
-        assert [one.job.number for one in second] == [2]
+        assert [one.job.group for one in second] == [2]
         third = await dispatcher.finished()
         assert await dispatcher.finished() == []
         return first + second + third
@@ -222,7 +191,7 @@ def test_closing_stops_what_is_open_and_ends_every_wait():
     async def use(dispatcher: Dispatcher) -> list[Done]:
         dispatcher.add(jobs(*range(9)))
         waiting = asyncio.ensure_future(dispatcher.finished())
-        await until(lambda: hanging.asked)
+        await until(lambda: hanging.engine.asked)
         await dispatcher.close("the sampler was closed")
         assert not hanging.running
         with pytest.raises(SamplerError, match="the sampler was closed"):
@@ -251,7 +220,7 @@ def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
 
     assert tokens(run(both, use=use)) == expected(2)
     assert all(one.ready for one in both)
-    assert sum(one.asked.count(5) for one in both) == 1
+    assert sum(one.engine.asked.count(50) for one in both) == 1
 
 
 def test_two_share_the_servers_and_neither_starves():
@@ -261,7 +230,7 @@ def test_two_share_the_servers_and_neither_starves():
         dispatcher.add(jobs(*range(100)))
         await until(lambda: sum(one.load for one in both) >= 8)
         for one in both:
-            one.hangs = False
+            one.engine.hangs = False
         other = Dispatcher(both, PARAMS, served=[0], max_sequences=4, patience_s=0.3, on_gone=Replica.take_out)
         try:
             assert tokens(await all_of(other, 4)) == expected(4)
@@ -273,11 +242,12 @@ def test_two_share_the_servers_and_neither_starves():
 
 
 def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_meanwhile():
-    only = replica(updating=True)
+    only = replica()
+    only.updating = True
 
     async def update(dispatcher, gone):
         await asyncio.sleep(0.4)
-        assert only.asked == []
+        assert only.engine.asked == []
         only.updating = False
         dispatcher.changed.set()
 

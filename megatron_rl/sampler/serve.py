@@ -16,13 +16,16 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, is_fleet
-from megatron_rl.config.schema import Format, SamplerSection
+from megatron_rl.config.schema import SamplerSection
 from megatron_rl.processes.scratch import Scratch
+from megatron_rl.sampler.client import EngineClient
+from megatron_rl.sampler.engine import EngineGone, SamplerError
+from megatron_rl.sampler.engine_process import EngineProcess, ProcessSettings
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
-from megatron_rl.sampler.fleet.replica import HEALTH_TIMEOUT_S, Replica
-from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
+from megatron_rl.sampler.lines import SocketLine
 
 POLL_S = 1.0
+FOREVER_S = 1e9  # whoever started it has more patience, or ends it
 
 
 def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> int:
@@ -37,18 +40,18 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
     with Scratch() as scratch:
         scratch.enter()
         folder = write_engine_folder(hf_folder, scratch.path / "engine", settings.quantization)
-        own = ServerSettings(
+        own = ProcessSettings(
             arguments=engine_arguments(settings, folder),
             log_path=None,
-            socket_dir=scratch.path,
-            port=port,
-            devices=own_devices(settings.sampler),
             workers=settings.sampler.tensor_parallel,
+            devices=own_devices(settings.sampler),
+            listens=True,
             host=host,
+            port=port,
         )
-        server = ServerProcess(own, key)
+        server = EngineProcess(own, key)
         try:
-            return _until_ended(server, key, starter, f"{hf_folder} in {settings.quantization.format}")
+            return asyncio.run(_until_ended(server, starter, f"{hf_folder} in {settings.quantization.format}"))
         except KeyboardInterrupt:
             return 0
         finally:
@@ -66,26 +69,33 @@ def _check_place(host: str, port: int) -> None:
         raise ConfigError(f"{place}: nobody can listen there ({error.strerror or error}); choose another") from None
 
 
-def _until_ended(server: ServerProcess, key: str, starter: int | None, what: str) -> int:
+async def _until_ended(server: EngineProcess, starter: int | None, what: str) -> int:
     """The server's exit status; 0 once whoever started this process is gone."""
-    replica = Replica("this server", Format.none, server.address, key, HEALTH_TIMEOUT_S)
+    engine = EngineClient("the server", SocketLine(server.line), FOREVER_S, 1)
+    await engine.open()
+    starting = asyncio.ensure_future(engine.start(server.settings.arguments, FOREVER_S))
     ready = False
-    while (code := server.wait(POLL_S)) is None:
-        if starter is not None and os.getppid() != starter:
-            return 0
-        if not ready and asyncio.run(_is_ready(replica)):
-            ready = True
-            print(f"ready: {server.address} serves {what} to the run that names it under", end=" ")
-            print("sampler.fleet.addresses", flush=True)
+    try:
+        while (code := await asyncio.to_thread(server.wait, POLL_S)) is None:
+            if starter is not None and os.getppid() != starter:
+                return 0
+            if not ready and starting.done():
+                ready = True
+                try:
+                    starting.result()
+                except EngineGone:
+                    continue  # its exit status follows
+                except SamplerError as error:
+                    print(error, file=sys.stderr)
+                    continue
+                server.note_shared_memory()
+                print(f"ready: {server.address} serves {what} to the run that names it under", end=" ")
+                print("sampler.fleet.addresses", flush=True)
+    finally:
+        starting.cancel()
+        await engine.close()
     print(f"the server ended (exit status {code}); its last lines say why", file=sys.stderr)
     return code
-
-
-async def _is_ready(replica: Replica) -> bool:
-    try:
-        return (await replica.look()).alive
-    finally:
-        await replica.close()
 
 
 def own_devices(sampler: SamplerSection) -> str | None:

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_rl.config.schema import Sleep
 from megatron_rl.engine.readiness import CACHE, WEIGHTS
-from megatron_rl.sampler.protocol import SleepSchedule, request_seed
+from megatron_rl.sampler.sampler import SleepSchedule, request_seed
 
 
 def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():

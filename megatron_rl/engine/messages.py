@@ -1,0 +1,184 @@
+"""Messages between a sampler and an engine's process: the same over a child's socket and over a server's port.
+
+One transmission is a list of them, which the engine begins in one step: what is asked together shares its batches.
+A request is {id, method, arguments}. Its reply is {id, value} or {id, error: {type, message}}.
+
+What an engine may be asked is told by REQUESTS. One token id beyond the vocabulary would end vLLM's engine, and one odd
+worker method leave it deaf: a server holds every message against its form before the engine sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from megatron_rl.engine.readiness import LARGEST_ID
+from megatron_rl.weight_sync.manifest import NO_VERSION
+
+LARGEST = 2**63 - 1
+MOST_CANDIDATES = 2048  # of a token; the engine's own bound is max_logprobs
+LONGEST_TRANSMISSION = 64 << 20  # bytes: four million token ids, and room
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
+Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+Version = Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class Generate(Body):
+    """One sample of one prompt."""
+
+    tokens: Tokens
+    seed: Natural
+    max_tokens: Positive
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] = 1.0  # neither NaN nor infinite
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)] = -1
+    stop_token_ids: list[TokenId] = []
+    candidates: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)] = 0
+    policy_version: Version | None = None  # the one that the caller believes is served
+    patient: bool = False  # a newer one is as good, and what cannot be answered now waits until that has changed
+
+
+class Cancel(Body):
+    requests: list[Natural]
+
+
+class Init(Body):
+    init_info: dict[str, Any]
+
+
+class Stage(Body):
+    update_info: dict[str, Any]
+
+
+class Finish(Body):
+    keep_cache: bool = False  # open answers keep the keys and values that they have
+    stand: bool = False  # and go on when they are told to
+
+
+class Nothing(Body):
+    pass
+
+
+class Values(Body):
+    kind: Literal["activations", "routed_experts"]
+    sequences: list[Tokens]
+    policy_version: Version
+
+
+class Sleep(Body):
+    level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+
+
+class Wake(Body):
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
+REQUESTS: dict[str, type[Body]] = {
+    "generate": Generate,
+    "cancel": Cancel,
+    "init_weight_transfer_engine": Init,
+    "start_weight_update": Nothing,
+    "update_weights": Stage,
+    "await_weight_update": Nothing,
+    "finish_weight_update": Finish,
+    "resume": Nothing,
+    "abort_weight_update": Nothing,
+    "forget_version": Nothing,
+    "sleep": Sleep,
+    "wake": Wake,
+    "values": Values,
+    "status": Nothing,
+}
+
+
+class FileUpdate(Body):
+    """What `update_weights` carries over a port: the place of files, and nothing that a worker would unpickle."""
+
+    directory: str
+    policy_version: Natural
+    writers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    background: bool = False
+
+
+class Refused(Exception):
+    """A message that fits no form."""
+
+
+class _Frame(msgspec.Struct, forbid_unknown_fields=True):
+    id: Natural
+    method: str
+    arguments: msgspec.Raw
+
+
+def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
+    """Frames in as few transmissions as may travel: samples that end together may be too much for one."""
+    part: list[msgspec.Raw] = []
+    size = 0
+    for frame in frames:
+        content = msgspec.msgpack.encode(frame)
+        if part and size + len(content) > LONGEST_TRANSMISSION // 2:
+            yield msgspec.msgpack.encode(part)
+            part, size = [], 0
+        part.append(msgspec.Raw(content))
+        size += len(content)
+    if part:
+        yield msgspec.msgpack.encode(part)
+
+
+def checked(content: bytes, vocabulary: int, longest: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The requests of one transmission, written anew from what was understood, and replies to those that do not fit.
+
+    Refused where it is no list of requests. `longest`: tokens of a prompt and its answer together.
+    """
+    try:
+        frames = msgspec.msgpack.decode(content, type=list[_Frame])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise Refused(f"the transmission does not fit: {error}") from None
+    requests, refusals = [], []
+    for one in frames:
+        try:
+            arguments = _arguments(one, vocabulary, longest)
+        except Refused as error:
+            refusals.append({"id": one.id, "error": {"type": Refused.__name__, "message": str(error)}})
+        else:
+            requests.append({"id": one.id, "method": one.method, "arguments": arguments})
+    return requests, refusals
+
+
+def _arguments(frame: _Frame, vocabulary: int, longest: int) -> dict[str, Any]:
+    form = REQUESTS.get(frame.method)
+    if form is None:
+        raise Refused(f"no method {frame.method[:40]!r}; an engine knows {', '.join(REQUESTS)}")
+    try:
+        body = msgspec.msgpack.decode(frame.arguments, type=form)
+        if isinstance(body, Stage):
+            msgspec.convert(body.update_info, FileUpdate)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise Refused(f"{frame.method}: {error}") from None
+    if isinstance(body, Init) and body.init_info:
+        raise Refused("init_weight_transfer_engine: files need no rendezvous, and a server takes files alone")
+    if isinstance(body, Generate):
+        _check_lookups(body, vocabulary, longest)
+    if isinstance(body, Values) and max(map(max, body.sequences), default=0) >= vocabulary:
+        raise Refused(f"sequences: a token is beyond the vocabulary of {vocabulary} tokens")
+    return msgspec.structs.asdict(body)
+
+
+def _check_lookups(body: Generate, vocabulary: int, longest: int) -> None:
+    for name, ids in (("tokens", body.tokens), ("stop_token_ids", body.stop_token_ids)):
+        if ids and max(ids) >= vocabulary:
+            raise Refused(f"{name}: {max(ids)} is beyond the vocabulary of {vocabulary} tokens")
+    if len(body.tokens) + body.max_tokens > longest:
+        raise Refused(
+            f"a prompt of {len(body.tokens)} tokens and max_tokens={body.max_tokens} exceed {longest} tokens "
+            "(max_model_len)"
+        )

@@ -1,0 +1,113 @@
+"""Requests from one line or several, answered by one engine in the thread that owns it.
+
+Between two of the engine's steps it is asked whatever has arrived; what a step has finished goes to whoever asked, all
+of it in one transmission. A line is what a request came by: a child's socket, or one connection of a server.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import traceback
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megatron_rl.engine.engine import Engine
+
+Frame = dict[str, Any]
+
+
+class Line(Protocol):
+    def send(self, frames: list[Frame]) -> None:
+        """Called in the engine's thread."""
+        ...
+
+
+class Service:
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[tuple[Line, Sequence[Frame]]] = queue.SimpleQueue()
+        self._open: dict[int, tuple[Line, int]] = {}  # by the engine's number: who asked, and by which number of theirs
+        self._count = 0
+        self._replies: dict[int, tuple[Line, list[Frame]]] = {}  # by the line's identity, not sent yet
+
+    def ask(self, line: Line, frames: Sequence[Frame]) -> None:
+        """Any thread: these requests have come by a line."""
+        self._arrived.put((line, frames))
+
+    def hung_up(self, line: Line) -> None:
+        """Any thread: nobody waits for this line's answers any more."""
+        self._arrived.put((line, [{"id": -1, "method": "hung_up", "arguments": {}}]))
+
+    def run(self, engine: Engine) -> None:
+        """Until the process ends, or one of the engine's workers has: what is open then comes to nothing."""
+        waiting: list[tuple[Line, Frame]] = []
+        while True:
+            waiting += self._next(wait=not waiting and not engine.writes)
+            now, waiting = waiting, []
+            for line, request in now:
+                if engine.must_wait(request["method"]):
+                    waiting.append((line, request))
+                else:
+                    self._take(engine, line, request)
+                if engine.broken:
+                    return
+            finished = engine.step()
+            if engine.broken:
+                return
+            for number, reply in finished:
+                if number in self._open:
+                    line, theirs = self._open.pop(number)
+                    self._reply(line, theirs, reply)
+            replies, self._replies = self._replies, {}
+            for line, frames in replies.values():
+                line.send(frames)
+
+    def _next(self, wait: bool) -> list[tuple[Line, Frame]]:
+        found = [self._arrived.get()] if wait else []
+        while not self._arrived.empty():
+            found.append(self._arrived.get())
+        return [(line, frame) for line, frames in found for frame in frames]
+
+    def _take(self, engine: Engine, line: Line, request: Frame) -> None:
+        number, method, arguments = request["id"], request["method"], request["arguments"]
+        try:
+            if method == "generate":
+                self._count += 1
+                self._open[self._count] = line, number
+                engine.generate(self._count, **arguments)
+            elif method in ("cancel", "hung_up"):
+                wanted = arguments.get("requests")
+                self._cancel(engine, line, None if wanted is None else set(wanted))
+                if method == "cancel":
+                    self._reply(line, number, None)
+            elif method == "shutdown":
+                engine.shutdown()
+                os._exit(0)
+            else:
+                self._reply(line, number, getattr(engine, method)(**arguments))
+        except Exception as error:
+            traceback.print_exc()
+            if method == "generate":
+                del self._open[self._count]
+            self._reply(line, number, error)
+
+    def _cancel(self, engine: Engine, line: Line, wanted: set[int] | None) -> None:
+        """`wanted`: by the line's own numbers; None: all of it."""
+        given_up = [
+            number for number, (of, theirs) in self._open.items() if of is line and (wanted is None or theirs in wanted)
+        ]
+        engine.cancel(given_up)
+        for number in given_up:
+            del self._open[number]
+
+    def _reply(self, line: Line, number: int, value: Any) -> None:
+        _, frames = self._replies.setdefault(id(line), (line, []))
+        frames.append(
+            {"id": number, "error": described(value)}
+            if isinstance(value, Exception)
+            else {"id": number, "value": value}
+        )
+
+
+def described(error: Exception) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error)}

@@ -1,0 +1,343 @@
+"""An engine in another process: messages to it over a child's socket or a server's port, its replies held to bounds.
+
+What is asked in one turn of the event loop travels together, and so shares the engine's batches. The deadline of a
+sample is not its age, which a long queue makes: the engine has to finish something, or to write, in that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from megatron_rl.engine.messages import Refused, transmissions
+from megatron_rl.engine.readiness import LARGEST_ID, SyncState
+from megatron_rl.processes.pulse import mark
+from megatron_rl.sampler.engine import (
+    Completion,
+    EngineGone,
+    Kind,
+    Look,
+    NoAnswer,
+    Part,
+    RequestRefused,
+    SamplerError,
+    UpdateStep,
+)
+from megatron_rl.sampler.lines import HEALTH_TIMEOUT_S, Line
+from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+OTHER_THING = "answered with something else than was asked for"
+REQUEST_KEY = "sampler.request_timeout_s"
+HIGHEST_LOGPROB = 1e-3  # at most 0, and what rounding may add
+METHODS: dict[UpdateStep, str] = {
+    "init": "init_weight_transfer_engine", "start": "start_weight_update", "stage": "update_weights",
+    "await": "await_weight_update", "finish": "finish_weight_update", "resume": "resume",
+    "abort": "abort_weight_update", "forget": "forget_version",
+}  # fmt: skip
+_Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
+_Version = Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
+
+
+class _Error(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _Reply(msgspec.Struct):
+    id: int
+    value: msgspec.Raw = msgspec.Raw()
+    error: _Error | None = None
+
+
+class _Status(msgspec.Struct):
+    """What is decided by; the rest is only told."""
+
+    policy_version: _Version = NO_VERSION
+    torn: bool = False
+    refusal: str | None = None
+    longest: int = 0
+    written: int = 0
+
+
+class _Sample(msgspec.Struct):
+    tokens: bytes
+    logprobs: bytes
+    finish: Literal["stop", "length", "abort"]
+    spans: Annotated[list[tuple[_Version, _Count]], msgspec.Meta(min_length=1)]
+    kept_ids: bytes | None = None
+    kept_counts: bytes | None = None
+
+
+class _Asked:
+    """A request on its way."""
+
+    def __init__(self, frame: dict[str, Any], again: bool) -> None:
+        self.frame, self.again = frame, again
+        self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+
+
+class EngineClient:
+    """See engine.Engine."""
+
+    def __init__(self, name: str, line: Line, timeout_s: float, vocabulary: int) -> None:
+        self.name, self.line = name, line
+        self._timeout_s, self._vocabulary = timeout_s, vocabulary
+        self._number = 0
+        self._asked: dict[int, _Asked] = {}
+        self._samples: set[int] = set()
+        self._to_send: list[dict[str, Any]] = []
+        self._cancelled: list[int] = []
+        self._gone: EngineGone | None = None
+        self._progress, self._written = 0.0, -1  # when something was finished last; what status has told of writing
+        self._patience: asyncio.TimerHandle | None = None
+        line.received, line.ended = self._receive, self._end
+        line.reopened = self._ask_again
+
+    async def open(self) -> None:
+        await self.line.open()
+
+    async def generate(
+        self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
+    ) -> Completion:
+        arguments = {
+            "tokens": tokens,
+            "seed": seed,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop_token_ids": params.stop_token_ids,
+            "candidates": params.candidates,
+            "policy_version": version,
+            "patient": patient,
+        }
+        asked = self._ask("generate", arguments)
+        number = asked.frame["id"]
+        if not self._samples:
+            self._progress = asyncio.get_running_loop().time()
+        self._samples.add(number)
+        if self._patience is None:
+            self._have_patience()
+        try:
+            value = await asked.answer
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        finally:
+            self._samples.discard(number)
+        try:
+            return self._completion(msgspec.msgpack.decode(value, type=_Sample), params)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineGone(f"{self.name} answered with something else than tokens: {str(error)[:200]}") from None
+
+    async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
+        # a version may have been loaded before the connection ended
+        content = await self.call(METHODS[step], arguments, again=step != "finish")
+        if step != "finish":
+            return {}
+        return asdict(self._read(content, SyncState))
+
+    async def sleep(self, level: int) -> None:
+        await self.call("sleep", {"level": level})
+
+    async def wake(self, parts: Sequence[Part] | None = None) -> None:
+        await self.call("wake", {"tags": parts})
+
+    async def values(self, kind: Kind, sequences: Sequence[Sequence[int]], version: int) -> list[Any]:
+        arguments = {"kind": kind, "sequences": sequences, "policy_version": version}
+        return self._read(await self.call("values", arguments), list[Any])
+
+    async def status(self) -> Mapping[str, Any]:
+        content = await self.call("status", {})
+        return {**self._read(content, dict[str, Any]), **msgspec.structs.asdict(self._read(content, _Status))}
+
+    async def look(self) -> Look:
+        return await self.line.look()
+
+    async def start(self, arguments: Mapping[str, Any], timeout_s: float) -> None:
+        """Give a new process its engine's arguments; returns once there is an engine."""
+        await self.call("start", arguments, limit=("sampler.start_timeout_s", timeout_s))
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], again: bool = True, limit: tuple[str, float] | None = None
+    ) -> msgspec.Raw:
+        """The reply to a request, in time."""
+        key, seconds = limit or (REQUEST_KEY, self._timeout_s)
+        asked = self._ask(method, arguments, again)
+        try:
+            async with asyncio.timeout(seconds):
+                value = await asked.answer
+        except TimeoutError:
+            raise NoAnswer(f"{self.name} did not answer `{method}` within {key}={seconds:g}") from None
+        finally:
+            self._asked.pop(asked.frame["id"], None)
+        mark()
+        return value
+
+    def ask_to_end(self) -> None:
+        """In good order, which takes a larger engine seconds; no reply comes."""
+        if self._gone is None:
+            self._send({"id": 0, "method": "shutdown", "arguments": {}})
+
+    async def close(self) -> None:
+        self._end("it was closed")
+        await self.line.close()
+
+    def _ask(self, method: str, arguments: Mapping[str, Any], again: bool = True) -> _Asked:
+        if self._gone is not None:
+            raise self._gone
+        self._number += 1
+        asked = self._asked[self._number] = _Asked(
+            {"id": self._number, "method": method, "arguments": arguments}, again
+        )
+        self._send(asked.frame)
+        return asked
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        if not self._to_send:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._to_send.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._to_send = self._to_send, []
+        if self._gone is None:
+            for content in transmissions(frames):
+                self.line.send(content)
+
+    def _cancel(self, number: int) -> None:
+        """Tell the engine that nobody waits for a sample any more; all of one turn together."""
+        if self._asked.pop(number, None) is None or self._gone is not None:
+            return
+        if not self._cancelled:
+            self._send({"id": 0, "method": "cancel", "arguments": {"requests": self._cancelled}})
+            asyncio.get_running_loop().call_soon(self._forget_cancelled)
+        self._cancelled.append(number)
+
+    def _forget_cancelled(self) -> None:
+        self._cancelled = []
+
+    def _receive(self, content: bytes) -> None:
+        try:
+            replies = msgspec.msgpack.decode(content, type=list[_Reply])
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            return self._end(f"it {OTHER_THING}: {str(error)[:200]}")
+        for reply in replies:
+            asked = self._asked.pop(reply.id, None)
+            if reply.id in self._samples:
+                self._progress = asyncio.get_running_loop().time()
+            if asked is None or asked.answer.done():
+                continue
+            if reply.error is not None:
+                asked.answer.set_exception(self._error(asked.frame["method"], reply.error))
+            else:
+                asked.answer.set_result(reply.value)
+        mark()
+
+    def _error(self, method: str, error: _Error) -> Exception:
+        text = f"{self.name}: {error.message[:4000]}"
+        if error.type == WeightSyncError.__name__:
+            return WeightSyncError(text)
+        if error.type == Refused.__name__:
+            return RequestRefused(text)
+        broke = method == "generate" and self.line.checked
+        kind = EngineGone if broke else SamplerError
+        return kind(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
+
+    def _end(self, reason: str) -> None:
+        """What is asked comes to nothing, now and later."""
+        if self._gone is None:
+            self._gone = EngineGone(f"{self.name}: {reason}")
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(self._gone)
+                asked.answer.exception()  # asyncio complains of those that nobody has asked for
+        self._asked.clear()
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _ask_again(self) -> None:
+        self._to_send = []
+        for number, asked in list(self._asked.items()):
+            if asked.again:
+                self._send(asked.frame)
+            elif not asked.answer.done():
+                del self._asked[number]
+                asked.answer.set_exception(
+                    EngineGone(f"{self.name}: the connection ended in `{asked.frame['method']}`")
+                )
+
+    def _have_patience(self) -> None:
+        """Look at the deadline of samples whenever it could have come."""
+        loop = asyncio.get_running_loop()
+        self._progress = loop.time()
+        self._patience = loop.call_at(self._progress + self._timeout_s, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        loop, self._patience = asyncio.get_running_loop(), None
+        if not self._samples or self._gone is not None:
+            return
+        if loop.time() < self._progress + self._timeout_s:
+            self._patience = loop.call_at(self._progress + self._timeout_s, self._lose_patience)
+        else:
+            self._asking = asyncio.ensure_future(self._look_for_progress())
+
+    async def _look_for_progress(self) -> None:
+        """An engine may write for longer than that before it has finished anything."""
+        written = self._written
+        with suppress(SamplerError, TimeoutError):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                self._written = (await self.status())["written"]
+        if self._gone is None and self._samples and self._written != written:
+            return self._have_patience()
+        for number in list(self._samples):
+            asked = self._asked.pop(number, None)
+            if asked is not None and not asked.answer.done():
+                asked.answer.set_exception(
+                    NoAnswer(f"{self.name} finished no answer within {REQUEST_KEY}={self._timeout_s:g}")
+                )
+
+    def _read(self, content: msgspec.Raw, kind: Any) -> Any:
+        try:
+            return msgspec.msgpack.decode(content, type=kind)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise EngineGone(
+                f"{self.name} answered with something else than was asked for: {str(error)[:200]}"
+            ) from None
+
+    def _completion(self, sample: _Sample, params: SamplingParams) -> Completion:
+        """A sample as it was drawn; ValueError where it cannot have been."""
+        tokens_T, logprobs_T = np.frombuffer(sample.tokens, np.int32), np.frombuffer(sample.logprobs, np.float32)
+        if len(tokens_T) > params.max_tokens:
+            raise ValueError(f"{len(tokens_T)} tokens, {params.max_tokens} were asked for")
+        if len(logprobs_T) != len(tokens_T) or sum(count for _, count in sample.spans) != len(tokens_T):
+            raise ValueError(f"logprobs or policy versions that do not add up to {len(tokens_T)} tokens")
+        if len(sample.spans) > 1 and not all(count for _, count in sample.spans):
+            raise ValueError("a policy version of no token")
+        self._check_ids(tokens_T)
+        if (logprobs_T > HIGHEST_LOGPROB).any():
+            raise ValueError("a logprob above 0")
+        kept = counts = None
+        if params.candidates:
+            if sample.kept_ids is None or sample.kept_counts is None:
+                raise ValueError("what tokens were drawn among is missing")
+            self._check_ids(np.frombuffer(sample.kept_ids, np.int32))
+            counts_T = np.frombuffer(sample.kept_counts, np.int32)
+            if len(counts_T) != len(tokens_T) or 4 * int(counts_T.sum()) != len(sample.kept_ids):
+                raise ValueError(f"candidates that do not add up for {len(tokens_T)} tokens")
+            if ((counts_T < 1) | (counts_T > params.candidates)).any():
+                raise ValueError(f"more than the {params.candidates} candidates of a token that were asked for")
+            kept, counts = array("i", sample.kept_ids), array("i", sample.kept_counts)
+        tokens, logprobs = array("i", sample.tokens), array("f", sample.logprobs)
+        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+            raise ValueError(f"token {ids.max()} is beyond the vocabulary of {self._vocabulary} tokens")

@@ -1,0 +1,105 @@
+"""What one engine can be asked, whichever engine it is and however it is reached; and how it fails.
+
+One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for each. Everything here
+is asynchronous, and used from one event loop. `EngineClient` (client.py) reaches vLLM; docs/architecture.md says how to
+add another engine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from megatron_rl.types import SamplingParams
+
+Part = Literal["weights", "kv_cache"]
+Kind = Literal["activations", "routed_experts"]
+UpdateStep = Literal["init", "start", "stage", "await", "finish", "resume", "abort", "forget"]
+
+
+class SamplerError(RuntimeError):
+    """The engine did not start, died, or did not answer in time."""
+
+
+class EngineGone(SamplerError):
+    """The engine is unreachable, hangs, or broke down; another one may do better."""
+
+
+class NoAnswer(EngineGone):
+    """The engine did not answer in time."""
+
+
+class RequestRefused(SamplerError):
+    """The engine says that the request is wrong: no other one would take it."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at an engine has shown."""
+
+    alive: bool
+    slow: str = ""  # why it does not answer at once
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled sequence."""
+
+    token_ids: array[int]
+    logprobs: array[float]  # NaN where there is none
+    finish_reason: str
+    spans: Sequence[tuple[int, int]]  # policy version and number of tokens, one after the other
+    kept_ids: array[int] | None = None  # what each token was drawn among; None: among all
+    kept_counts: array[int] | None = None
+
+    @property
+    def versions(self) -> array[int] | None:
+        """Policy version of each token; None where all have one in common."""
+        if len({version for version, _ in self.spans}) < 2:
+            return None
+        versions = array("i")
+        for version, tokens in self.spans:
+            versions.extend(array("i", [version]) * tokens)
+        return versions
+
+
+class Engine(Protocol):
+    """Every call may raise EngineGone; SamplerError where the engine itself has refused it."""
+
+    async def generate(
+        self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
+    ) -> Completion:
+        """Draw one sample; cancelled, the engine gives it up.
+
+        `version`: the policy that the caller believes is served. `patient`: a newer one is as good, and what cannot be
+        answered now waits until a sync or a wake has changed that.
+        """
+        ...
+
+    async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
+        """A step of a weight update. WeightSyncError: the version is refused, and the one before serves on.
+
+        `start`, `stage` (`update_info`: described to vLLM's API; once or several times), `await` (until it is checked),
+        `finish` (`keep_cache`, `stand`; what it cost), and `resume` where open samples were to stand still.
+        """
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
+        ...
+
+    async def wake(self, parts: Sequence[Part] | None = None) -> None: ...
+
+    async def values(self, kind: Kind, sequences: Sequence[Sequence[int]], version: int) -> list[Any]:
+        """What the engine's modules put out for sequences, for diagnosis."""
+        ...
+
+    async def status(self) -> Mapping[str, Any]: ...
+
+    async def look(self) -> Look:
+        """Whether it answers, or at least works."""
+        ...
+
+    async def close(self) -> None: ...

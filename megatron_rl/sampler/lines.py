@@ -1,0 +1,203 @@
+"""Lines to an engine's process: the socket of a child, or the port of a server, which can be looked at too."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+
+import aiohttp
+import msgspec
+
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION
+from megatron_rl.sampler.engine import EngineGone, Look, NoAnswer
+
+HEALTH_TIMEOUT_S = 10.0
+ENDED = "its process ended"
+OPEN_S = 10.0  # to open a connection
+LONGEST_ERROR = 600  # characters of what a server says: it may quote what was sent
+_LENGTH = struct.Struct("<Q")
+
+
+class Line(ABC):
+    """How transmissions travel. `received` is called with each that comes, `ended` once, with the reason.
+
+    `reopened`: what was not replied to has to be sent again.
+    """
+
+    checked = False  # samples that do not fit are refused on the way: where one fails, the engine has broken down
+
+    def __init__(self) -> None:
+        self.reopened: Callable[[], None] = lambda: None
+        self.received: Callable[[bytes], None] = lambda content: None
+        self.ended: Callable[[str], None] = lambda reason: None
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect; at once where it is connected."""
+
+    @abstractmethod
+    def send(self, content: bytes) -> None: ...
+
+    @abstractmethod
+    async def look(self) -> Look: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class SocketLine(Line):
+    """The socket of a child."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._socket = connection
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        if self._writer is None:
+            reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            self._reading = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                self.received(await reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            self.ended(ENDED)
+
+    def send(self, content: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(_LENGTH.pack(len(content)) + content)
+
+    async def look(self) -> Look:
+        return Look(True)  # its end is noticed at once, and what hangs at the deadline of what it was asked
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._socket.close()
+
+
+class PortLine(Line):
+    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is opened once more."""
+
+    checked = True
+
+    def __init__(self, address: str, key: str) -> None:
+        super().__init__()
+        self._address, self._key = address, key
+        self._session: aiohttp.ClientSession | None = None
+        self._connection: aiohttp.ClientWebSocketResponse | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._sending = asyncio.Queue[bytes]()
+        self._instance = b""  # of the server's process: another one knows nothing of what was asked
+
+    async def open(self) -> None:
+        if self._reading is None or self._reading.done():
+            await self._connect()
+            self._reading = asyncio.create_task(self._keep())
+
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S):
+                # no transmission of a server may unpack to more than it is
+                self._connection = await self._http().ws_connect(
+                    f"{self._address}/engine", max_msg_size=LONGEST_TRANSMISSION, compress=0
+                )
+                instance = await self._connection.receive_bytes()
+        except TimeoutError:
+            raise NoAnswer(f"{self._address} did not answer within {OPEN_S:g} s") from None
+        except (aiohttp.ClientError, OSError, TypeError) as error:
+            raise EngineGone(f"{self._address}: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}") from None
+        if self._instance not in (b"", instance):
+            raise EngineGone("another server has taken its place")
+        self._instance = instance
+
+    async def _keep(self) -> None:
+        """Read until the connection is lost twice, and nothing has come in between."""
+        lost = 0
+        while True:
+            assert self._connection is not None
+            writing = asyncio.create_task(self._write(self._connection))
+            try:
+                async for message in self._connection:
+                    if message.type is aiohttp.WSMsgType.BINARY:
+                        lost = 0
+                        self.received(message.data)
+            except Exception as error:  # of every kind: what a server sends is not to be trusted
+                return self.ended(f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}")
+            finally:
+                writing.cancel()
+            lost += 1
+            reason = _closing(self._connection) or ("its connection was lost twice" if lost == 2 else "")
+            if reason:
+                return self.ended(reason)
+            try:
+                await self._connect()
+            except EngineGone as error:
+                return self.ended(str(error))
+            self._sending = asyncio.Queue()  # what is still to be done is sent again
+            self.reopened()
+
+    async def _write(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            content = await self._sending.get()
+            with suppress(ConnectionError):  # the reader finds out
+                await connection.send_bytes(content)
+
+    def send(self, content: bytes) -> None:
+        self._sending.put_nowait(content)
+
+    async def look(self) -> Look:
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            async with self._http().get(f"{self._address}/health", timeout=timeout) as response:
+                content, status = await response.content.read(1 << 16), response.status
+            said = msgspec.json.decode(content, type=dict[str, str])
+        except TimeoutError:
+            raise NoAnswer(f"did not answer /health within {HEALTH_TIMEOUT_S:g} s") from None
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            return Look(False, f"/health: {type(error).__name__}: {str(error)[:200]}")
+        if status != 200:
+            return Look(False, f"/health failed ({status}): {said.get('error', '')[:200]}")
+        engine = said.get("engine", "")
+        return Look(True, "" if engine == "answers" else f"its engine is {engine:.100}")
+
+    async def answers_without_key(self) -> bool:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self._address}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as response,
+        ):
+            return response.status < 400
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            # proxies of the environment are not asked; a packed body has no bound
+            headers["accept-encoding"] = "identity"
+            self._session = aiohttp.ClientSession(headers=headers, auto_decompress=False)
+        return self._session
+
+
+def _closing(connection: aiohttp.ClientWebSocketResponse) -> str:
+    """Why the other side has ended the conversation; empty where it has only stopped."""
+    error = connection.exception()
+    if error is not None and not isinstance(error, (aiohttp.ClientError, ConnectionError)):
+        return f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
+    return "" if connection.close_code in (None, 1000, 1001, 1006, 1012) else f"it hung up ({connection.close_code})"

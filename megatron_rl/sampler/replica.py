@@ -1,0 +1,78 @@
+"""One engine of a run, and what the sampler knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.schema import Format
+from megatron_rl.processes.process import turns_of
+from megatron_rl.sampler.engine import Engine, Look, NoAnswer, SamplerError
+from megatron_rl.sampler.engine_process import EngineProcess
+from megatron_rl.weight_sync.manifest import NO_VERSION
+
+
+@dataclass(eq=False)
+class Replica:
+    """Used from the sampler's event loop only."""
+
+    name: str
+    format: Format
+    engine: Engine
+    process: EngineProcess | None = None  # None: it was given by address
+    version: int = NO_VERSION
+    up: bool = False  # there is an engine, whatever weights it holds
+    ready: bool = False  # it answers, and holds the weights of `version`
+    given_up: str | None = None  # why it will not come back
+    reason: str = ""  # why it is not ready
+    restarts: int = 0
+    load: int = 0  # sequences it works on
+    served: int = 0  # sequences it has answered
+    updating: bool = False  # takes no prompts: new weights are about to be, or just became, the live ones
+    running: set[asyncio.Future[Any]] = field(default_factory=set)  # what has been asked of it, to be cancelled with it
+
+    def take_out(self, reason: str) -> None:
+        """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
+        self.up = self.ready = False
+        self.reason, self.version = reason, NO_VERSION
+        for task in self.running - {asyncio.current_task()}:
+            task.cancel()
+
+    async def wait_for(self, asked: Awaitable[Any]) -> Any:
+        """The answer of something that was asked of it; its supervisor may take it out meanwhile, and end the wait."""
+        task = asyncio.ensure_future(asked)
+        self.running.add(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            self.running.discard(task)
+            task.cancel()  # where the caller was
+        if task.cancelled():
+            raise NoAnswer(self.reason)
+        return task.result()
+
+    async def look(self) -> Look:
+        """Whether the engine answers, or at least works: on a crowded machine an answer may take long."""
+        turns = turns_of(self.process.pid) if self.process else 0
+        try:
+            return await self.engine.look()
+        except NoAnswer as error:
+            works = self.process is not None and turns_of(self.process.pid) > turns
+            return Look(works, "it is busy" if works else str(error))
+        except SamplerError as error:
+            return Look(False, str(error))
+
+
+class NoServerLeft(SamplerError):
+    """Says what became of every engine, and what to do."""
+
+    def __init__(self, replicas: Sequence[Replica], version: int, patience_s: float) -> None:
+        reasons = "; ".join(f"{one.name}: {one.given_up or one.reason or 'not ready'}" for one in replicas)
+        super().__init__(
+            f"no engine can answer with policy version {version} (waited up to "
+            f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the engines' logs; lower "
+            "sampler.vllm.max_num_seqs where memory ran out, raise sampler.start_timeout_s where the machine was only "
+            "slow, restart servers that were given by address, and start the run again"
+        )

@@ -1,0 +1,238 @@
+"""All engines of a sampler together: opened, watched, asked, shut; and the event loop that all of that happens on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences
+from megatron_rl.config.schema import Cache
+from megatron_rl.sampler.client import EngineClient
+from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
+from megatron_rl.sampler.engine import EngineGone, Kind, SamplerError
+from megatron_rl.sampler.engine_process import ProcessSettings, share_of_cores
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.lines import PortLine
+from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.sampler.supervisor import SamplerState, Supervisor
+from megatron_rl.sampler.update import POLL_S, Updates
+from megatron_rl.types import SamplingParams
+
+T = TypeVar("T")
+
+NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
+KEY_BYTES = 32
+SHUT_S = 5.0  # for what still runs on the loop
+MEANWHILE_S = 1.0
+
+
+class EventLoopThread:
+    """An asyncio event loop in a thread of its own, for callers that are not asynchronous themselves."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Run to the end and return the result; an interrupt of the caller cancels it.
+
+        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise SamplerError(NOT_RUNNING) from None
+        try:
+            while not wait([future], MEANWHILE_S).done:
+                meanwhile()
+            return future.result()
+        except CancelledError:
+            raise SamplerError(NOT_RUNNING) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancel what still runs, then end the thread; safe to call twice."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SHUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=SHUT_S / 2) if others else None
+
+
+class Replicas:
+    """Used from the sampler's event loop only, but for `end_processes`."""
+
+    def __init__(self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._state = SamplerState(
+            start_timeout_s=settings.sampler.start_timeout_s,
+            request_timeout_s=settings.sampler.request_timeout_s,
+            max_tokens=settings.max_tokens,
+            vocabulary=vocabulary,
+            note=note,
+            keep_cache=settings.in_flight_cache == Cache.keep,
+            transport=settings.transport,
+        )
+        self.all: list[Replica] = []
+        self.updates = Updates(self.all, self._state)
+        self._supervisors: list[Supervisor] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def restarted(self) -> int:
+        return self._state.restarted
+
+    async def open(self, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str) -> None:
+        """Start the run's own engines, and look after them and the given ones from here on."""
+        settings, fleet = self._settings, self._settings.sampler.fleet
+        own_key, given_key = secrets.token_urlsafe(KEY_BYTES), os.environ.get(KEY_VARIABLE, "")
+        started = process_settings(settings, hf_folder, folder, log_dir, worker_extension)
+        known: list[tuple[ProcessSettings | None, str, str]] = [(one, "", own_key) for one in started]
+        known += [(None, address.rstrip("/"), given_key) for address in fleet.addresses]
+        for index, (start, address, key) in enumerate(known):
+            format = settings.formats[index if settings.is_fleet else 0]
+            name = f"server {index} ({format.value}{f', {address}' if address else ''})"
+            if not settings.is_fleet:
+                name = "engine" if len(known) == 1 else f"engine {index}"
+            # reached anew with each of its processes
+            engine = EngineClient(name, PortLine(address, key), self._state.request_timeout_s, self._state.vocabulary)
+            self.all.append(Replica(name, format, engine))
+            self._supervisors.append(Supervisor(self.all[-1], start, self._state, address, key))
+        for supervisor in self._supervisors:
+            supervisor.start_process()
+        self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
+
+    async def first_starts(self) -> None:
+        """Wait for all engines: one that is missing from the beginning is a mistake, not an accident."""
+        await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
+
+    async def dispatcher(self, params: SamplingParams, patient: bool) -> Dispatcher:
+        state = self._state
+        dispatcher = Dispatcher(
+            self.all,
+            params,
+            served=state.served,
+            max_sequences=max_sequences(self._settings.sampler),
+            patience_s=state.start_timeout_s,
+            on_gone=state.take_out,
+            patient=patient,
+        )
+        state.dispatchers.append(dispatcher)
+        return dispatcher
+
+    async def add(self, dispatcher: Dispatcher, jobs: Sequence[Job]) -> None:
+        if dispatcher not in self._state.dispatchers:
+            self._state.dispatchers.append(dispatcher)  # it had been given up
+        dispatcher.add(jobs)
+
+    async def finished(self, dispatcher: Dispatcher) -> list[Done]:
+        return await dispatcher.finished()
+
+    async def give_up(self, dispatcher: Dispatcher) -> None:
+        if dispatcher in self._state.dispatchers:
+            self._state.dispatchers.remove(dispatcher)
+        await dispatcher.close()
+
+    async def values(self, kind: Kind, sequences: list[list[int]]) -> list[Any]:
+        while True:
+            await self._until(lambda: any(one.ready for one in self.all))
+            first = next(one for one in self.all if one.ready)
+            try:
+                return await first.wait_for(first.engine.values(kind, sequences, self._state.version))
+            except EngineGone as error:
+                self._state.take_out(first, str(error))
+
+    async def health(self) -> dict[str, Any]:
+        """What is known of each engine, and the status of one: of the first that is not well."""
+        while True:
+            await self._until(lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all))
+            engines = [await self._about(one) for one in self.all]
+            if up := [one for one in engines if "torn" in one]:
+                return {**next((one for one in up if one["torn"] or one["refusal"]), up[0]), "engines": engines}
+
+    async def _about(self, one: Replica) -> dict[str, Any]:
+        status: Any = {}
+        if one.up:
+            try:
+                status = await one.wait_for(one.engine.status())
+            except EngineGone as error:
+                self._state.take_out(one, str(error))
+        return {
+            **status,
+            "name": one.name,
+            "ready": one.ready and (await one.look()).alive,
+            "reason": one.given_up or one.reason,
+            "pid": one.process.pid if one.process else None,
+        }
+
+    async def _until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something that becomes of engines; raise where it does not in time."""
+        state = self._state
+        deadline = asyncio.get_running_loop().time() + state.start_timeout_s
+        while not happened():
+            late = asyncio.get_running_loop().time() > deadline
+            if late or all(one.given_up for one in self.all):
+                raise NoServerLeft(self.all, state.version, state.start_timeout_s)
+            await asyncio.sleep(POLL_S)
+
+    async def shut(self) -> None:
+        """Stop watching, and hang up. The processes are ended afterwards."""
+        for dispatcher in self._state.dispatchers:
+            await dispatcher.close(NOT_RUNNING)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SHUT_S)
+        for supervisor in self._supervisors:
+            supervisor.first_start.cancel()
+            await supervisor.close(shut=True)
+
+    def end_processes(self) -> None:
+        """End the engines, once nobody watches them any more; not on the event loop, as each may take seconds."""
+        for replica in self.all:
+            if replica.process is not None:
+                replica.process.end()
+                replica.process = None
+
+
+def process_settings(
+    settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
+) -> list[ProcessSettings]:
+    """Settings of each engine that the run starts, in the order of formats."""
+    fleet, gpus = settings.is_fleet, devices(settings.sampler)
+    count = settings.sampler.fleet.replicas if fleet else settings.sampler.engines
+    started = []
+    for index in range(count):
+        own = settings.with_format(settings.formats[index]) if fleet else settings
+        engine_folder = write_engine_folder(hf_folder, folder / own.quantization.format.value, own.quantization)
+        name = f"sampler_{index}.log" if fleet else f"sampler{f'-{index + 1}' if index else ''}.log"
+        started.append(
+            ProcessSettings(
+                arguments=engine_arguments(own, engine_folder, worker_extension),
+                log_path=log_dir / name,
+                workers=settings.sampler.tensor_parallel,
+                devices=gpus[index] if gpus else None,
+                cores=share_of_cores(index, count),
+                listens=fleet,
+            )
+        )
+    return started

@@ -1,0 +1,392 @@
+"""The sampler of a run: prompts in, groups of answers out, from one engine or several, wherever those are.
+
+Engines are children of this process (`sampler.engines`), servers that it starts, or servers that are given by address
+(`sampler.fleet`). They are asked, watched, restarted and updated on an event loop in a thread of its own; what is here
+is for threads that wait. An update becomes the live weights of all engines, or of none.
+
+The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side transports drive a
+sampler too. On a GPU the same code runs with other engine arguments (engine_settings.py); that has not been run yet.
+
+An engine that shares a GPU with the learner sleeps from its start to the first sync, so that it starts alone, and from
+the last answer of a step to the next sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free
+while the update is staged, and nothing can be asked of the engine before the new version is complete.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+from megatron_rl.config.schema import Format, Sleep
+from megatron_rl.engine.readiness import CACHE, WEIGHTS
+from megatron_rl.models.model import read_hf_config
+from megatron_rl.models.points import Kind, Point
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.processes.pulse import waiting
+from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
+from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.replicas import NOT_RUNNING, EventLoopThread, Replicas
+from megatron_rl.types import Prompt, Rollout, SamplingParams, written
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
+SLEEP_LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
+
+
+@dataclass(frozen=True)
+class SamplerStats:
+    """Totals since `launch`."""
+
+    tokens: int = 0
+    seconds: float = 0.0  # in which something was open
+    retried: int = 0  # prompts that another engine had to answer
+    restarts: int = 0
+
+
+class Sampler:
+    """Any thread may ask it; one at a time may update its weights, or close it.
+
+    `note` receives a line whenever an engine goes or comes back. Only the thread that has launched the sampler passes
+    lines on.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        hf_folder: Path,
+        log_dir: Path,
+        note: Callable[[str], None] = lambda line: None,
+        *,
+        worker_extension: str = WORKER_EXTENSION,
+    ) -> None:
+        self.policy_version = NO_VERSION  # that of dummy weights: nothing synced yet
+        self.last_sync: dict[
+            str, Any
+        ] = {}  # verify_s, load_s and bytes of the last accepted update; the slowest engine's
+        self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
+        self._note, self._notes = note, queue.SimpleQueue[str]()
+        self._worker_extension = worker_extension
+        self._owner = threading.get_ident()
+        self._meter = Meter()
+        self._loop: EventLoopThread | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._replicas: Replicas | None = None
+        self._starting = threading.Lock()
+        self._started = False  # somebody has waited for it
+
+    def launch(self) -> None:
+        """Start the engines without waiting for them: whatever comes next waits."""
+        self.close()
+        self._owner, self._started, self.policy_version = threading.get_ident(), False, NO_VERSION
+        self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
+        self._loop = EventLoopThread("sampler")
+        try:
+            vocabulary = ModelShape.from_hf(read_hf_config(self._hf_folder)).vocab
+            self._replicas = Replicas(self._settings, vocabulary, self._notes.put)
+            where = self._hf_folder, Path(self._folder.name), self._log_dir
+            self._loop.call(self._replicas.open(*where, self._worker_extension))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> None:
+        with self._starting:
+            if self._started or self._loop is None:
+                return
+            try:
+                self._ask(lambda replicas: replicas.first_starts())
+            except BaseException:
+                self.close()
+                raise
+            self._started = True
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]:
+        """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
+        if not prompts:
+            return []
+        answering = self._answering(params, seed, patient=False)
+        try:
+            answering.add(prompts, first_group)
+            groups: list[list[Rollout]] = []
+            while more := answering.finished():
+                groups += more
+        finally:
+            answering.close()
+        return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
+        """Answer prompts group by group."""
+        return self._answering(params, seed, patient=True)
+
+    def _answering(self, params: SamplingParams, seed: int, patient: bool) -> Answering:
+        """`patient`: see Engine.generate."""
+        self.wait_ready()
+        dispatcher = self._ask(lambda replicas: replicas.dispatcher(params, patient))
+        return Answering(self._ask, self._meter, dispatcher, seed)
+
+    @property
+    def stats(self) -> SamplerStats:
+        meter, restarts = self._meter, self._replicas.restarted if self._replicas else 0
+        return SamplerStats(meter.tokens, meter.seconds, meter.retried, meter.restarts + restarts)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return self._replicas.all if self._replicas else []
+
+    def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the engine's modules put out for this sequence, by point (models/points.py)."""
+        import safetensors.torch
+        import torch
+
+        if self._settings.is_fleet:
+            raise SamplerError("a fleet's servers do not show their modules: use the embedded engine (replicas: 0)")
+        self.wait_ready()
+        ((answer,)) = self._ask(lambda replicas: replicas.values("activations", [list(tokens)]))
+        logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
+        return safetensors.torch.load(bytes(answer["values"])) | {str(Point(Kind.logprob)): logprobs}
+
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        """[tokens, layers, experts of a token] as int32, -1 in layers without; empty where it cannot be told."""
+        if self._settings.is_fleet:
+            return [b""] * len(sequences)
+        self.wait_ready()
+        return self._ask(lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences]))
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold this around an update, its files' writing included: an engine that dies meanwhile comes back by it."""
+        self.wait_ready()
+        self._ask(lambda replicas: replicas.updates.hold())
+        try:
+            yield
+        finally:
+            with suppress(SamplerError):  # the sampler itself has ended
+                self._ask(lambda replicas: replicas.updates.release())
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.wait_ready()
+        self._ask(lambda replicas: replicas.updates.init(init_info))
+
+    def start_weight_update(self) -> None:
+        self.wait_ready()
+        self._ask(lambda replicas: replicas.updates.begin())
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have every engine verify an update. WeightSyncError: it is refused, and the version before serves on."""
+        by_format = (
+            {Format(name): info for name, info in update_info[BY_FORMAT].items()}
+            if BY_FORMAT in update_info
+            else dict.fromkeys(self._settings.formats, update_info)
+        )
+        self._ask(lambda replicas: replicas.updates.stage(by_format))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Every engine loads what it verified. Until the next update it is what restarted ones receive."""
+        self.last_sync = self._ask(lambda replicas: replicas.updates.finish())
+        self.policy_version = self.last_sync["policy_version"]
+        if weight_version is not None and weight_version != str(self.policy_version):
+            raise WeightSyncError(f"the engines loaded policy version {self.policy_version}, not {weight_version}")
+
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
+        self.wait_ready()
+        self._ask(lambda replicas: replicas.updates.on_all(lambda one: one.engine.sleep(level)))
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory back for `weights`, `kv_cache`, or both; a request in between is refused."""
+        parts: Any = tags
+        self._ask(lambda replicas: replicas.updates.on_all(lambda one: one.engine.wake(parts)))
+
+    def health(self) -> dict[str, Any]:
+        """What the first engine says that is not well, or the first one, and what is known of each."""
+        self.wait_ready()
+        return self._ask(lambda replicas: replicas.health())
+
+    def close(self) -> None:
+        """End the engines that were started here; safe to call twice and in any state."""
+        if self._loop is not None:
+            if self._replicas is not None:
+                self._loop.call(self._replicas.shut())
+            self._loop.stop()
+            self._loop = None
+        if self._replicas is not None:
+            self._meter.restarts += self._replicas.restarted
+            self._replicas.end_processes()
+            self._replicas = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        self._pass_on_notes()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, ask: Callable[[Replicas], Coroutine[Any, Any, T]]) -> T:
+        """Ask the engines something, on their event loop; wait for the answer."""
+        loop, replicas = self._loop, self._replicas
+        if loop is None or replicas is None:
+            raise SamplerError(NOT_RUNNING)
+        section, fleet = self._settings.sampler, self._settings.is_fleet
+        limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
+        try:
+            with waiting("server" if fleet else "engine", limit_s, key, elsewhere=bool(section.fleet.addresses)):
+                return loop.call(ask(replicas), self._pass_on_notes)
+        finally:
+            self._pass_on_notes()
+
+    def _pass_on_notes(self) -> None:
+        while threading.get_ident() == self._owner and not self._notes.empty():
+            self._note(self._notes.get())
+
+
+class Meter:
+    """Counts tokens, and the time in which something was open, whoever has asked."""
+
+    def __init__(self) -> None:
+        self.tokens = self.retried = 0
+        self.restarts = 0  # before the last launch
+        self._lock = threading.Lock()
+        self._open, self._since, self._seconds = 0, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._seconds + (time.perf_counter() - self._since if self._open else 0.0)
+
+    def count(self, groups: int, tokens: int = 0, retried: int = 0) -> None:
+        """`groups`: how many more are open; below 0: how many less."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._open:
+                self._seconds += now - self._since
+            self._since = now
+            self._open += groups
+            self.tokens += tokens
+            self.retried += retried
+
+
+class Answering:
+    """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
+
+    def __init__(
+        self, ask: Callable[[Callable[[Any], Any]], Any], meter: Meter, dispatcher: Dispatcher, seed: int
+    ) -> None:
+        """`ask`: the engines, on their event loop."""
+        self._ask, self._meter, self._dispatcher, self._seed = ask, meter, dispatcher, seed
+        self._open = self._retried = 0
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its index."""
+        jobs = [Job(group, one, request_seed(self._seed, group)) for group, one in enumerate(prompts, first_group)]
+        if jobs:
+            self._open += len(jobs)
+            self._meter.count(len(jobs))
+            self._ask(lambda replicas: replicas.add(self._dispatcher, jobs))
+
+    def finished(self) -> list[list[Rollout]]:
+        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing is open any more."""
+        if not self._open:
+            return []
+        groups = [_rollouts(done) for done in self._ask(lambda replicas: replicas.finished(self._dispatcher))]
+        retried, self._retried = self._dispatcher.retried - self._retried, self._dispatcher.retried
+        self._open -= len(groups)
+        self._meter.count(-len(groups), sum(len(one.token_ids) for group in groups for one in group), retried)
+        return groups
+
+    def close(self) -> None:
+        """Give up what is open; safe to call twice, from another thread, and after the sampler's own end."""
+        self._meter.count(-self._open)
+        self._open = 0
+        with suppress(SamplerError):
+            self._ask(lambda replicas: replicas.give_up(self._dispatcher))
+
+
+def _rollouts(done: Done) -> list[Rollout]:
+    return [
+        Rollout(
+            prompt=done.job.prompt,
+            group=done.job.group,
+            sample=sample,
+            token_ids=one.token_ids,
+            logprobs=one.logprobs,
+            loss_mask=written(len(one.token_ids)),
+            finish_reason=one.finish_reason,
+            policy_version=one.spans[0][0] if one.token_ids else done.version,
+            format=done.format,
+            kept_ids=one.kept_ids,
+            kept_counts=one.kept_counts,
+            versions=one.versions,
+        )
+        for sample, one in enumerate(done.completions)
+    ]
+
+
+class Sleeper(Protocol):
+    """The two calls of a sampler that its sleep needs."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake(self, tags: list[str] | None = None) -> None: ...
+
+
+class SleepSchedule:
+    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no sleep."""
+
+    def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
+        self._sampler, self._level = sampler, SLEEP_LEVELS.get(mode)
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Put the engine to sleep: once it has started, and after the last request before a sync. See `wake`."""
+        if self._level is not None and not self._asleep:
+            self._sampler.sleep(self._level)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Wake the engine for a request that comes before the next sync does."""
+        with self.syncing():
+            pass
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes on refusing."""
+        if self._asleep:
+            self._sampler.wake([WEIGHTS])
+        yield
+        if self._asleep:
+            self._sampler.wake([CACHE])
+            self._asleep = False
+
+
+def request_seed(seed: int, group: int) -> int:
+    """A seed per group, the same for the same run seed; its samples count upwards from there, as vLLM's own would."""
+    digest = blake2b(f"{seed}/{group}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # leaves room to count samples upwards in 63 bits

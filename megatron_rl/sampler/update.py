@@ -1,0 +1,196 @@
+"""Fan-out of one update, or one question, to every engine at once.
+
+An update has three parts: every engine begins it, then every engine verifies it, then every engine loads it. If one
+refuses it while verifying, none loads it. An engine that dies in any part is taken out; its supervisor brings it back
+with the version that is served by then. Where none is left, the first one that comes back is told what the others had
+been told, and the update goes on. Engines answer in the first two parts, and stop between two steps for the third.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.engine import Engine, EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.sampler.supervisor import SamplerState, Told
+from megatron_rl.weight_sync.file_transport import BACKGROUND
+
+POLL_S = 0.1
+
+
+class Updates:
+    """Used from the sampler's event loop only."""
+
+    def __init__(self, replicas: Sequence[Replica], state: SamplerState) -> None:
+        self._replicas, self._state = replicas, state
+        self.holds = False  # state.updating, which keeps re-syncs away
+        self._releases = False  # at the end of the update: nobody holds it for longer
+        self._taken_by: list[tuple[Replica, Engine]] = []  # a replica that has another engine by now takes it no more
+        self._told: list[Told] = []
+
+    async def on_all(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
+        """Ask every engine that is up, all at once. One that is gone is taken out; with none left, who comes back."""
+        while True:
+            await self._until_one_is_up()
+            with contextlib.suppress(NoServerLeft):
+                return await self._on([replica for replica in self._replicas if replica.up], ask)
+
+    async def _on(self, replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
+        state = self._state
+        answers = await asyncio.gather(*(one.wait_for(ask(one)) for one in replicas), return_exceptions=True)
+        for replica, answer in zip(replicas, answers, strict=True):
+            if isinstance(answer, EngineGone):
+                state.take_out(replica, str(answer))
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        serious = [answer for answer in refused if not isinstance(answer, EngineGone)]
+        if serious:
+            raise serious[0]
+        if not any(replica.up for replica in replicas):
+            raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    @property
+    def _taking(self) -> list[Replica]:
+        """Who takes the update."""
+        return [replica for replica, engine in self._taken_by if replica.up and replica.engine is engine]
+
+    def _all_up(self) -> list[tuple[Replica, Engine]]:
+        return [(replica, replica.engine) for replica in self._replicas if replica.up]
+
+    async def hold(self) -> None:
+        """Keep engines that come back from being told of the present version: its files may be written over."""
+        if self.holds:
+            return
+        state = self._state
+        try:
+            await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
+        except TimeoutError:
+            raise SamplerError(
+                f"a weight update could not begin within sampler.start_timeout_s={state.start_timeout_s:g}: "
+                f"{', '.join(one.name for one in self._replicas if not one.ready and not one.given_up)} is still "
+                "receiving the version before. Read its log; raise sampler.start_timeout_s where it was only slow"
+            ) from None
+        self.holds = True
+
+    async def release(self) -> None:
+        if self.holds:
+            self.holds = False
+            self._state.updating.release()
+
+    async def init(self, info: dict[str, Any]) -> None:
+        self._state.init_info = info  # also of engines that come later
+        await self.on_all(lambda one: one.engine.update("init", init_info=info))
+
+    async def begin(self) -> None:
+        self._releases = not self.holds
+        await self.hold()
+        self._taken_by, self._told = self._all_up(), []
+        try:
+            await self._tell("start", {})
+        except BaseException:
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
+        if self._releases:
+            await self.release()
+
+    async def stage(self, updates: dict[Format, dict[str, Any]]) -> None:
+        """Engines go on answering while they verify, where the update says so; nothing is loaded yet."""
+        try:
+            await self._tell("stage", {format: {"update_info": info} for format, info in updates.items()})
+            if all(info.get(BACKGROUND) for info in updates.values()):
+                await self._tell("await", {})
+        except BaseException:
+            await self._abort()
+            await self._end()
+            raise
+
+    async def finish(self) -> dict[str, Any]:
+        """Load the update. No engine goes on before every one has: no token is of weights that are taken back."""
+        state, told = self._state, list(self._told)
+        for replica, _ in self._taken_by:
+            replica.updating = True
+        try:
+            stand = len(self._taken_by) > 1
+            states = await self._tell("finish", {}, keep_cache=state.keep_cache, stand=stand)
+            slowest = max(states, key=lambda answer: answer["load_s"])
+            state.served.append(slowest["policy_version"])
+            state.kept_update = [*told, ("finish", {})]
+            for replica in self._taking:
+                replica.version, replica.ready, replica.reason = state.version, True, ""
+            stood_s = await self._resume() if stand else 0.0
+        except BaseException:  # of every kind: one that was interrupted may have either version
+            await asyncio.shield(self._doubt())
+            raise
+        finally:
+            for replica in self._replicas:
+                replica.updating = False
+            await self._end()
+            state.tell()
+        return slowest | {"stood_s": stood_s}
+
+    async def _doubt(self) -> None:
+        """After a load that failed somewhere: engines that have the version before go on, others are taken out."""
+        alone = len(self._replicas) == 1
+        for replica in self._taking:
+            try:
+                status = await replica.engine.status()
+                if alone and status["torn"]:
+                    continue  # it refuses by itself whatever is asked, and the next good update repairs it
+                if status["policy_version"] != self._state.version or status["torn"]:
+                    raise EngineGone("it loaded a version that another engine could not load")
+                await replica.engine.update("resume")
+            except SamplerError as error:
+                self._state.take_out(replica, str(error))
+
+    async def _resume(self) -> float:
+        """Let engines that stand still go on; how long that took. One that cannot go on is taken out."""
+        began = time.perf_counter()
+        standing = self._taking
+        asked = (one.wait_for(one.engine.update("resume")) for one in standing)
+        for replica, answer in zip(standing, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                self._state.take_out(replica, str(answer))
+        return time.perf_counter() - began
+
+    async def _tell(self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any) -> list[Any]:
+        while True:
+            try:
+                answers = await self._on(
+                    self._taking,
+                    lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given),
+                )
+            except NoServerLeft:
+                await self._start_over()
+            else:
+                self._told.append((step, by_format))
+                return answers
+
+    async def _start_over(self) -> None:
+        """Tell the first engine that comes back what those had been told that are gone."""
+        await self._until_one_is_up()
+        self._taken_by = self._all_up()
+        with contextlib.suppress(NoServerLeft):  # whoever called tries again
+            for step, by_format in self._told:
+                await self._on(
+                    self._taking,
+                    lambda one, step=step, given=by_format: one.engine.update(step, **given.get(one.format, {})),  # type: ignore[misc]
+                )
+
+    async def _abort(self) -> None:
+        with contextlib.suppress(SamplerError):  # the first error is the one to report
+            await self._on(self._taking, lambda one: one.engine.update("abort"))
+
+    async def _until_one_is_up(self) -> None:
+        state = self._state
+        deadline = time.monotonic() + state.start_timeout_s
+        while not any(replica.up for replica in self._replicas):
+            if time.monotonic() > deadline or all(replica.given_up for replica in self._replicas):
+                raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
+            await asyncio.sleep(POLL_S)

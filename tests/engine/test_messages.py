@@ -1,0 +1,168 @@
+"""What a server lets through to its engine, and in which form."""
+
+import msgspec
+import pytest
+
+from megatron_rl.engine import messages
+from megatron_rl.engine.messages import REQUESTS, Refused, checked, transmissions
+
+SAMPLING = {
+    "seed": 7, "max_tokens": 4, "temperature": 0.0, "top_p": 0.5, "top_k": -1, "stop_token_ids": [3], "candidates": 16,
+    "policy_version": 3, "patient": True,
+}  # fmt: skip
+UPDATE = {"directory": "/sync", "policy_version": 3, "writers": 2, "background": True}
+SEEN = {"policy_version": 3, "kind": "activations"}
+encode = msgspec.msgpack.encode
+
+
+def read(content: bytes):
+    return checked(content, vocabulary=101, longest=48)
+
+
+def ask(method: str, arguments: object) -> tuple[list[dict], list[dict]]:
+    return read(encode([{"id": 5, "method": method, "arguments": arguments}]))
+
+
+def refusal(method: str, arguments: object) -> str:
+    requests, (refused,) = ask(method, arguments)
+    assert requests == []
+    assert (refused["id"], refused["error"]["type"]) == (5, "Refused")
+    return refused["error"]["message"]
+
+
+def prompt(ids: object, **sampling: object) -> dict:
+    return {"tokens": ids, "seed": 7, "max_tokens": 4, **sampling}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("generate", {"tokens": [0, 100], **SAMPLING}),
+        ("generate", prompt([1] * 44)),
+        ("cancel", {"requests": [1, 2]}),
+        ("init_weight_transfer_engine", {"init_info": {}}),
+        ("update_weights", {"update_info": UPDATE}),
+        ("finish_weight_update", {"keep_cache": True, "stand": True}),
+        ("sleep", {"level": 2}),
+        ("wake", {"tags": ["weights", "kv_cache"]}),
+        ("wake", {"tags": None}),
+        ("values", SEEN | {"sequences": [[0, 100], [1]]}),
+        *((method, {}) for method, form in REQUESTS.items() if form.__struct_fields__ == ()),
+    ],
+)
+def test_what_a_sampler_asks_passes(method, arguments):
+    ((request,), refused) = ask(method, arguments)
+    assert (request["id"], request["method"], refused) == (5, method, [])
+    assert arguments.items() <= request["arguments"].items()
+
+
+@pytest.mark.fault("token ids that the engine cannot look up", "refused at the door, which names them")
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ([101], "101 is beyond the vocabulary of 101"), ([1, 10**6, 2], "1000000 is beyond"), ([-1], "tokens"),
+        ([2**63], "tokens"), ([True], "bool"), ([1.5], "float"), ([[1]], "array"), (["1"], "str"), ([None], "None"),
+        ([], "length >= 1"), (None, "None"), ("1", "str"), ({"0": 1}, "object"), (b"\1", "bytes"),
+        ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_token_ids_are_checked(ids, why):
+    assert why in refusal("generate", prompt(ids))
+
+
+@pytest.mark.fault("sampling parameters beyond reason", "refused at the door")
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_tokens": 48}, {"max_tokens": 0}, {"max_tokens": 2**63}, {"max_tokens": 1.5}, {"max_tokens": True},
+        {"seed": -1}, {"seed": 2**63}, {"stop_token_ids": [101]}, {"stop_token_ids": [-1]}, {"patient": 1},
+        {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"temperature": -1}, {"temperature": "1"}, {"candidates": 10000},
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"policy_version": -2},
+        {"policy_version": "main"}, {"n": 2},
+        {"logit_bias": {"1000": 1}}, {"allowed_token_ids": [1000]}, {"extra_args": {}}, {"structured_outputs": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_are_checked(sampling):
+    refusal("generate", prompt([1], **sampling))
+
+
+DEEP = b"\x91" * 100_000  # lists in lists
+
+
+@pytest.mark.fault("odd arguments: other types, other names", "refused at the door")
+@pytest.mark.parametrize("method", REQUESTS)
+@pytest.mark.parametrize("arguments", [None, [], "x", 1, {"x": 1}, {"method": "status"}], ids=str)
+def test_odd_arguments_are_refused(method, arguments):
+    refusal(method, arguments)
+
+
+@pytest.mark.fault("a worker method that no sampler calls, or other arguments", "refused; the engine never hears of it")
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        *((name, {}) for name in ("__class__", "shutdown", "save_sharded_state", "getattr", "llm", "step", "x" * 999)),
+        ("status", {"timeout": 1}),
+        ("start_weight_update", {"x": 1}),
+        *(
+            ("update_weights", {"update_info": info})
+            for info in ({}, UPDATE | {"writers": 0}, UPDATE | {"directory": 1}, UPDATE | {"pickled": b"x"})
+        ),
+        ("init_weight_transfer_engine", {"init_info": {"x": 1}}),
+        ("sleep", {"level": 9}),
+        ("wake", {"tags": ["all"]}),
+        ("cancel", {"requests": [-1]}),
+        ("values", SEEN | {"sequences": [[101]]}),
+        ("values", SEEN | {"sequences": [[]]}),
+        ("values", SEEN | {"sequences": [[1]], "kind": "weights"}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_methods_are_those_of_a_list(method, arguments):
+    assert len(refusal(method, arguments)) < 400
+
+
+@pytest.mark.fault("a transmission that is no list of requests", "it is refused as a whole, with the connection")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\xc0", b"\xc1", DEEP, b"\x91\x83\xa2id\x01\xa6method\xa6status\xa9arguments" + DEEP,
+        b"\xff\xfe\x00", b"{}", encode("x"), encode({}), encode([1]),
+        encode([{"id": 1, "method": "status"}]), encode([{"id": -1, "method": "status", "arguments": {}}]),
+        encode([{"id": 1, "method": 5, "arguments": {}}]), encode([{"id": True, "method": "status", "arguments": {}}]),
+        encode([{"id": 1, "method": "status", "arguments": {}, "more": 1}]), encode([]) + b" ",
+        b"\xdd\xff\xff\xff\xff", b"\x91\x81\xa2id\xa1\xff",
+    ],
+    ids=lambda content: repr(content[:24]),
+)  # fmt: skip
+def test_what_is_no_list_of_requests(content):
+    with pytest.raises(Refused, match="the transmission does not fit"):
+        read(content)
+
+
+def test_one_refusal_spoils_no_neighbour():
+    frames = [{"id": i, "method": "generate", "arguments": prompt([100 + i])} for i in range(3)]
+    requests, refusals = read(encode(frames))
+    assert [one["id"] for one in requests] == [0]
+    assert [one["id"] for one in refusals] == [1, 2]
+
+
+@pytest.mark.fault("more is asked, or finished, at once than a transmission may take", "it travels in several")
+def test_transmissions_are_as_few_as_may_travel(monkeypatch):
+    monkeypatch.setattr(messages, "LONGEST_TRANSMISSION", 200)
+    frames = [{"id": i, "value": bytes(size)} for i, size in enumerate((10, 20, 30, 40, 300, 5, 5))]
+    parts = list(transmissions(frames))
+    assert [[one["id"] for one in msgspec.msgpack.decode(part)] for part in parts] == [[0, 1, 2], [3], [4], [5, 6]]
+    assert [one for part in parts for one in msgspec.msgpack.decode(part)] == frames
+    assert list(transmissions([])) == []
+
+
+def test_a_name_given_twice_is_read_once():
+    """What the engine reads is what was checked, whichever of the two another parser would take."""
+    tokens = encode("tokens")
+    arguments = b"\x84" + tokens + encode([100_000]) + tokens + encode([1])
+    arguments += encode("seed") + encode(7) + encode("max_tokens") + encode(4)
+    frame = {"id": 1, "method": "generate", "arguments": msgspec.Raw(arguments)}
+    ((request,), _) = read(encode([frame]))
+    assert request["arguments"]["tokens"] == [1]

@@ -1,0 +1,266 @@
+"""What a sampler makes of an engine's replies, and of their absence."""
+
+import asyncio
+import tracemalloc
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_engine import until
+from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, sampled, told
+
+from megatron_rl.sampler import client as module
+from megatron_rl.sampler.client import EngineClient
+from megatron_rl.sampler.engine import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
+from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+DEEP = b"\x91" * 200_000  # lists in lists
+
+
+def lied(sample: dict[str, Any], params: SamplingParams = PARAMS) -> str:
+    """What is said of an engine that answers so."""
+
+    async def use(engine: EngineClient) -> str:
+        with pytest.raises(EngineGone, match=r"^server 0 \(int8\)") as raised:
+            await generate(engine, params)
+        return str(raised.value)
+
+    return told(lambda frames: replied(frames, sample), use)
+
+
+def ints(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return array("f", values).tobytes()
+
+
+LIES = {
+    "a token beyond the vocabulary": {"tokens": ints(5, 100)},
+    "a token below it": {"tokens": ints(5, -1)},
+    "a part of a token": {"tokens": ints(5) + b"abc"},
+    "more tokens than were asked for": {"tokens": ints(5, 5, 5), "logprobs": floats(-1, -1, -1), "spans": [(3, 3)]},
+    "a logprob too few": {"logprobs": floats(-1)},
+    "a probability above one": {"logprobs": floats(-1, 5)},
+    "a huge one": {"logprobs": floats(-1, float("inf"))},
+    "versions of fewer tokens": {"spans": [(3, 1)]},
+    "versions of more tokens": {"spans": [(3, 2), (4, 1)]},
+    "versions of no token": {"spans": []},
+    "a version of no token, in front": {"spans": [(9, 0), (3, 2)]},
+    "a span of a negative length": {"spans": [(3, 5), (4, -3)]},
+    "a version beyond the numbers": {"spans": [(1 << 40, 2)]},
+    "a version below none": {"spans": [(-2, 2)]},
+    "an end that nobody knows": {"finish": "<script>" * 1000},
+    "text for tokens": {"tokens": "5, 6"},
+}
+
+
+@pytest.mark.fault("a server answers with what cannot have been sampled", "it counts as gone, in a short sentence")
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_have_been_sampled(lie: str) -> None:
+    tracemalloc.start()
+    try:
+        assert len(lied(SAMPLE | LIES[lie])) < 400
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.fault("a server sends garbage", "it counts as gone, by name, for whatever was asked")
+@pytest.mark.parametrize(
+    "content",
+    [DEEP, b"", b"{}", b"[" * 50_000, encode({}), encode([5]), encode([{"value": 1}]), encode([{"id": "1"}]),
+     encode([{"id": 1, "error": "x"}]), encode([]) + b" ", b"\x91\x81\xa2id\xc1"],
+    ids=lambda content: repr(content[:12]),
+)  # fmt: skip
+def test_garbage(content: bytes) -> None:
+    async def use(engine: EngineClient) -> None:
+        asked = [generate(engine), engine.update("abort"), engine.update("finish"), engine.status()]
+        said = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(one) for one in said} == {EngineGone}
+        assert all(str(one).startswith(NAME) and len(str(one)) < 400 for one in said)
+        with pytest.raises(EngineGone):
+            await engine.status()
+
+    told(lambda frames: content, use)
+
+
+@pytest.mark.fault("a server answers other questions with something else", "it counts as gone, by name")
+@pytest.mark.parametrize(
+    "value", [None, [], 5, {"policy_version": -7}, {"policy_version": "3", "torn": False}, {"written": "x"}]
+)
+def test_other_questions_have_forms_too(value: Any) -> None:
+    async def use(engine: EngineClient) -> None:
+        for ask in (engine.update("finish"), engine.status()):
+            with pytest.raises(EngineGone, match=r"server 0 \(int8\) answered with something else"):
+                await ask
+
+    told(lambda frames: replied(frames, value), use)
+
+
+def test_what_nobody_has_asked_for_is_dropped() -> None:
+    def answer(frames: Frames) -> bytes:
+        number = frames[0]["id"]
+        more = [{"id": number + 7, "value": 1}, {"id": number, "value": SAMPLE}, {"id": number, "value": 5}]
+        return encode([*more, {"id": number, "error": {"type": "x", "message": "y"}}])
+
+    async def use(engine: EngineClient) -> None:
+        await sampled(engine)
+        await sampled(engine)
+
+    told(answer, use)
+
+
+def test_spans_of_versions_become_versions_of_tokens() -> None:
+    def read(*spans: tuple[int, int]) -> Completion:
+        tokens = sum(count for _, count in spans)
+        sample = SAMPLE | {"tokens": ints(*[5] * tokens), "logprobs": floats(*[-1.0] * tokens), "spans": spans}
+        return told(lambda frames: replied(frames, sample), lambda engine: generate(engine, SamplingParams(1, 5)))
+
+    assert list(read((3, 2), (4, 3)).versions or ()) == [3, 3, 4, 4, 4]
+    assert read((3, 2)).versions is None
+    assert read((-1, 0)).versions is None, "an answer without a token"
+
+
+def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> None:
+    params = replace(PARAMS, candidates=3)
+    kept = {"kept_ids": ints(5, 6, 7, 6), "kept_counts": ints(3, 1)}
+    one = told(lambda frames: replied(frames, SAMPLE | kept), lambda engine: generate(engine, params))
+    assert (list(one.kept_ids), list(one.kept_counts)) == ([5, 6, 7, 6], [3, 1])
+    for change, why in (
+        ({"kept_ids": ints(5, 6, 7, 8, 6), "kept_counts": ints(4, 1)}, "more than the 3 candidates"),
+        ({"kept_ids": ints(5, 6, 7, 8), "kept_counts": ints(4, 0)}, "more than the 3 candidates"),
+        ({"kept_ids": ints(5, 6, 100, 6)}, "token 100 is beyond"),
+        ({"kept_counts": ints(3)}, "do not add up"),
+        ({"kept_counts": ints(3, 2)}, "do not add up"),
+        ({"kept_counts": None}, "is missing"),
+    ):
+        assert why in lied(SAMPLE | kept | change, params)
+
+
+def test_what_an_engine_refuses_is_no_dead_engine() -> None:
+    def refusing(kind: str) -> Callable[[Frames], bytes]:
+        return lambda frames: encode([{"id": frames[0]["id"], "error": {"type": kind, "message": "no: " + "x" * 9999}}])
+
+    for kind, error in (("Refused", RequestRefused), ("WeightSyncError", WeightSyncError), ("OSError", SamplerError)):
+        with pytest.raises(error, match=r"server 0 \(int8\): .*no: x+$") as raised:
+            told(refusing(kind), lambda engine: engine.update("stage", update_info={}))
+        assert type(raised.value) is error
+        assert len(str(raised.value)) < 5000
+
+
+def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told() -> None:
+    async def use(engine: EngineClient) -> None:
+        line = engine.line
+        samples = [asyncio.ensure_future(generate(engine)) for _ in range(3)]
+        await until(lambda: line.sent)
+        assert [one["method"] for one in line.sent] == ["generate"] * 3
+        for one in samples[:2]:
+            one.cancel()
+        await until(lambda: len(line.sent) > 3)
+        assert line.sent[3:] == [{"id": 0, "method": "cancel", "arguments": {"requests": [1, 2]}}]
+        line.received(replied(line.sent[:3]))
+        await samples[2]
+
+    told(lambda frames: None, use)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Of event loops; it is put forward by hand."""
+    passed = SimpleNamespace(s=0.0)
+    real = asyncio.BaseEventLoop.time
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: real(loop) + passed.s)
+    return passed
+
+
+@pytest.mark.fault("an engine does not answer in time", "it counts as gone; the sentence names the request and the key")
+def test_every_request_has_a_limit(clock: SimpleNamespace) -> None:
+    async def use(engine: EngineClient) -> None:
+        for ask, method in ((engine.update("await"), "await_weight_update"), (engine.sleep(1), "sleep")):
+            asked = asyncio.ensure_future(ask)
+            await asyncio.sleep(0)
+            clock.s += 30
+            with pytest.raises(NoAnswer, match=rf"`{method}` within sampler\.request_timeout_s=30"):
+                await asked
+        with pytest.raises(NoAnswer, match=r"`start` within sampler\.start_timeout_s=0\.2"):
+            await engine.start({}, 0.2)
+
+    told(lambda frames: None, use)
+
+
+@pytest.mark.fault("a server works off its queue, then answers nobody any more", "waited for; then it is gone")
+def test_a_deadline_does_not_count_the_engine_s_queue(clock: SimpleNamespace) -> None:
+    """It answers one request at a time, and each takes two thirds of the limit."""
+
+    async def use(engine: EngineClient) -> None:
+        line = engine.line
+        samples = [asyncio.ensure_future(generate(engine)) for _ in range(640)]
+        await until(lambda: len(line.sent) == 640)
+        for frame, sample in zip(list(line.sent), samples, strict=True):
+            clock.s += 20
+            for _ in range(5):
+                await asyncio.sleep(0)
+            line.received(replied([frame]))
+            await sample
+        last = asyncio.ensure_future(generate(engine))
+        await until(lambda: len(line.sent) == 641)
+        await gone(engine, last, clock)
+
+    told(lambda frames: None, use)
+
+
+async def gone(engine: EngineClient, last: asyncio.Future[Any], clock: SimpleNamespace) -> None:
+    """Neither is anything finished, nor is there an answer to whether something was written."""
+    line = engine.line
+    clock.s += 30
+    await until(lambda: line.sent[-1]["method"] == "status")
+    clock.s += module.HEALTH_TIMEOUT_S
+    with pytest.raises(NoAnswer, match=r"finished no answer within sampler\.request_timeout_s=30"):
+        await last
+
+
+@pytest.mark.fault("one answer takes longer than an answer may", "the engine is waited for as long as it writes")
+@pytest.mark.parametrize("end", [9, "x", None])
+def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace, end: Any) -> None:
+    """`end`: what it says last of how much it has written."""
+
+    async def use(engine: EngineClient) -> None:
+        line = engine.line
+        sample = asyncio.ensure_future(generate(engine))
+        await until(lambda: line.sent)
+        for written in (*range(10), end):
+            asked = len(line.sent)
+            clock.s += 30
+            await until(lambda asked=asked: len(line.sent) > asked)
+            line.received(replied(line.sent[-1:], {"written": written}))
+            await asyncio.sleep(0.01)
+        with pytest.raises(NoAnswer, match="finished no answer"):
+            await sample
+
+    told(lambda frames: None, use)
+
+
+def test_a_deadline_begins_with_a_question(clock: SimpleNamespace) -> None:
+    """However long nothing was asked before."""
+
+    async def use(engine: EngineClient) -> None:
+        line = engine.line
+        first = asyncio.ensure_future(generate(engine))
+        await until(lambda: line.sent)
+        line.received(replied(line.sent))
+        await first
+        clock.s += 25
+        sample = asyncio.ensure_future(generate(engine))
+        await until(lambda: len(line.sent) == 2)
+        clock.s += 20
+        await asyncio.sleep(0.01)
+        assert len(line.sent) == 2, "nobody has asked yet whether it writes"
+        await gone(engine, sample, clock)
+
+    told(lambda frames: None, use)

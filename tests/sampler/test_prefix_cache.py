@@ -1,0 +1,74 @@
+"""Cached prefixes: a prompt is prefilled once per policy version, and none of an old version is answered from."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tiny_engine import Live, make_model, make_settings, startable
+
+from megatron_rl.config.schema import Cache, Format
+from megatron_rl.sampler.sampler import Sampler
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+
+pytestmark = pytest.mark.engine
+BLOCK, LENGTH, SAMPLES = 32, 40, 8
+PROMPT = Prompt(0, tuple(3 + 7 * place % 90 for place in range(LENGTH)), "", {})
+PARAMS = SamplingParams(samples=SAMPLES, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("prefixes")
+    model = make_model(folder / "hf", True)
+    vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 100 << 20, "block_size": BLOCK}
+    settings = replace(make_settings(vllm=vllm), max_tokens=64, in_flight_cache=Cache.keep)
+    with startable(), Sampler(settings, model.folder, folder) as sampler:
+        yield Live(sampler, model, Format.none, folder)
+
+
+def ask(live: Live) -> list[Rollout]:
+    return live.sampler.generate([PROMPT], PARAMS, seed=3, first_group=0, step=0)
+
+
+def prefilled(live: Live) -> int:
+    return live.sampler.health()["prefilled"]
+
+
+def drawn(rollouts: list[Rollout]) -> list[tuple]:
+    return [(one.token_ids, one.policy_version, one.versions) for one in rollouts]
+
+
+def test_a_prompt_is_prefilled_once_per_version(live: Live) -> None:
+    rest = SAMPLES * (LENGTH - BLOCK)  # what fills no block is computed for each
+    for seed in (1, 2):
+        live.update(seed)
+        before = prefilled(live)
+        first = ask(live)
+        assert prefilled(live) - before == BLOCK + rest
+        assert drawn(ask(live)) == drawn(first)
+        assert prefilled(live) - before == BLOCK + 2 * rest
+
+
+def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
+    """The old version's blocks stay in use by its open answers; half of the samples wait for room meanwhile."""
+    live.update(1)
+    old = ask(live)
+    answering = live.sampler.answering(PARAMS, seed=5)
+    answering.add([PROMPT] * 4, 0)
+    live.until_open()
+    live.update(2)
+    new = ask(live)
+    begun = [one for group in iter(answering.finished, []) for part in group for one in part]
+    live.update(2)
+    assert [one.token_ids for one in new] == [one.token_ids for one in ask(live)]
+    assert {one.policy_version for one in new} == {live.sampler.policy_version - 1}
+    assert [one.token_ids for one in new] != [one.token_ids for one in old]
+    live.update(2)
+    whole = {one.group: one for one in ()}
+    late = [one for one in begun if one.versions is None and one.policy_version == live.sampler.policy_version - 2]
+    assert late, "some had not begun"
+    fresh = live.sampler.answering(PARAMS, seed=5)
+    fresh.add([PROMPT] * 4, 0)
+    whole = {(one.group, one.sample): one for part in iter(fresh.finished, []) for group in part for one in group}
+    same = [one.token_ids == whole[one.group, one.sample].token_ids for one in late]
+    assert sum(same) > 0.8 * len(same), "but for rounding"

@@ -1,0 +1,158 @@
+"""Looks at an engine, and what the screen says of them."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_engine import HANG_S, replica, until
+
+from megatron_rl.config.schema import Format, Transport
+from megatron_rl.sampler import supervisor as module
+from megatron_rl.sampler.engine import EngineGone, Look
+from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.replicas import EventLoopThread
+from megatron_rl.sampler.supervisor import MAX_RESTARTS, SamplerState, Supervisor
+from megatron_rl.weight_sync.manifest import NO_VERSION
+
+FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.001)
+
+
+def run(use: Callable[[SamplerState], Any]) -> tuple[Any, list[str]]:
+    notes: list[str] = []
+
+    async def main() -> Any:
+        state = SamplerState(0.2, 30.0, 48, 100, notes.append)
+        return await asyncio.wait_for(use(state), HANG_S)
+
+    return asyncio.run(main()), notes
+
+
+def over(one: Replica, state: SamplerState) -> Supervisor:
+    """Of an engine that was given by address."""
+    return Supervisor(one, None, state, "", "")
+
+
+def watched(*looks: Look) -> tuple[str, list[str]]:
+    """Until it is taken out, or has been looked at so often."""
+
+    async def use(state: SamplerState) -> str:
+        one = replica("server 0", looks=list(looks))
+        return await over(one, state)._until_gone(lambda: not one.engine.looks)
+
+    return run(use)
+
+
+@pytest.mark.fault("an engine hangs behind a server that answers", "three looks, then it is out, with the reason")
+def test_three_looks_without_an_answer():
+    reason, notes = watched(FINE, HUNG, HUNG, HUNG, FINE)
+    assert reason == "did not answer 3 times in a row: its engine neither answers nor works"
+    assert notes == ["server 0 is slow to answer: its engine neither answers nor works"]
+
+
+@pytest.mark.fault(
+    "a server leaves two looks unanswered", "it stays; the screen says that it is slow, and that it is back"
+)
+def test_two_looks_are_no_death():
+    reason, notes = watched(HUNG, HUNG, FINE, HUNG, FINE, HUNG, HUNG, BUSY, FINE, FINE)
+    assert reason == ""
+    assert notes == [f"server 0 {what}" for what in (f"is slow to answer: {HUNG.slow}", "answers again") * 2]
+
+
+@pytest.mark.fault("an engine is busy for long", "it stays; the screen says so once")
+def test_a_busy_engine_is_left_alone():
+    reason, notes = watched(*[BUSY] * 20)
+    assert reason == ""
+    assert notes == ["server 0 is slow to answer: its engine is busy"]
+
+
+@pytest.mark.fault("a server hangs while it is brought up to date", "three looks; the update ends")
+def test_a_hang_during_a_re_sync_is_noticed():
+    async def use(state: SamplerState) -> None:
+        one = replica("server 0", looks=[HUNG] * 3, fails={"forget": None})
+        supervisor = over(one, state)
+        with pytest.raises(EngineGone, match="did not answer 3 times in a row"):
+            await supervisor._unless_gone(supervisor._make_current())
+
+    run(use)
+
+
+def kept(state: SamplerState, version: int) -> None:
+    """The update that brought the present version."""
+    state.served.append(version)
+    told = ("start", {}), ("stage", {Format.none: {"update_info": {"policy_version": version}}})
+    state.kept_update = [*told, ("finish", {})]
+    state.init_info = {}
+
+
+def test_an_engine_that_comes_back_receives_the_present_version_before_it_serves():
+    async def use(state: SamplerState) -> None:
+        one = replica("server 0", ready=False, version=NO_VERSION)
+        kept(state, 4)
+        await state.updating.acquire()
+        coming = asyncio.ensure_future(over(one, state)._make_current())
+        await until(lambda: one.up)
+        assert not one.ready, "an update may be on its way"
+        state.updating.release()
+        await coming
+        assert (one.ready, one.version, one.engine.version) == (True, 4, 4)
+        assert one.engine.events == [f"server 0: {step}" for step in ("forget", "init", "start", "stage", "finish")]
+
+    run(use)
+
+
+DEAD = SimpleNamespace(
+    ended=lambda: "its process ended (exit status -9)",
+    wait=lambda seconds: -9,
+    log_path="sampler_0.log",
+    log_end=lambda: "RuntimeError: no room",
+    end=lambda: None,
+)
+
+
+@pytest.mark.fault("an engine ends again and again", "three restarts; then it is given up, with the end of its log")
+@pytest.mark.parametrize(
+    ("transport", "restarts", "said"),
+    [(Transport.file, MAX_RESTARTS, "given up after 3 restarts"), (Transport.nccl, 0, "sync.transport=file alone")],
+)
+def test_restarts_are_few(transport, restarts, said):
+    async def use(state: SamplerState) -> Replica:
+        one, state.transport = replica("server 0"), transport
+        supervisor = Supervisor(one, object(), state, "", "")
+        supervisor.first_start.set_result(None)
+        while not one.given_up:
+            one.process, one.up = DEAD, True
+            await supervisor._watch()
+            assert not one.up
+            assert one.process is None
+        return one
+
+    one, notes = run(use)
+    assert one.restarts == restarts
+    assert said in one.given_up
+    assert "its process ended (exit status -9). The end of sampler_0.log:\nRuntimeError: no room" in one.given_up
+    assert notes[0] == "server 0 is out: its process ended (exit status -9)"
+
+
+def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
+    monkeypatch.setattr("megatron_rl.sampler.replicas.MEANWHILE_S", 0.01)
+    loop, seen, end = EventLoopThread("test"), [], asyncio.Event()
+
+    async def until_seen() -> int:
+        await asyncio.wait_for(end.wait(), HANG_S)
+        return len(seen)
+
+    def meanwhile() -> None:
+        seen.append(1)
+        loop._loop.call_soon_threadsafe(end.set)
+
+    try:
+        assert loop.call(until_seen(), meanwhile) >= 1
+    finally:
+        loop.stop()

@@ -1,0 +1,224 @@
+"""Updates of several engines: all load one, or none; whoever fails in between holds up nobody."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted_engine import HANG_S, ScriptedEngine, replica, until
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.engine import EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.sampler.supervisor import SamplerState
+from megatron_rl.sampler.update import Updates
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+GONE, REFUSED = EngineGone("killed"), WeightSyncError("corrupt tensor")
+
+
+def run(use: Callable[[SamplerState], Any], start_timeout_s: float = 0.2) -> Any:
+    async def main() -> Any:
+        state = SamplerState(start_timeout_s, 30.0, 48, 100, lambda line: None)
+        state.served.append(0)
+        return await asyncio.wait_for(use(state), HANG_S)
+
+    return asyncio.run(main())
+
+
+def several(*scripts: dict[str, Any]) -> tuple[list[Replica], list[str]]:
+    """Engines that serve version 0, and what happens to them, in order."""
+    events: list[str] = []
+    return [replica(f"engine {i}", events=events, **script) for i, script in enumerate(scripts)], events
+
+
+async def loaded(updates: Updates, **info: Any) -> Any:
+    """What became of version 1."""
+    await updates.begin()
+    await updates.stage({Format.none: {"policy_version": 1} | info})
+    return await updates.finish()
+
+
+def swapped(*scripts: dict[str, Any]) -> tuple[SamplerState, list[Replica], list[str], Any]:
+    """What became of the engines, and what an update returned or raised."""
+    replicas, events = several(*scripts)
+
+    async def use(state: SamplerState) -> tuple[SamplerState, Any]:
+        try:
+            return state, await loaded(Updates(replicas, state))
+        except Exception as error:
+            return state, error
+        finally:
+            assert not state.updating.locked(), "others may begin"
+
+    state, result = run(use)
+    assert not any(one.updating for one in replicas)
+    assert not any(one.ready and one.engine.stands for one in replicas), "left standing"
+    return state, replicas, events, result
+
+
+def failing(step: UpdateStep, failure: Exception | None = GONE, **more: Any) -> dict[str, Any]:
+    return {"fails": {step: failure}, **more}
+
+
+def test_no_engine_goes_on_before_every_one_has_loaded():
+    state, replicas, events, result = swapped({}, {"load_s": 0.05})
+    assert [event.split()[-1] for event in events] == [
+        *(step for step in ("start", "stage", "finish", "resume") for _ in replicas)
+    ]
+    assert state.served[-2:] == [0, 1]
+    assert (result["policy_version"], result["load_s"]) == (1, 0.05), "the slowest engine's"
+    assert result["stood_s"] >= 0
+    assert all((one.ready, one.version) == (True, 1) for one in replicas)
+
+
+def test_one_engine_alone_stands_for_nobody():
+    _, _, events, result = swapped({})
+    assert [event.split()[-1] for event in events] == ["start", "stage", "finish"]
+    assert result["stood_s"] == 0
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_an_update_is_verified_beside_answers_that_are_being_written(background):
+    replicas, events = several({}, {})
+    run(lambda state: loaded(Updates(replicas, state), background=background))
+    assert (events[4:6] == ["engine 0: await", "engine 1: await"]) == background
+
+
+@pytest.mark.fault(
+    "an engine refuses an update that it verifies", "no engine loads it; all forget what they hold of it"
+)
+@pytest.mark.parametrize("step", ["stage", "await"])
+def test_what_one_engine_refuses_is_loaded_by_none(step):
+    replicas, events = several({}, failing(step, REFUSED))
+
+    async def use(state: SamplerState) -> None:
+        with pytest.raises(WeightSyncError, match="corrupt tensor"):
+            await loaded(Updates(replicas, state), background=True)
+        assert state.version == 0
+        assert not state.updating.locked()
+
+    run(use)
+    assert sorted(events[-2:]) == ["engine 0: abort", "engine 1: abort"]
+    assert all(
+        (one.ready, one.version, one.engine.version, one.engine.staged) == (True, 0, 0, None) for one in replicas
+    )
+
+
+@pytest.mark.fault(
+    "a server cannot load an update that another has loaded",
+    "it goes on with the version before; the other is taken out, with what it was answering",
+)
+def test_weights_that_are_taken_back_reach_no_answer():
+    state, (first, refusing), events, error = swapped({}, failing("finish", REFUSED))
+    assert isinstance(error, WeightSyncError)
+    assert state.version == 0
+    assert not first.ready
+    assert (refusing.ready, refusing.version) == (True, 0)
+    assert events[-2:] == ["engine 0: finish", "engine 1: resume"]
+
+
+@pytest.mark.fault("a server does not reset its prefix cache after an update", "it is taken out")
+def test_an_engine_whose_weights_are_of_no_version_is_taken_out():
+    torn = failing("finish", SamplerError("the engine's prefix cache could not be reset"), torn=True)
+    _, (one,), _, error = swapped(torn)
+    assert "prefix cache" in str(error)
+    assert not one.ready
+
+
+@pytest.mark.fault("a server dies between loading and going on", "it is taken out; the others go on, updated")
+@pytest.mark.parametrize("when", ["finish", "resume"])
+def test_an_engine_that_dies_in_the_swap_holds_up_nobody(when):
+    state, (dead, other), events, result = swapped(failing(when, loads_first=True), {})
+    assert result["policy_version"] == state.version == 1
+    assert not dead.ready
+    assert (other.ready, other.version, events[-1]) == (True, 1, "engine 1: resume")
+
+
+@pytest.mark.fault(
+    "an update is interrupted while engines load it", "those that have loaded it are taken out, the others go on"
+)
+@pytest.mark.parametrize("loads_first", [True, False])
+def test_an_interrupted_swap_leaves_no_engine_in_doubt(loads_first):
+    replicas, events = several(failing("finish", None, loads_first=loads_first))
+    (one,) = replicas
+
+    async def use(state: SamplerState) -> None:
+        updating = asyncio.ensure_future(loaded(Updates(replicas, state)))
+        await until(lambda: one.updating and (one.engine.version == 1 or not loads_first))
+        await asyncio.sleep(0.01)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert one.ready != loads_first
+        assert not one.updating
+        assert (events[-1] == "engine 0: resume") == one.ready
+
+    run(use)
+
+
+@pytest.mark.fault("a server hangs in the middle of an update", "once it is out, the others' update goes on")
+@pytest.mark.parametrize("step", ["start", "stage", "finish"])
+def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
+    replicas, _ = several(failing(step, None), {})
+    hung, other = replicas
+
+    async def use(state: SamplerState) -> Any:
+        updating = asyncio.ensure_future(loaded(Updates(replicas, state)))
+        await until(lambda: len(hung.running) == 1 and not other.running)
+        state.take_out(hung, "did not answer 3 times in a row")
+        return await updating
+
+    assert run(use)["policy_version"] == 1
+    assert (other.ready, other.version) == (True, 1)
+
+
+@pytest.mark.fault("the only engine dies in an update", "the one that takes its place is told all of it again")
+@pytest.mark.parametrize("step", ["start", "stage", "await", "finish"])
+def test_an_update_outlives_the_last_engine(step):
+    replicas, _ = several(failing(step))
+    (one,) = replicas
+
+    async def use(state: SamplerState) -> Any:
+        updating = asyncio.ensure_future(loaded(Updates(replicas, state), background=True))
+        await until(lambda: not one.up)
+        one.engine, one.up = ScriptedEngine("engine 1"), True
+        return await updating
+
+    assert run(use, start_timeout_s=HANG_S)["policy_version"] == 1
+    assert (one.ready, one.version) == (True, 1)
+    assert one.engine.events == [f"engine 1: {word}" for word in ("start", "stage", "await", "finish")]
+
+
+def test_with_no_engine_left_the_error_says_what_became_of_them():
+    _, _, _, error = swapped(failing("stage"), failing("start"))
+    assert isinstance(error, NoServerLeft)
+    assert "policy version 0" in str(error)
+    assert "engine 0: killed; engine 1: killed" in str(error)
+
+
+@pytest.mark.fault(
+    "a re-sync never ends and the next update waits for it", "an error in a sentence, which names the server"
+)
+def test_an_update_that_cannot_begin_says_why():
+    async def use(state: SamplerState) -> None:
+        held, other = replica("server 0 (int8)", ready=False), replica("server 1 (none)")
+        await state.updating.acquire()
+        with pytest.raises(SamplerError, match=r"start_timeout_s=0\.2: server 0 \(int8\) is still receiving"):
+            await Updates([held, other], state).begin()
+
+    run(use)
+
+
+def test_a_question_reaches_every_engine_and_the_lost_ones_are_taken_out():
+    replicas, events = several({}, {})
+
+    async def ask(one: Replica) -> str:
+        if one is replicas[0]:
+            raise GONE
+        return one.name
+
+    assert run(lambda state: Updates(replicas, state).on_all(ask)) == ["engine 1"]
+    assert [one.ready for one in replicas] == [False, True]
+    run(lambda state: Updates(replicas, state).on_all(lambda one: one.engine.sleep(2)))
+    assert events == ["engine 1: sleeps at level 2"]

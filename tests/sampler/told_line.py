@@ -1,0 +1,73 @@
+"""An engine's client, and replies that tests give it."""
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from megatron_rl.sampler.client import EngineClient
+from megatron_rl.sampler.engine import Completion, Look
+from megatron_rl.sampler.lines import Line
+from megatron_rl.types import SamplingParams
+
+NAME = "server 0 (int8)"
+PARAMS = SamplingParams(samples=1, max_tokens=2)
+SAMPLE = {
+    "tokens": array("i", [5, 6]).tobytes(),
+    "logprobs": array("f", [-1.0, float("nan")]).tobytes(),
+    "finish": "length",
+    "spans": [(3, 2)],
+}
+Frames = list[dict[str, Any]]
+encode = msgspec.msgpack.encode
+
+
+def replied(frames: Iterable[dict[str, Any]], value: Any = SAMPLE) -> bytes:
+    return encode([{"id": one["id"], "value": value} for one in frames])
+
+
+class ToldLine(Line):
+    """What is sent is kept; a test says what is received."""
+
+    def __init__(self, answer: Callable[[Frames], bytes | None] = lambda frames: None) -> None:
+        super().__init__()
+        self.sent: Frames = []
+        self._answer = answer
+
+    async def open(self) -> None: ...
+
+    def send(self, content: bytes) -> None:
+        frames = msgspec.msgpack.decode(content)
+        self.sent += frames
+        answer = self._answer(frames)
+        if answer is not None:
+            asyncio.get_running_loop().call_soon(self.received, answer)
+
+    async def look(self) -> Look:
+        return Look(True)
+
+    async def close(self) -> None: ...
+
+
+def generate(engine: EngineClient, params: SamplingParams = PARAMS) -> Awaitable[Completion]:
+    return engine.generate((1, 2), params, 7, version=3, patient=True)
+
+
+async def sampled(engine: EngineClient) -> None:
+    one = await generate(engine)
+    assert (list(one.token_ids), one.spans, one.logprobs[0]) == ([5, 6], [(3, 2)], -1.0)
+
+
+def told(answer: Callable[[Frames], bytes | None], use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+    """`answer`: the reply to each transmission."""
+
+    async def main() -> Any:
+        engine = EngineClient(NAME, ToldLine(answer), 30.0, 100)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
