@@ -31,7 +31,14 @@ class Rehearsal:
     def __init__(self, box: Box) -> None:
         self.box = box
         toy = box.folder / "data" / "toy"
-        settings = ["run.name=run", f"run.root={box.folder / 'runs'}", "run.steps=100000", "log.export=true", *SMALL]
+        settings = [
+            "run.name=run",
+            f"run.root={box.folder / 'runs'}",
+            "run.steps=100000",
+            "log.export=true",
+            "checkpoint.every=2",
+            *SMALL,
+        ]
         settings += [f"model.path={box.folder / 'runs' / 'toy_sft' / 'model'}", f"data.train={toy / 'train.jsonl'}"]
         settings += [f"data.eval={toy / 'test.jsonl'}"]
         with (box.folder / "screen").open("w") as screen:
@@ -95,7 +102,9 @@ def rehearsal(box: Box) -> Iterator[Rehearsal]:
     "scancel sends USR1 to every process of a step", "the step is finished, the model exported, status 0"
 )
 def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: rehearsal.box.steps() >= 2, END_S, "the first steps")
+    # how long a save takes is known from one that was made: before that, nothing is begun that may not end in time
+    wait_for(lambda: checkpoints.steps(rehearsal.box.run / "checkpoints"), END_S, "a checkpoint")
+    wait_for(lambda at=rehearsal.box.steps(): rehearsal.box.steps() >= at + 2, END_S, "steps after it")
     assert rehearsal.scancel(rehearsal.job)
     rehearsal.ended_well()
 
