@@ -65,8 +65,8 @@ def answer(request: Request) -> tuple[str, list[str]]:
         about: dict[str, Any] = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
         about |= {"sync": traffic.numbers(config, hf_config, request.links)} if moves else {}
         return json.dumps(about | {"problems": problems}, indent=2), problems
-    said = [table.describe(config, made)] if made else []
-    return "\n\n".join([*said, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
+    texts = [table.describe(config, made)] if made else []
+    return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
