@@ -62,11 +62,11 @@ def answer(request: Request) -> tuple[str, list[str]]:
         return "", problems
     moves = not problems or (made is not None and problems == list(made.problems))
     if request.as_json:
-        about = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
+        about: dict[str, Any] = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
         about |= {"sync": traffic.numbers(config, hf_config, request.links)} if moves else {}
         return json.dumps(about | {"problems": problems}, indent=2), problems
-    said = [table.describe(config, made)] if made else []
-    return "\n\n".join([*said, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
+    texts = [table.describe(config, made)] if made else []
+    return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
@@ -86,7 +86,7 @@ def assumptions(given: Sequence[str]) -> Assumptions:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    about = {"verdict": made.verdict, **asdict(made), "machine": str(made.machine)}
+    about: dict[str, Any] = {"verdict": made.verdict, **asdict(made), "machine": str(made.machine)}
     about["roles"] |= {name: getattr(made.roles, name) for name in ("gpus", "nodes", "kinds")}
     told = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
     about["memory"] = [{name: getattr(one, name) for name in told} for one in made.memory]

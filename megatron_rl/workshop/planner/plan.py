@@ -82,7 +82,7 @@ def plan_case(case: Case) -> Plan:
         host={} if case.host else of_first_node(case, kept),
         assumed=case.assumed,
         problems=(*_too_much(case, memory), *_too_little(case)),
-        notes=(*_notes(case, memory), *(faster(case, time) if time is not None and case.limit else ())),
+        notes=(*_notes(case, memory), *(list(faster(case, time)) if time is not None and case.limit else [])),
     )
 
 

@@ -6,7 +6,7 @@ One run: a colour is a quantity. Several: a colour is a run, and a dash pattern 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -48,7 +48,7 @@ def layout(figure: go.Figure, *, y_title: str = "", legend: bool = False, hover:
 
 
 def add_line(
-    figure: go.Figure, x: Sequence[float], y: Sequence[float], colour: str, *, width: float = 2, dash: str = "solid",
+    figure: go.Figure, x: Iterable[float], y: Iterable[float], colour: str, *, width: float = 2, dash: str = "solid",
     mode: str = "lines", hovertemplate: str = "%{y:.4g}", **look: Any,
 ) -> None:  # fmt: skip
     """A line with a gap where a value is not finite."""
@@ -108,7 +108,7 @@ def curves(
             dash = DASHES[index % len(DASHES)] if several else "solid"
             title = (f"{run.name}: {label}" if len(names) > 1 else run.name) if several else label
             if smooth and (window := smooth_window(series)) > 1:
-                pale = {"opacity": 0.3, "hoverinfo": "skip", "showlegend": False, "hovertemplate": None}
+                pale: dict[str, Any] = {"opacity": 0.3, "hoverinfo": "skip", "showlegend": False, "hovertemplate": None}
                 add_line(figure, series.steps, values, paint, width=1, dash=dash, **pale)
                 values = running_mean(values, window)
             mode = "lines+markers" if markers or len(series.steps) == 1 else "lines"

@@ -113,7 +113,7 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
     def add(log_values: np.ndarray, title: str, paint: str, width: float, fill: bool = False) -> None:
         share = np.histogram(np.clip(log_values, -reach, reach), edges)[0] / max(1, len(log_values))
         shown = np.maximum(share, floor).tolist()  # a log axis has no zero: empty bins lie on the axis
-        look = {"fill": "tozeroy" if fill else None, "fillcolor": "rgba(37,99,235,0.12)"}
+        look: dict[str, Any] = {"fill": "tozeroy" if fill else None, "fillcolor": "rgba(37,99,235,0.12)"}
         add_line(figure, centres, shown, paint, width=width, shape="hvh", name=title, hovertemplate="%{y:.3%}", **look)
 
     for number, run, tokens in found:

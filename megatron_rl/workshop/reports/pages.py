@@ -36,4 +36,4 @@ def plot(figure: go.Figure) -> Markup:
     return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=options))
 
 
-TEMPLATES.globals |= {"plot": plot, "plotly": lambda: Markup(get_plotlyjs())}
+TEMPLATES.globals.update(plot=plot, plotly=lambda: Markup(get_plotlyjs()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def _problems(runs: Sequence[RunData]) -> list[str]:
 def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> tuple[list[str], list[list[str | Named]]]:
     numbers = [headline_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
-    rows = [
+    rows: list[list[str | Named]] = [
         [name, str(run.status.get("state", "")), *(one.get(label, "") for label in labels)]
         for name, run, one in zip(names, runs, numbers, strict=True)
     ]
@@ -162,12 +163,15 @@ def episodes(run: RunData) -> list[Episode]:
     return sorted(found, key=lambda one: one.raised.step)
 
 
+def _alarm_rows(run: RunData, _: Path) -> list[list[str]]:
+    return [one.row for one in episodes(run)]
+
+
 def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> tuple[list[str], list[list[str | Named]]]:
     rows: list[list[str | Named]] = []
     for name, run in zip(names, runs, strict=True):
-        nothing: list[Episode] = []
-        found = readable(RunDir(run.path).config, lambda _, run=run: episodes(run), nothing, run.unreadable)
-        rows += [[*([name] if len(runs) > 1 else []), *one.row] for one in found]
+        found = readable(RunDir(run.path).config, partial(_alarm_rows, run), list[list[str]](), run.unreadable)
+        rows += [[*([name] if len(runs) > 1 else []), *row] for row in found]
     return [*(["run"] if len(runs) > 1 else []), "alarm", "steps", "value", "bound", "what to do"], rows
 
 
