@@ -214,7 +214,7 @@ def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
         await until(lambda: not dispatcher._works)
         first = await dispatcher.finished()
         for _ in range(2):
-            with pytest.raises(SamplerError, match=r"prompt 5 of 1 tokens cannot be answered: . refused .*vocabulary"):
+            with pytest.raises(SamplerError, match=r"prompt 5 of 1 tokens cannot be answered: . refused: .*vocabulary"):
                 await dispatcher.finished()
         return first
 
