@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler.engine import Engine, EngineGone, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState, Told
@@ -137,12 +137,11 @@ class Updates:
 
     async def _doubt(self) -> None:
         """After a load that failed somewhere: engines that have the version before go on, others are taken out."""
-        alone = len(self._replicas) == 1
         for replica in self._taking:
             try:
                 status = await replica.engine.status()
-                if alone and status["torn"]:
-                    continue  # it refuses by itself whatever is asked, and the next good update repairs it
+                if status["torn"] and self._state.transport != Transport.file:
+                    continue  # it cannot be started again: it refuses whatever is asked, until a good update repairs it
                 if status["policy_version"] != self._state.version or status["torn"]:
                     raise EngineGone("it loaded a version that another engine could not load")
                 await replica.engine.update("resume")
