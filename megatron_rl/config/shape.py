@@ -81,7 +81,7 @@ def keys_of(schema: type) -> dict[str, Key]:
         kind, whole = plain[field.name], annotated[field.name]
         notes = [note for one in (whole, *get_args(whole)) for note in getattr(one, "__metadata__", ())]
         bound = next((note for note in notes if isinstance(note, Bound)), None)
-        inside = next((note for note in notes if isinstance(note, Inside)), {})
+        inside: Inside = next((note for note in notes if isinstance(note, Inside)), Inside())
         places = ((each, get_origin(one)) for one in (kind, *get_args(kind)) for each in (one, *get_args(one)))
         section, container = next((place for place in places if is_dataclass(place[0])), (None, None))
         found[field.name] = Key(field, kind, bound, inside, section, container)

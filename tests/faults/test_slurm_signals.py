@@ -104,7 +104,8 @@ def rehearsal(box: Box) -> Iterator[Rehearsal]:
 def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
     # how long a save takes is known from one that was made: before that, nothing is begun that may not end in time
     wait_for(lambda: checkpoints.steps(rehearsal.box.run / "checkpoints"), END_S, "a checkpoint")
-    wait_for(lambda at=rehearsal.box.steps(): rehearsal.box.steps() >= at + 2, END_S, "steps after it")
+    saved = rehearsal.box.steps()
+    wait_for(lambda: rehearsal.box.steps() >= saved + 2, END_S, "steps after it")
     assert rehearsal.scancel(rehearsal.job)
     rehearsal.ended_well()
 
