@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class OpenSamples:
         self._engine = llm.llm_engine
         self._open: dict[str, dict[str, Any]] = {}  # by vLLM's name: what was asked for
         self._finished: list[tuple[int, dict[str, Any]]] = []
+        self._last: tuple[Any, Any] | None = None  # what was asked for last, and vLLM's request for it
         self.written = 0  # steps that have written something
         self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
         # of cached prefixes: the policy version whose keys and values they are. Others begin on none of them
@@ -31,29 +33,49 @@ class OpenSamples:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, number: int, tokens: list[int], candidates: int = 0, **wanted: Any) -> None:
-        """Queue a sample in vLLM as `LLM.generate` does; see messages.Generate."""
+    def add(self, number: int, tokens: list[int], seed: int, **wanted: Any) -> None:
+        """Queue a sample in vLLM as `LLM.generate` does; see messages.Generate.
+
+        Samples of one prompt come one after the other: what vLLM makes of the first is copied for the others, as it
+        does for samples that are asked for together.
+        """
+        like = (tokens, wanted, self.salt)
+        if self._last is None or self._last[0] != like:
+            self._last = like, self._processed(tokens, **wanted)
+        request = copy(self._last[1])
+        request.request_id, request.sampling_params = str(number), copy(request.sampling_params)
+        request.sampling_params.seed = seed
+        self._engine.input_processor.assign_request_id(request)
+        self._engine.output_processor.add_request(request, None, None, 0)
+        self._engine.engine_core.add_request(request)
+        self._open[str(number)] = {"tokens": tokens, "seed": seed, **wanted}
+
+    def _processed(self, tokens: list[int], candidates: int = 0, **wanted: Any) -> Any:
+        """vLLM's request for a sample of this prompt."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        candidates = min(candidates, self._engine.model_config.get_vocab_size())
         params = SamplingParams(
             **wanted,
-            logprobs=candidates,  # beside the sampled token's
+            seed=0,
+            logprobs=self._clipped(candidates),  # beside the sampled token's
             flat_logprobs=True,
             detokenize=False,
-            skip_clone=True,  # nobody else changes them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(str(number), tokens_input(tokens, cache_salt=self.salt), params)
-        self._open[str(number)] = {"tokens": tokens, "candidates": candidates, **wanted}
+        prompt: Any = tokens_input(tokens, cache_salt=self.salt)
+        supported = self._engine.get_supported_tasks()
+        return self._engine.input_processor.process_inputs("sample", prompt, params, supported_tasks=supported)
+
+    def _clipped(self, candidates: int = 0, **_: Any) -> int:
+        return min(candidates, self._engine.model_config.get_vocab_size())
 
     def step(self) -> None:
         self.written += 1
         for output in self._engine.step():
             if output.finished and output.request_id in self._open:
-                candidates = self._open.pop(output.request_id)["candidates"]
+                candidates = self._clipped(**self._open.pop(output.request_id))
                 self.prefilled += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
                 now = int(self._engine.get_weight_version())
                 self._finished.append((int(output.request_id), completed(output.outputs[0], candidates, now)))

@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl.sampler.engine import Completion, EngineGone, RequestRefused, SamplerError
 from megatron_rl.sampler.replica import NoServerLeft, Replica
@@ -77,6 +76,7 @@ class Dispatcher:
         self._waiting = deque[Job]()
         self._running: dict[asyncio.Future[list[Completion]], _Given] = {}
         self._load = Counter[str]()  # sequences of its own, by engine: another dispatcher's take no room here
+        self._over: list[asyncio.Future[list[Completion]]] = []  # of those that run: they have ended
         self._done: list[Done] = []
         self._news = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
@@ -132,13 +132,10 @@ class Dispatcher:
                 if self._waiting and not self._running:
                     await self._wait_for_an_engine()
                     continue
-                changed: asyncio.Future[Any] = asyncio.ensure_future(self.changed.wait())
-                try:
-                    await asyncio.wait([*self._running, changed], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
+                await self.changed.wait()
                 self.changed.clear()
-                for answering in [answering for answering in self._running if answering.done()]:
+                over, self._over = self._over, []
+                for answering in over:
                     self._collect(answering)
         finally:
             await self._cancel_all()
@@ -154,6 +151,11 @@ class Dispatcher:
             self._count(replica, self._params.samples)
             replica.running.add(answering)
             self._running[answering] = given
+            answering.add_done_callback(self._note_end)
+
+    def _note_end(self, answering: asyncio.Future[list[Completion]]) -> None:
+        self._over.append(answering)
+        self.changed.set()
 
     async def _answer(self, given: _Given) -> list[Completion]:
         params, version = self._params, self._served[given.since]
@@ -245,3 +247,4 @@ class Dispatcher:
         await asyncio.gather(*self._running, return_exceptions=True)
         for answering in list(self._running):
             self._release(answering)
+        self._over.clear()
