@@ -33,6 +33,8 @@ class Engine:
             self.llm = LLM(**arguments)
         model = self.llm.llm_engine.model_config
         self.vocabulary, self.longest = model.get_vocab_size(), model.max_model_len
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        self._cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self.ready = Readiness()
         self.samples = OpenSamples(self.llm)
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
@@ -65,6 +67,7 @@ class Engine:
             "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
             "open": len(self.samples),
             "longest": self.longest,  # tokens of a prompt and its answer together
+            "cache_tokens": self._cache_tokens,
             "prefilled": self.samples.prefilled,
             "written": self.samples.written,  # grows while it works
             "pid": os.getpid(),

@@ -64,6 +64,7 @@ class _Status(msgspec.Struct):
     torn: bool = False
     refusal: str | None = None
     longest: int = 0
+    cache_tokens: int = 0
     written: int = 0
 
 

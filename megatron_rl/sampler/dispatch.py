@@ -70,8 +70,7 @@ class Dispatcher:
         self.retried = 0
         self.changed = asyncio.Event()  # to be set when an engine comes back, is given up, or has been updated
         self._replicas, self._params, self._served, self._patient = replicas, params, served, patient
-        # one engine alone is given everything: what shares its batches must not hang on when something was finished
-        self._room = max(int(QUEUED * max_sequences), params.samples) if len(replicas) > 1 else None
+        self._max_sequences = max_sequences
         self._patience_s, self._on_gone = patience_s, on_gone
         self._waiting = deque[Job]()
         self._running: dict[asyncio.Future[list[Completion]], _Given] = {}
@@ -182,7 +181,17 @@ class Dispatcher:
     def _can_take_one(self, replica: Replica) -> bool:
         current = replica.ready and not replica.updating and replica.version == self._served[-1]
         load = self._load[replica.name]
-        return current and (load == 0 or self._room is None or load + self._params.samples <= self._room)
+        # one engine alone is given everything: what shares its batches must not hang on when something was finished
+        alone = len(self._replicas) == 1
+        return current and (load == 0 or alone or load + self._params.samples <= self._room(replica))
+
+    def _room(self, replica: Replica) -> int:
+        """Sequences that an engine is given: what it decodes at once, as far as its cache holds that many, and some."""
+        sequences = self._max_sequences
+        if replica.cache_tokens and self._waiting:
+            longest = len(self._waiting[0].prompt.token_ids) + self._params.max_tokens
+            sequences = min(sequences, replica.cache_tokens // longest)
+        return int(QUEUED * sequences)
 
     def _count(self, replica: Replica, sequences: int) -> None:
         replica.load += sequences

@@ -28,6 +28,7 @@ class Replica:
     given_up: str | None = None  # why it will not come back
     reason: str = ""  # why it is not ready
     restarts: int = 0
+    cache_tokens: int = 0  # of all sequences at once; 0: not known
     load: int = 0  # sequences it works on
     served: int = 0  # sequences it has answered
     updating: bool = False  # takes no prompts: new weights are about to be, or just became, the live ones

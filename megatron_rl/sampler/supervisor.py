@@ -174,6 +174,7 @@ class Supervisor:
             await replica.engine.update("forget")
         if state.init_info is not None:
             await replica.engine.update("init", init_info=state.init_info)
+        replica.cache_tokens = (await replica.engine.status()).get("cache_tokens", 0)
         replica.up = True  # an update that comes now may reach it first
         async with state.updating:
             if replica.version != state.version:

@@ -82,6 +82,15 @@ def test_the_least_loaded_server_is_next():
     assert (len(idle.engine.asked), len(busy.engine.asked)) == (30, 10)
 
 
+def test_an_engine_is_given_what_its_cache_holds():
+    """A prompt of a token and its answer of 4: a cache of 20 holds 4 such sequences."""
+    small, large = replica("a", pause_s=0.02), replica("b", pause_s=0.02)
+    small.cache_tokens = 20
+    run([small, large], 20, max_sequences=16)
+    assert small.engine.most == 4
+    assert large.engine.most == 20
+
+
 def test_the_faster_server_answers_more():
     fast = replica("fast")
     slow = replica("slow", once=lambda: len(fast.engine.asked) >= 60)
