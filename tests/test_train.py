@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, LossConfig, RunSection, SyncSection
+from megatron_rl.config.schema import Config, EvalSection, LossConfig, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
 from megatron_rl.runs.progress import reached
@@ -129,11 +129,11 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
 
 
 def test_a_metric_that_reaches_its_value_ends_the_run() -> None:
-    run = RunSection(stop={"eval/accuracy": 0.25})
-    assert reached(run, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
-    assert reached(run, {"eval/accuracy": 0.24}) is None
-    assert reached(run, {}) is None
-    assert reached(RunSection(), {"eval/accuracy": 1.0}) is None
+    stop = {"eval/accuracy": 0.25}
+    assert reached(stop, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
+    assert reached(stop, {"eval/accuracy": 0.24}) is None
+    assert reached(stop, {}) is None
+    assert reached(None, {"eval/accuracy": 1.0}) is None
 
 
 def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> None:

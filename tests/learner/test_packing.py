@@ -52,11 +52,11 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
 
 @given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
 def test_a_replica_alone_is_packed_by_tokens(lengths: list[int], budget: int, at_least: int, attention: float) -> None:
-    """Nobody waits for any of its micro-batches. Where stages do, those of like cost are no more of them."""
+    """Nobody waits for any of its micro-batches. Where stages do, they are of like cost, and may be more for that."""
     by_tokens = assign_rows(lengths, 1, budget, at_least)
     assert assign_rows(lengths, 1, budget, at_least, attention=attention) == by_tokens
     (by_cost,) = assign_rows(lengths, 1, budget, at_least, attention=attention, in_step=True)
-    assert len(by_cost) == len(by_tokens[0])
+    assert len(by_cost) >= len(by_tokens[0])
 
 
 def test_the_budget_goes_before_cost() -> None:

@@ -122,14 +122,14 @@ def test_medians_wait_until_they_are_full() -> None:
 
 def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
     for formats, bound in (([Format.none], 0.005), ([Format.none, Format.fp8], 0.02), (["int8"], 0.02)):
-        (watch,) = (one for one in Alarms({}, formats)._watches if one.rule.alarm == Alarm.mismatch)
+        (watch,) = (one for one in Alarms({}, formats)._watches if one.alarm == Alarm.mismatch)
         assert watch.bound == bound
     assert bound_of(RULES[Alarm.mismatch], AlarmSetting(bound=0.5), [Format.none]) == 0.5
 
 
 def test_the_data_set_s_own_answers_have_two_alarms() -> None:
     alarms = Alarms(sampled=False)
-    assert {watch.rule.alarm for watch in alarms._watches} == {Alarm.non_finite, Alarm.gradient}
+    assert {watch.alarm for watch in alarms._watches} == {Alarm.non_finite, Alarm.gradient}
 
 
 # hysteresis, as properties of one rule with any bound

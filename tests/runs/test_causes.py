@@ -158,7 +158,7 @@ def test_nothing_fails_on_any_text(text: str) -> None:
 
 ADVICE = [
     *((row.name, row.advice) for row in (*ROWS, UNKNOWN)),
-    *((rule.alarm, rule.action) for rule in RULES.values()),
+    *((alarm, rule.action) for alarm, rule in RULES.items()),
 ]
 SECTIONS = "|".join(field.name for field in fields(Config))
 MEGATRON = {

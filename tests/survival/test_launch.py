@@ -146,7 +146,7 @@ def test_a_directory_that_is_gone(tmp_path: Path, launched: Launched, capsys: py
 
 @pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
 def test_who_does_not_go_is_ended(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "LEAVE_S", 0.1)
+    monkeypatch.setattr(launch.process, "LEAVE_S", 0.1)
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     assert launched(STAYS, ranks=2) == 1
     assert read_status(tmp_path / "run")["reason"] == "no space left"
@@ -257,7 +257,7 @@ sys.modules["megatron_rl.train"] = types.SimpleNamespace(train=train)
 rank.run_rank(Config(), Path("nowhere"))
 """
 HANGS = """
-rank.LEAVE_S = 1
+rank.process.LEAVE_S = 1
 atexit.register(ctypes.PyDLL(None).sleep, 300)  # with the interpreter in its hands
 raise ValueError("no space left on device")
 """
