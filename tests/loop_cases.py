@@ -13,6 +13,7 @@ from megatron_rl.config import load, to_yaml
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.record import SilentRecorder
+from megatron_rl.runs.timeline import Span
 
 
 class Kept(SilentRecorder):
@@ -25,6 +26,9 @@ class Kept(SilentRecorder):
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         self.lines.append(dict(metrics))
         return dict(metrics)
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        pass
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
         pass

@@ -101,10 +101,16 @@ async def _answer(send: Send, status: int, content: dict[str, str]) -> None:
     await send({"type": "http.response.body", "body": msgspec.json.encode(content)})
 
 
-def open_door(host: str, port: int, engine: Engine, service: Service) -> None:
+def reserved(host: str, port: int) -> socket.socket:
+    """A port that nobody else gets while the engine starts: it may be one that clients' own ends are taken from."""
+    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind((host, port))
+    return place
+
+
+def open_door(place: socket.socket, engine: Engine, service: Service) -> None:
     """Listen, and answer in a thread of its own from here on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    place = socket.create_server((host, port), family=family)
     settings: dict[str, Any] = {
         "http": Connection,
         "ws": "websockets-sansio",
@@ -122,7 +128,8 @@ def open_door(host: str, port: int, engine: Engine, service: Service) -> None:
 
 def main() -> None:
     descriptor, parent, cores, host, port = sys.argv[1:6]
-    run(int(descriptor), int(parent), cores, lambda *opened: open_door(host, int(port), *opened))
+    place = reserved(host, int(port))
+    run(int(descriptor), int(parent), cores, lambda *opened: open_door(place, *opened))
 
 
 if __name__ == "__main__":

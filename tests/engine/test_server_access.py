@@ -60,7 +60,7 @@ def port(monkeypatch, service) -> Iterator[int]:
     monkeypatch.setenv(server_access.VARIABLE, KEY)
     monkeypatch.setattr(server.uvicorn, "Server", Server)
     Key.of_environment.cache_clear()
-    server.open_door("127.0.0.1", 0, SimpleNamespace(vocabulary=101, longest=48), service)
+    server.open_door(server.reserved("127.0.0.1", 0), SimpleNamespace(vocabulary=101, longest=48), service)
     until(lambda: opened and opened[0][0].started)
     one, thread, place = opened[0]
     yield place
