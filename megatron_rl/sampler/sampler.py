@@ -177,8 +177,7 @@ class Sampler:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Hold this around an update, its files' writing included: an engine that dies meanwhile comes back by it."""
-        self.wait_ready()
-        self._ask(lambda replicas: replicas.updates.hold())
+        self._ask(lambda replicas: replicas.updates.hold())  # engines may still be starting
         try:
             yield
         finally:

@@ -113,8 +113,6 @@ class Supervisor:
                     str(error) if isinstance(error, SamplerError) else f"{type(error).__name__}: {error}"
                 )
             else:
-                if not self.first_start.done():
-                    self.first_start.set_result(None)
                 await self._watch()
             if replica.given_up:
                 self._state.tell()
@@ -132,7 +130,7 @@ class Supervisor:
 
     async def _bring_up(self) -> None:
         """Bring an engine, restarted here or given by address, to serve the current policy."""
-        replica, state = self.replica, self._state
+        replica, state, again = self.replica, self._state, self.first_start.done()
         if replica.process is None and self._start is not None:
             state.restarted += 1
             self.start_process()
@@ -146,7 +144,7 @@ class Supervisor:
         if self._address:
             await self._connect()
         await self._unless_gone(self._make_current())
-        if self.first_start.done():
+        if again:
             state.note(f"{replica.name} is back with policy version {replica.version}")
         state.tell()
 
@@ -176,6 +174,8 @@ class Supervisor:
             await replica.engine.update("init", init_info=state.init_info)
         replica.cache_tokens = (await replica.engine.status()).get("cache_tokens", 0)
         replica.up = True  # an update that comes now may reach it first
+        if not self.first_start.done():
+            self.first_start.set_result(None)
         async with state.updating:
             if replica.version != state.version:
                 for step, by_format in state.kept_update:
