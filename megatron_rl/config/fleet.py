@@ -1,4 +1,5 @@
-"""Samplers as a recipe has them: an embedded engine or a fleet of servers, in which formats. Torch-free."""
+"""Consequences of a recipe's `sampler` section: how many engines, on which GPUs, in which formats; and what can be
+wrong with its addresses and their key. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The prompts of one file: which rows count, what the model is to read, and what is too long for it."""
+"""The prompts of one file: rendered and tokenized, without duplicates and rows whose answers contradict each other;
+too long ones are left out or refused."""
 
 from __future__ import annotations
 

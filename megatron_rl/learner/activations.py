@@ -1,4 +1,4 @@
-"""The learner's values at each point of its forward pass (models/points.py), beside an engine's values there.
+"""Pairs of a learner's and an engine's values at each point of a forward pass (models/points.py). Learners on CPUs.
 
 Where the pass goes on from the engine's values, whatever differs at a point was computed from the engine's own inputs.
 Each rank looks at its own layers, columns and positions. megatron-core keeps queries, keys and values interleaved by

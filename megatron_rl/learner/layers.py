@@ -1,4 +1,4 @@
-"""The layers that megatron-core's local spec uses where there is no Transformer Engine, written for a CPU.
+"""Layers of a learner on a CPU, in the place of megatron-core's local ones: fast there, rounding as vLLM does on hosts.
 
 Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that stay in cache.
 

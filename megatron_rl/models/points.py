@@ -1,4 +1,6 @@
-"""Points of the forward pass whose values both engines show, in the order in which they are computed. Torch-free.
+"""Names of the points of a forward pass at which learner and engine are compared, in order. Torch-free.
+
+Which module shows each is said in `learner/activations.py` and `engine/hooks.py`.
 
 The values of a point are [positions, width]; those that several of Hugging Face's matrices make lie side by side:
 queries, keys, values; gate, up.

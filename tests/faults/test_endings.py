@@ -85,8 +85,13 @@ def test_a_killed_engine(box: Box, workers: int) -> None:
     assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) == 3
     assert box.status()["state"] == "failed"
     assert "given up after 3 restarts" in box.status()["reason"]
-    assert "SIGKILL" in last_line(box)
-    assert ("VllmWorker-1" if workers == 2 else "its process ended") in last_line(box)
+    # vLLM may have seen that its worker is gone before the system says how it ended
+    ends = (
+        "its process ended (exit status -9): ended by SIGKILL",
+        "VllmWorker-1 was ended by SIGKILL",
+        "VllmWorker-1 was gone",
+    )
+    assert any(end in last_line(box) for end in (ends[:1] if workers == 1 else ends[1:]))
     assert not box.processes("engine")
     assert cause(box)[:2] == ("dead_process", "the sampler's engine")
 

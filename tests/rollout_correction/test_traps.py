@@ -22,6 +22,7 @@ from megatron_rl.config.correction_rules import check_correction, check_loss, ch
 from megatron_rl.config.schema import Format, LossName, Reduce, Reduction
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
+from megatron_rl.loss.table import LOSSES
 from megatron_rl.rollout_correction import (
     CorrectionConfig,
     RejectRule,
@@ -35,7 +36,7 @@ from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.workshop.translation.translate import TranslationError, translate, translate_file
 
-RATIO_LOSSES = [name for name in LossName if name not in ("reinforce", "cross_entropy")]
+RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
 
 
 @pytest.mark.parametrize(

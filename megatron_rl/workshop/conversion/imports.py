@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> a torch_dist checkpoint, which learners of every layout load.
+"""`tools/convert.py import`: a Hugging Face folder -> a torch_dist checkpoint, which learners of every layout load.
 
 Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an export needs to give the folder back:
   config.json, tokenizer, ...    as they were

@@ -1,4 +1,4 @@
-"""verl's `algorithm.rollout_correction`, and what its losses make of it."""
+"""verl's `algorithm.rollout_correction` as our `correction`; its loss settings decide how that is read."""
 
 from __future__ import annotations
 
