@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")  # of a message, before it
 AT_ONCE = 64 << 10  # bytes
 
 
@@ -34,7 +34,7 @@ class Channel:
         encoded = map(msgspec.msgpack.encode, messages)
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(b"".join(part for data in encoded for part in (_LENGTH.pack(len(data)), data)))
+            self._socket.sendall(b"".join(part for data in encoded for part in (LENGTH.pack(len(data)), data)))
         except TimeoutError:
             raise
         except OSError as error:
@@ -45,7 +45,7 @@ class Channel:
         no use.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
         if largest is not None and length > largest:
             raise msgspec.DecodeError(f"a message of {length} bytes, expected at most {largest}")
         content = self._read(length, deadline)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from megatron_rl.engine.messages import Refused, transmissions
+from megatron_rl.engine.messages import Refused, Version, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
 from megatron_rl.processes.pulse import mark
 from megatron_rl.sampler.engine import (
@@ -43,7 +43,6 @@ METHODS: dict[UpdateStep, str] = {
     "abort": "abort_weight_update", "forget": "forget_version",
 }  # fmt: skip
 _Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
-_Version = Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
 
 
 class _Error(msgspec.Struct):
@@ -60,7 +59,7 @@ class _Reply(msgspec.Struct):
 class _Status(msgspec.Struct):
     """What is decided by; the rest is only told."""
 
-    policy_version: _Version = NO_VERSION
+    policy_version: Version = NO_VERSION
     torn: bool = False
     refusal: str | None = None
     longest: int = 0
@@ -72,7 +71,7 @@ class _Sample(msgspec.Struct):
     tokens: bytes
     logprobs: bytes
     finish: Literal["stop", "length", "abort"]
-    spans: Annotated[list[tuple[_Version, _Count]], msgspec.Meta(min_length=1)]
+    spans: Annotated[list[tuple[Version, _Count]], msgspec.Meta(min_length=1)]
     kept_ids: bytes | None = None
     kept_counts: bytes | None = None
 
@@ -309,9 +308,7 @@ class EngineClient:
         try:
             return msgspec.msgpack.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise EngineGone(
-                f"{self.name} answered with something else than was asked for: {str(error)[:200]}"
-            ) from None
+            raise EngineGone(f"{self.name} {OTHER_THING}: {str(error)[:200]}") from None
 
     def _completion(self, sample: _Sample, params: SamplingParams) -> Completion:
         """A sample as it was drawn; ValueError where it cannot have been."""

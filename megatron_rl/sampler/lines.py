@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +12,13 @@ import aiohttp
 import msgspec
 
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
+from megatron_rl.processes.channel import LENGTH
 from megatron_rl.sampler.engine import EngineGone, Look, NoAnswer
 
 HEALTH_TIMEOUT_S = 10.0
 ENDED = "its process ended"
 OPEN_S = 10.0  # to open a connection
 LONGEST_ERROR = 600  # characters of what a server says: it may quote what was sent
-_LENGTH = struct.Struct("<Q")
 
 
 class Line(ABC):
@@ -66,14 +65,14 @@ class SocketLine(Line):
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 self.received(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError):
             self.ended(ENDED)
 
     def send(self, content: bytes) -> None:
         assert self._writer is not None
-        self._writer.write(_LENGTH.pack(len(content)) + content)
+        self._writer.write(LENGTH.pack(len(content)) + content)
 
     async def look(self) -> Look:
         return Look(True)  # its end is noticed at once, and what hangs at the deadline of what it was asked

@@ -19,9 +19,9 @@ from megatron_rl.sampler.engine import EngineGone, Kind, SamplerError
 from megatron_rl.sampler.engine_process import ProcessSettings, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.sampler.lines import PortLine
-from megatron_rl.sampler.replica import NoServerLeft, Replica
+from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import SamplerState, Supervisor
-from megatron_rl.sampler.update import POLL_S, Updates
+from megatron_rl.sampler.update import Updates
 from megatron_rl.types import SamplingParams
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class Replicas:
 
     async def values(self, kind: Kind, sequences: list[list[int]]) -> list[Any]:
         while True:
-            await self._until(lambda: any(one.ready for one in self.all))
+            await self.updates.until(lambda: any(one.ready for one in self.all))
             first = next(one for one in self.all if one.ready)
             try:
                 return await first.wait_for(first.engine.values(kind, sequences, self._state.version))
@@ -164,7 +164,7 @@ class Replicas:
     async def health(self) -> dict[str, Any]:
         """What is known of each engine, and the status of one: of the first that is not well."""
         while True:
-            await self._until(lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all))
+            await self.updates.until(lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all))
             engines = [await self._about(one) for one in self.all]
             if up := [one for one in engines if "torn" in one]:
                 return {**next((one for one in up if one["torn"] or one["refusal"]), up[0]), "engines": engines}
@@ -183,16 +183,6 @@ class Replicas:
             "reason": one.given_up or one.reason,
             "pid": one.process.pid if one.process else None,
         }
-
-    async def _until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something that becomes of engines; raise where it does not in time."""
-        state = self._state
-        deadline = asyncio.get_running_loop().time() + state.start_timeout_s
-        while not happened():
-            late = asyncio.get_running_loop().time() > deadline
-            if late or all(one.given_up for one in self.all):
-                raise NoServerLeft(self.all, state.version, state.start_timeout_s)
-            await asyncio.sleep(POLL_S)
 
     async def shut(self) -> None:
         """Stop watching, and hang up. The processes are ended afterwards."""

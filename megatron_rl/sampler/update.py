@@ -187,9 +187,13 @@ class Updates:
             await self._on(self._taking, lambda one: one.engine.update("abort"))
 
     async def _until_one_is_up(self) -> None:
+        await self.until(lambda: any(replica.up for replica in self._replicas))
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something that becomes of engines; raise where it does not in time, or cannot any more."""
         state = self._state
         deadline = time.monotonic() + state.start_timeout_s
-        while not any(replica.up for replica in self._replicas):
+        while not happened():
             if time.monotonic() > deadline or all(replica.given_up for replica in self._replicas):
                 raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
             await asyncio.sleep(POLL_S)

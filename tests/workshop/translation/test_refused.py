@@ -8,6 +8,8 @@ import pytest
 from translation_cases import (
     ICEPOP,
     NEMO_ON,
+    OLD,
+    TOKEN_MASK,
     areal,
     nemo,
     openrlhf,
@@ -22,9 +24,6 @@ from translation_cases import (
 from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.settings import LEFT_OUT_NAMES, may_correct
 from megatron_rl.workshop.translation.translate import FRAMEWORKS, TranslationError, translate
-
-OLD = "mask_offpolicy_in_partial_rollout"
-TOKEN_MASK = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
 
 
 def verl_is(**keys: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from translation_cases import (
     LOSS,
     NEMO_OFF,
     NEMO_ON,
+    OLD,
+    TOKEN_MASK,
     TWO_POLICIES,
     Formula,
     Theirs,
@@ -42,8 +44,6 @@ from megatron_rl.types import Prompt, Rollout, Scored, collate
 from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.translate import translate
 
-OLD = "mask_offpolicy_in_partial_rollout"
-TOKEN_MASK = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
 IDS = {"ids": lambda x: x if isinstance(x, str) else ""}
 
 

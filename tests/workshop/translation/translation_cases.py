@@ -63,6 +63,8 @@ def prefixed(prefix: str, **keys: Any) -> dict[str, Any]:
 trl = partial(prefixed, "vllm_importance_sampling_")
 nemo = partial(prefixed, "truncated_importance_sampling_")  # beside NEMO_ON
 openrlhf = partial(prefixed, "is_correction_")
+OLD = "mask_offpolicy_in_partial_rollout"
+TOKEN_MASK = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
 NEMO_ON, NEMO_OFF = ({"use_importance_sampling_correction": on} for on in (True, False))
 ICEPOP = {"custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function"}
 MIS = {"custom_tis_function_path": "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"}
