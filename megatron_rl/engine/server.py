@@ -123,6 +123,7 @@ def open_door(place: socket.socket, engine: Engine, service: Service) -> None:
         "timeout_keep_alive": 3600,
     }
     server = uvicorn.Server(uvicorn.Config(RequireKey(Door(engine, service)), **settings))
+    place.listen()  # uvloop says nothing where it cannot, and goes on deaf
     threading.Thread(target=server.run, args=[[place]], name="door", daemon=True).start()
 
 

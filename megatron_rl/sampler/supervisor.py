@@ -186,12 +186,13 @@ class Supervisor:
     async def _until_healthy(self) -> None:
         replica, state = self.replica, self._state
         deadline = time.monotonic() + state.start_timeout_s
-        while not (await replica.look()).alive:
+        while not (look := await replica.look()).alive:
             ended = replica.process.ended() if replica.process else None
             if ended:
                 raise EngineGone(ended)
             if time.monotonic() > deadline:
-                raise EngineGone(f"no answer from {self._address} in sampler.start_timeout_s={state.start_timeout_s:g}")
+                limit = f"sampler.start_timeout_s={state.start_timeout_s:g}"
+                raise EngineGone(f"no answer from {self._address} in {limit}; the last try: {look.slow}")
             await asyncio.sleep(POLL_S)
 
     async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:

@@ -278,6 +278,15 @@ def test_odd_transmissions_end_a_conversation(port, service, content, code):
     assert ask(port) == 200
 
 
+@pytest.mark.fault("another process listens at a server's port once its engine is there", "the server ends, and says so")
+def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
+    monkeypatch.setenv(server_access.VARIABLE, KEY)
+    with server.reserved("127.0.0.1", 0) as place, server.reserved(*place.getsockname()) as other:
+        other.listen()
+        with pytest.raises(OSError, match="in use"):
+            server.open_door(place, SimpleNamespace(vocabulary=101, longest=48), service)
+
+
 @pytest.mark.fault("any other route, with the key", "404: a server answers what a sampler asks")
 @pytest.mark.parametrize(
     ("method", "path"),

@@ -65,7 +65,11 @@ def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
     given = serve(model, folder, port)
     try:
         sampler.launch()
-        sampler.wait_ready()
+        try:
+            sampler.wait_ready()
+        except SamplerError as error:
+            log = (folder / "serve.log").read_text()
+            raise SamplerError(f"{error}. The given server (exit status {given.poll()}):\n{log[-4000:]}") from None
         fleet = LiveFleet(sampler, given, model, folder, notes)
         fleet.update(1)
         yield fleet
