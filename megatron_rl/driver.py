@@ -27,13 +27,14 @@ from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
+from megatron_rl.rollout.sleep_schedule import SleepSchedule
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.console import choose
 from megatron_rl.runs.progress import SaveSchedule, Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.sampler import Sampler, SamplerStats, SleepSchedule
+from megatron_rl.sampler.sampler import Sampler, SamplerStats
 from megatron_rl.survival.stop_request import StopRequest
 from megatron_rl.survival.trouble import patience
 from megatron_rl.types import Batch, Rollout, Scored, collate

@@ -28,12 +28,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
-from megatron_rl.engine.file_reader import stage
 from megatron_rl.engine.hooks import ModuleOutputs, RouterChoices
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.processes.threads import in_thread, use_all_cores
+from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"

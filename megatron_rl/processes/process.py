@@ -33,6 +33,19 @@ def keep_to(cores: str) -> None:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
+def share_of_cores(index: int, servers: int) -> str:
+    """This machine's cores, divided among the servers that are started on it."""
+    cores = own_cores()
+    share = len(cores) // servers
+    if servers == 1 or share == 0:
+        return ALL_CORES
+    return ",".join(cores[index * share : (index + 1) * share])
+
+
+def own_cores() -> list[str]:
+    return [str(core) for core in sorted(os.sched_getaffinity(0))] if sys.platform.startswith("linux") else []
+
+
 def collect_rarely() -> None:
     """Let garbage wait for a million new objects, not 700: what imports make stays (tools/bench/imports.py)."""
     gc.set_threshold(1_000_000, 50, 50)

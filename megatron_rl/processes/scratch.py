@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,9 @@ from megatron_rl.processes.owned_folder import claim, current, is_abandoned
 
 PREFIX = "megatron-rl-run-"
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder
+SHARED_MEMORY, PROCESSES = Path("/dev/shm"), Path("/proc")
+# Python's SharedMemory, vLLM's collectives on hosts, and semaphores
+SEGMENT = re.compile(rf"{SHARED_MEMORY}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
 LONGEST = 107 - 37  # of a path in which vLLM can open sockets, whose names have 36 letters
 
 
@@ -108,3 +112,21 @@ def _remove(folder: Path) -> bool:
     for path in (*map(Path, elsewhere), folder):
         remove(path)
     return not folder.exists()
+
+
+def segments_of_session(session: int) -> set[str]:
+    """Names of the segments that processes of this session have mapped; nothing where there is no /proc."""
+    found: set[str] = set()
+    for folder in PROCESSES.glob("[0-9]*"):
+        # a process may end at any moment, and those of other users cannot be looked at
+        with suppress(OSError):
+            # after the command's name, which may hold anything: state, parent, group, session
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found |= set(SEGMENT.findall((folder / "maps").read_text()))
+    return found
+
+
+def remove_segments(names: Iterable[str]) -> None:
+    for name in names:
+        (SHARED_MEMORY / name).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 from megatron_rl.config.fleet import LOOPBACK
 from megatron_rl.files import last_lines
 from megatron_rl.processes.environment import compiled_code, without_secrets
-from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end, for_the_driver_alone
-from megatron_rl.processes.scratch import remove_with_it
+from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end, for_the_driver_alone, own_cores
+from megatron_rl.processes.scratch import SHARED_MEMORY, remove_segments, remove_with_it, segments_of_session
 from megatron_rl.sampler.engine import SamplerError
 
 LOG_LINES_SHOWN = 15
@@ -33,9 +33,6 @@ WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\
 REAP_S = 5.0
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 EVERYWHERE = ("0.0.0.0", "::")
-SHARED_MEMORY, PROCESSES = Path("/dev/shm"), Path("/proc")
-# Python's SharedMemory, vLLM's collectives on hosts, and semaphores
-SEGMENT = re.compile(rf"{SHARED_MEMORY}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -185,19 +182,6 @@ def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
     return {BINDING: "|".join(",".join(listed[i * share % len(listed) :][:share]) for i in range(workers))}
 
 
-def share_of_cores(index: int, servers: int) -> str:
-    """This machine's cores, divided among the servers that are started on it."""
-    cores = own_cores()
-    share = len(cores) // servers
-    if servers == 1 or share == 0:
-        return ALL_CORES
-    return ",".join(cores[index * share : (index + 1) * share])
-
-
-def own_cores() -> list[str]:
-    return [str(core) for core in sorted(os.sched_getaffinity(0))] if sys.platform.startswith("linux") else []
-
-
 def visible_devices(wanted: str | None) -> dict[str, str]:
     """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
     if wanted is None:
@@ -232,21 +216,3 @@ def lost_worker(path: Path | None) -> str:
         return ""
     name, code = died[0].groups()  # None: it was seen before the system had said how it ended
     return f"the engine's worker {name} was {describe_end(int(code)) if code != 'None' else 'gone'}"
-
-
-def segments_of_session(session: int) -> set[str]:
-    """Names of the segments that processes of this session have mapped; nothing where there is no /proc."""
-    found: set[str] = set()
-    for folder in PROCESSES.glob("[0-9]*"):
-        # a process may end at any moment, and those of other users cannot be looked at
-        with contextlib.suppress(OSError):
-            # after the command's name, which may hold anything: state, parent, group, session
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                found |= set(SEGMENT.findall((folder / "maps").read_text()))
-    return found
-
-
-def remove_segments(names: Iterable[str]) -> None:
-    for name in names:
-        (SHARED_MEMORY / name).unlink(missing_ok=True)

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences
 from megatron_rl.config.schema import Cache
+from megatron_rl.processes.process import share_of_cores
 from megatron_rl.sampler.client import EngineClient
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
 from megatron_rl.sampler.engine import EngineGone, Kind, SamplerError
-from megatron_rl.sampler.engine_process import ProcessSettings, share_of_cores
+from megatron_rl.sampler.engine_process import ProcessSettings
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.sampler.lines import PortLine
 from megatron_rl.sampler.replica import Replica

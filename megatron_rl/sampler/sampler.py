@@ -6,10 +6,6 @@ is for threads that wait. An update becomes the live weights of all engines, or 
 
 The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side transports drive a
 sampler too. On a GPU the same code runs with other engine arguments (engine_settings.py); that has not been run yet.
-
-An engine that shares a GPU with the learner sleeps from its start to the first sync, so that it starts alone, and from
-the last answer of a step to the next sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free
-while the update is staged, and nothing can be asked of the engine before the new version is complete.
 """
 
 from __future__ import annotations
@@ -24,10 +20,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from megatron_rl.config.schema import Format, Sleep
-from megatron_rl.engine.readiness import CACHE, WEIGHTS
+from megatron_rl.config.schema import Format
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.points import Kind, Point
 from megatron_rl.models.shape import ModelShape
@@ -46,7 +41,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
-SLEEP_LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
 
 
 @dataclass(frozen=True)
@@ -346,43 +340,6 @@ def _rollouts(done: Done) -> list[Rollout]:
         )
         for sample, one in enumerate(done.completions)
     ]
-
-
-class Sleeper(Protocol):
-    """The two calls of a sampler that its sleep needs."""
-
-    def sleep(self, level: int = 1) -> None: ...
-
-    def wake(self, tags: list[str] | None = None) -> None: ...
-
-
-class SleepSchedule:
-    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no sleep."""
-
-    def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
-        self._sampler, self._level = sampler, SLEEP_LEVELS.get(mode)
-        self._asleep = False
-
-    def sleep(self) -> None:
-        """Put the engine to sleep: once it has started, and after the last request before a sync. See `wake`."""
-        if self._level is not None and not self._asleep:
-            self._sampler.sleep(self._level)
-            self._asleep = True
-
-    def wake(self) -> None:
-        """Wake the engine for a request that comes before the next sync does."""
-        with self.syncing():
-            pass
-
-    @contextmanager
-    def syncing(self) -> Iterator[None]:
-        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes on refusing."""
-        if self._asleep:
-            self._sampler.wake([WEIGHTS])
-        yield
-        if self._asleep:
-            self._sampler.wake([CACHE])
-            self._asleep = False
 
 
 def request_seed(seed: int, group: int) -> int:

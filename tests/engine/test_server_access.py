@@ -278,7 +278,7 @@ def test_odd_transmissions_end_a_conversation(port, service, content, code):
     assert ask(port) == 200
 
 
-@pytest.mark.fault("another process listens at a server's port once its engine is there", "the server ends, and says so")
+@pytest.mark.fault("another process takes a server's port before it listens", "the server ends, and says so")
 def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
     monkeypatch.setenv(server_access.VARIABLE, KEY)
     with server.reserved("127.0.0.1", 0) as place, server.reserved(*place.getsockname()) as other:

@@ -9,7 +9,7 @@ import torch
 from tiny_engine import Live, make_live, until
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.engine_process import SHARED_MEMORY, segments_of_session
+from megatron_rl.processes.scratch import SHARED_MEMORY, segments_of_session
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.manifest import WeightSyncError
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from simulated import hf_config, local_parameters, random_hf
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SamplerSection, SyncSection
-from megatron_rl.engine.file_reader import stage
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.weight_sync import buckets, manifest
+from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_file_transport import edit, flip
 
-from megatron_rl.engine.file_reader import Staged, stage
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.delta import LONGEST_GAP, Lineage, Sent, apply_patch, changed_bytes, make_patch
+from megatron_rl.weight_sync.file_reader import Staged, stage
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 NAME = "model.layers.0.mlp.up_proj.weight"

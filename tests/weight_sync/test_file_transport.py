@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import torch
 
-from megatron_rl.engine.file_reader import Staged, stage
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.delta import Sent
+from megatron_rl.weight_sync.file_reader import Staged, stage
 from megatron_rl.weight_sync.manifest import Manifest, WeightSyncError
 
 TENSORS = {

@@ -1,0 +1,54 @@
+"""When engines that share GPUs with the learner sleep and wake.
+
+They sleep from their start to the first sync, so that they start alone, and from the last answer of a step to the next
+sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free while the update is staged, and
+nothing can be asked of an engine before the new version is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from megatron_rl.config.schema import Sleep
+from megatron_rl.engine.readiness import CACHE, WEIGHTS
+
+SLEEP_LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
+
+
+class Sleeper(Protocol):
+    """The two calls of a sampler that its sleep needs."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake(self, tags: list[str] | None = None) -> None: ...
+
+
+class SleepSchedule:
+    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no sleep."""
+
+    def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
+        self._sampler, self._level = sampler, SLEEP_LEVELS.get(mode)
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Put the engine to sleep: once it has started, and after the last request before a sync. See `wake`."""
+        if self._level is not None and not self._asleep:
+            self._sampler.sleep(self._level)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Wake the engine for a request that comes before the next sync does."""
+        with self.syncing():
+            pass
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes on refusing."""
+        if self._asleep:
+            self._sampler.wake([WEIGHTS])
+        yield
+        if self._asleep:
+            self._sampler.wake([CACHE])
+            self._asleep = False
