@@ -6,16 +6,19 @@ waits awake any more, and each small operation waits 30 to 60 us for its helpers
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+SHUT_S = 5.0  # for what still runs on an event loop
+MEANWHILE_S = 1.0
 
 
 def limit_new_threads_to_one_core() -> None:
@@ -70,3 +73,51 @@ class Pace:
     def hurry(self) -> None:
         """No more rests."""
         self._hurry.set()
+
+
+class EventLoopThread:
+    """An asyncio event loop in a thread of its own, for callers that are not asynchronous themselves."""
+
+    def __init__(self, name: str, ended: Callable[[], Exception]) -> None:
+        """`ended`: what is raised to whoever calls after the loop's end, or still waits then."""
+        self._ended = ended
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Run to the end and return the result; an interrupt of the caller cancels it.
+
+        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise self._ended() from None
+        try:
+            while not wait([future], MEANWHILE_S).done:
+                meanwhile()
+            return future.result()
+        except CancelledError:
+            raise self._ended() from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancel what still runs, then end the thread; safe to call twice."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SHUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=SHUT_S / 2) if others else None

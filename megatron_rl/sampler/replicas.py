@@ -1,22 +1,20 @@
-"""All engines of a sampler together: opened, watched, asked, shut; and the event loop that all of that happens on."""
+"""All engines of a sampler together: opened, watched, asked, shut."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, wait
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences
 from megatron_rl.config.schema import Cache
 from megatron_rl.processes.process import share_of_cores
 from megatron_rl.sampler.client import EngineClient
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
-from megatron_rl.sampler.engine import EngineGone, Kind, SamplerError
+from megatron_rl.sampler.engine import EngineGone, Kind
 from megatron_rl.sampler.engine_process import ProcessSettings
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.sampler.lines import PortLine
@@ -25,58 +23,9 @@ from megatron_rl.sampler.supervisor import SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates
 from megatron_rl.types import SamplingParams
 
-T = TypeVar("T")
-
 NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
 KEY_BYTES = 32
-SHUT_S = 5.0  # for what still runs on the loop
-MEANWHILE_S = 1.0
-
-
-class EventLoopThread:
-    """An asyncio event loop in a thread of its own, for callers that are not asynchronous themselves."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
-        """Run to the end and return the result; an interrupt of the caller cancels it.
-
-        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
-        """
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:
-            coroutine.close()
-            raise SamplerError(NOT_RUNNING) from None
-        try:
-            while not wait([future], MEANWHILE_S).done:
-                meanwhile()
-            return future.result()
-        except CancelledError:
-            raise SamplerError(NOT_RUNNING) from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        """Cancel what still runs, then end the thread; safe to call twice."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SHUT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.wait(others, timeout=SHUT_S / 2) if others else None
+SHUT_S = 5.0  # for what still watches
 
 
 class Replicas:

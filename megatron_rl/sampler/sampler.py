@@ -27,12 +27,13 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.points import Kind, Point
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.pulse import waiting
+from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
 from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.replica import Replica
-from megatron_rl.sampler.replicas import NOT_RUNNING, EventLoopThread, Replicas
+from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas
 from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -89,7 +90,7 @@ class Sampler:
         self.close()
         self._owner, self._started, self.policy_version = threading.get_ident(), False, NO_VERSION
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
-        self._loop = EventLoopThread("sampler")
+        self._loop = EventLoopThread("sampler", lambda: SamplerError(NOT_RUNNING))
         try:
             vocabulary = ModelShape.from_hf(read_hf_config(self._hf_folder)).vocab
             self._replicas = Replicas(self._settings, vocabulary, self._notes.put)

@@ -9,10 +9,10 @@ import pytest
 from scripted_engine import HANG_S, replica, until
 
 from megatron_rl.config.schema import Format, Transport
+from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler import supervisor as module
 from megatron_rl.sampler.engine import EngineGone, Look
 from megatron_rl.sampler.replica import Replica
-from megatron_rl.sampler.replicas import EventLoopThread
 from megatron_rl.sampler.supervisor import MAX_RESTARTS, SamplerState, Supervisor
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
@@ -141,8 +141,8 @@ def test_restarts_are_few(transport, restarts, said):
 
 
 def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
-    monkeypatch.setattr("megatron_rl.sampler.replicas.MEANWHILE_S", 0.01)
-    loop, seen, end = EventLoopThread("test"), [], asyncio.Event()
+    monkeypatch.setattr("megatron_rl.processes.threads.MEANWHILE_S", 0.01)
+    loop, seen, end = EventLoopThread("test", RuntimeError), [], asyncio.Event()
 
     async def until_seen() -> int:
         await asyncio.wait_for(end.wait(), HANG_S)
