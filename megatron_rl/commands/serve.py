@@ -26,7 +26,7 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_rl.preflight.checks import check_served
     from megatron_rl.preflight.machine import detect
     from megatron_rl.sampler.engine_settings import EngineSettings
-    from megatron_rl.sampler.serve import serve
+    from megatron_rl.serve import serve
 
     detect(config.run.device)
     check_served(config.model)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import serve
 from megatron_rl.config.schema import FleetSection, SamplerSection
 from megatron_rl.processes.process import share_of_cores
 from megatron_rl.processes.scratch import PROCESSES, SHARED_MEMORY, remove_segments, segments_of_session
-from megatron_rl.sampler import serve
 from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.engine_process import (
     EngineProcess,
