@@ -9,6 +9,8 @@ T tokens of an answer, N candidates of a token.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
@@ -17,12 +19,60 @@ from typing import Any
 import numpy as np
 
 
+class Sample:
+    """One sample in the making: what was asked for, and what vLLM's core has written of it."""
+
+    def __init__(self, number: int, candidates: int, wanted: dict[str, Any]) -> None:
+        self.number, self.wanted = number, wanted
+        self._candidates = candidates
+        self._tokens, self._logprobs = array("i"), array("f")
+        self._spans: list[list[int]] = []  # policy version and number of tokens, in order
+        self._rows: list[tuple[np.ndarray, np.ndarray]] = []  # candidates and their logprobs, the sampled token first
+
+    def take(self, output: Any, version: int) -> None:
+        """A step's tokens: an output of vLLM's core, as it is before vLLM makes objects for users of it."""
+        new, told = output.new_token_ids, output.new_logprobs
+        if not new:
+            return
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1][1] += len(new)
+        else:
+            self._spans.append([version, len(new)])
+        self._tokens.extend(new)
+        if told is None:
+            self._logprobs.extend([math.nan] * len(new))
+        elif self._candidates:  # copied: they are parts of the whole batch's arrays
+            width = self._candidates + 1
+            self._rows.append((told.logprob_token_ids[:, :width].copy(), told.logprobs[:, :width].copy()))
+        else:
+            drawn = zip(told.logprob_token_ids[:, 0].tolist(), told.logprobs[:, 0].tolist(), new, strict=True)
+            self._logprobs.extend([logprob if named == token else math.nan for named, logprob, token in drawn])
+
+    def completed(self, finish: str, now: int) -> dict[str, Any]:
+        """The sample as it travels: arrays as bytes; NaN for a logprob that is missing, or of unknown candidates.
+
+        `spans`: policy version and number of tokens, in order. `now`: the version of an answer without a token.
+        """
+        spans = [tuple(span) for span in self._spans] or [(now, 0)]
+        answer: dict[str, Any] = {"tokens": self._tokens.tobytes(), "finish": finish, "spans": spans}
+        if not self._candidates:
+            return answer | {"logprobs": self._logprobs.tobytes()}
+        kept_ids_K, counts_T, logprobs_T = drawn_among(self._rows, np.asarray(self._tokens), self._candidates)
+        answer |= {"kept_ids": kept_ids_K.tobytes(), "kept_counts": counts_T.tobytes()}
+        return answer | {"logprobs": logprobs_T.tobytes()}
+
+
 class OpenSamples:
-    """What vLLM works on: each sample a request of its own, under the number that its caller has given it."""
+    """What vLLM works on: each sample a request of its own, under the number that its caller has given it.
+
+    vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a small model's step.
+    """
 
     def __init__(self, llm: Any) -> None:
-        self._engine = llm.llm_engine
-        self._open: dict[str, dict[str, Any]] = {}  # by vLLM's name: what was asked for
+        self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
+        self._open: dict[str, Sample] = {}  # by the core's name, which is never used twice
+        self._names: dict[int, str] = {}  # by number
+        self._asked = 0
         self._finished: list[tuple[int, dict[str, Any]]] = []
         self._last: tuple[Any, Any] | None = None  # what was asked for last, and vLLM's request for it
         self.written = 0  # steps that have written something
@@ -43,27 +93,21 @@ class OpenSamples:
         if self._last is None or self._last[0] != like:
             self._last = like, self._processed(tokens, **wanted)
         request = copy(self._last[1])
-        request.request_id, request.sampling_params = str(number), copy(request.sampling_params)
+        self._asked += 1
+        name = request.request_id = request.external_req_id = str(self._asked)
+        request.sampling_params = copy(request.sampling_params)
         request.sampling_params.seed = seed
-        self._engine.input_processor.assign_request_id(request)
-        self._engine.output_processor.add_request(request, None, None, 0)
-        self._engine.engine_core.add_request(request)
-        self._open[str(number)] = {"tokens": tokens, "seed": seed, **wanted}
+        self._core.add_request(request)
+        wanted = {"tokens": tokens, "seed": seed, **wanted}
+        self._open[name], self._names[number] = Sample(number, self._clipped(**wanted), wanted), name
 
     def _processed(self, tokens: list[int], candidates: int = 0, **wanted: Any) -> Any:
         """vLLM's request for a sample of this prompt."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            **wanted,
-            seed=0,
-            logprobs=self._clipped(candidates),  # beside the sampled token's
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        # logprobs: beside the sampled token's
+        params = SamplingParams(**wanted, seed=0, logprobs=self._clipped(candidates), detokenize=False)
         prompt: Any = tokens_input(tokens, cache_salt=self.salt)
         supported = self._engine.get_supported_tasks()
         return self._engine.input_processor.process_inputs("sample", prompt, params, supported_tasks=supported)
@@ -73,16 +117,22 @@ class OpenSamples:
 
     def step(self) -> None:
         self.written += 1
-        for output in self._engine.step():
-            if output.finished and output.request_id in self._open:
-                candidates = self._clipped(**self._open.pop(output.request_id))
-                self.prefilled += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-                now = int(self._engine.get_weight_version())
-                self._finished.append((int(output.request_id), completed(output.outputs[0], candidates, now)))
+        outputs = self._core.get_output()
+        for one in outputs.outputs:
+            sample = self._open.get(one.request_id)
+            if sample is None:
+                continue
+            version = int(outputs.weight_version)
+            sample.take(one, version)
+            if one.prefill_stats is not None:
+                self.prefilled += one.prefill_stats.num_prompt_tokens - one.prefill_stats.num_cached_tokens
+            if one.finish_reason is not None:
+                del self._open[one.request_id], self._names[sample.number]
+                self._finished.append((sample.number, sample.completed(str(one.finish_reason), version)))
 
     def settle(self) -> None:
         """End the steps that a scheduler which works ahead has begun: what they draw is of the present weights."""
-        core = self._engine.engine_core.engine_core
+        core = self._core.engine_core
         if not self._open or not core.batch_queue:
             return
         self._engine.sleep(level=0, mode="keep")  # nothing new is scheduled
@@ -92,58 +142,28 @@ class OpenSamples:
 
     def renew(self) -> None:
         """Queue samples that are not begun anew: the prefixes that they will share are of the new weights."""
-        queued = self._engine.engine_core.engine_core.scheduler.waiting
-        names = [str(one.request_id).partition("-")[0] for one in queued if not one.num_computed_tokens]
-        begun = [self._open.pop(name) for name in names]
-        self._engine.abort_request(names)
-        for name, wanted in zip(names, begun, strict=True):
-            self.add(int(name), **wanted)
+        queued = self._core.engine_core.scheduler.waiting
+        begun = [self._open[one.request_id] for one in queued if not one.num_computed_tokens]
+        self.cancel([sample.number for sample in begun])
+        for sample in begun:
+            self.add(sample.number, **sample.wanted)
 
     def take_finished(self) -> list[tuple[int, dict[str, Any]]]:
         finished, self._finished = self._finished, []
         return finished
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        names = [str(number) for number in numbers if str(number) in self._open]
-        self._engine.abort_request(names)
+        names = [self._names.pop(number) for number in numbers if number in self._names]
         for name in names:
             del self._open[name]
+        self._core.abort_requests(names)
 
     def cancel_all(self) -> list[int]:
         """Give up everything after a step that failed; returns the samples that have no answer."""
-        failed = [int(name) for name in self._open]
+        failed = list(self._names)
         with suppress(Exception):  # of every kind: the engine that has failed may not take it either
-            self._engine.abort_request(list(self._open))
-        self._open.clear()
+            self.cancel(failed)
         return failed
-
-
-def completed(sample: Any, candidates: int, now: int) -> dict[str, Any]:
-    """One sample as it travels: arrays as bytes; NaN for a logprob that is missing, or whose candidates are not known.
-
-    `spans`: policy version and number of tokens, in order. `now`: the version of an answer without a token.
-    """
-    tokens_T = np.asarray(sample.token_ids, np.int32)
-    answer: dict[str, Any] = {
-        "tokens": tokens_T.tobytes(),
-        "finish": sample.finish_reason or "abort",
-        "spans": [(int(one.version), one.end - one.start) for one in sample.weight_versions or ()] or [(now, 0)],
-    }
-    if candidates:
-        ids_K, counts_T, logprobs_T = drawn_among(sample.logprobs, tokens_T, candidates)
-        answer |= {"kept_ids": ids_K.tobytes(), "kept_counts": counts_T.tobytes()}
-    else:
-        logprobs_T = _logprobs(sample)
-    return answer | {"logprobs": logprobs_T.tobytes()}
-
-
-def _logprobs(completion: Any) -> np.ndarray:
-    flat, token_ids = completion.logprobs, completion.token_ids
-    if flat is None:
-        return np.full(len(token_ids), np.nan, np.float32)
-    if flat.token_ids == list(token_ids):
-        return np.asarray(flat.logprobs, np.float32)
-    return np.asarray([sampled(flat[i], token) for i, token in enumerate(token_ids)], np.float32)
 
 
 def sampled(position: dict[int, Any] | None, token: int) -> float:
@@ -151,14 +171,17 @@ def sampled(position: dict[int, Any] | None, token: int) -> float:
     return float("nan") if entry is None else entry.logprob
 
 
-def drawn_among(flat: Any, tokens_T: np.ndarray, candidates: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def drawn_among(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], tokens_T: np.ndarray, candidates: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What each token was drawn among, token after token; how many that are of each; and its logprob.
 
-    Rows of `flat` are the sampled token, then the candidates, it among them. A position that is not known has itself
-    alone, and no logprob.
+    Rows are ids and logprobs: the sampled token, then the candidates, it among them. A position that is not known has
+    itself alone, and no logprob.
     """
-    ids_TN = np.array(flat.token_ids, np.int32).reshape(len(tokens_T), candidates + 1)
-    logprobs_TN = np.asarray(flat.logprobs, np.float32).reshape(ids_TN.shape)
+    none = np.empty((0, candidates + 1), np.float32)
+    ids_TN = np.concatenate([none.astype(np.int32), *(ids for ids, _ in rows)], dtype=np.int32, casting="same_kind")
+    logprobs_TN = np.concatenate([none, *(logprobs for _, logprobs in rows)])
     logprobs_T, ids_TN, kept_TN = logprobs_TN[:, 0], ids_TN[:, 1:], np.isfinite(logprobs_TN[:, 1:])
     drawn_T = (kept_TN & (ids_TN == tokens_T[:, None])).any(axis=1)
     unknown_T = ~drawn_T | (kept_TN.sum(axis=1) >= candidates)
