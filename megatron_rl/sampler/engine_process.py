@@ -75,7 +75,7 @@ class EngineProcess:
     def __init__(self, settings: ProcessSettings, key: str = "", restarts: int = 0) -> None:
         self.settings = settings
         self._segments: set[str] = set()
-        self.port = settings.port or free_port()
+        self.port = settings.port or (free_port() if settings.listens else 0)
         self.log_path = settings.log_path
         if self.log_path is not None and restarts and not settings.listens:
             self.log_path = self.log_path.with_stem(f"{self.log_path.stem}_{restarts}")

@@ -70,10 +70,13 @@ class NoServerLeft(SamplerError):
     """Says what became of every engine, and what to do."""
 
     def __init__(self, replicas: Sequence[Replica], version: int, patience_s: float) -> None:
-        reasons = "; ".join(f"{one.name}: {one.given_up or one.reason or 'not ready'}" for one in replicas)
+        # the ends of logs come last, behind the advice
+        told = [(one.given_up or one.reason or "not ready").partition("\n") for one in replicas]
+        reasons = "; ".join(f"{one.name}: {first.rstrip(':')}" for one, (first, *_) in zip(replicas, told, strict=True))
+        logs = "".join(f"\n{one.name}:\n{log}" for one, (*_, log) in zip(replicas, told, strict=True) if log)
         super().__init__(
             f"no engine can answer with policy version {version} (waited up to "
             f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the engines' logs; lower "
             "sampler.vllm.max_num_seqs where memory ran out, raise sampler.start_timeout_s where the machine was only "
-            "slow, restart servers that were given by address, and start the run again"
+            f"slow, restart servers that were given by address, and start the run again{logs}"
         )
