@@ -18,7 +18,7 @@ from box import Box, wait_for
 from megatron_rl.checkpoint.checkpoints import steps
 
 STEPS = 12
-START_S, END_S = 400.0, 60.0
+START_S, END_S = 400.0, 180.0
 RECIPE = (
     *(f"run.steps={STEPS}", "run.if_exists=resume", "checkpoint.every=2", "checkpoint.keep_last=2", "eval.every=4"),
     *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
