@@ -1,6 +1,5 @@
 """However a whole run ends: status.json is true, the last line on the screen is the reason, the one above says why."""
 
-import html
 import json
 import os
 import shutil
@@ -9,6 +8,7 @@ import subprocess
 
 import pytest
 from box import Box, wait_for
+from markupsafe import escape
 
 PATIENCE_S = 400
 ALONE = "learner.tensor_parallel=1"  # where it does not matter how many ranks there are
@@ -41,8 +41,8 @@ def cause(box: Box) -> tuple[str, str, str]:
     assert found["advice"] in why
     assert not found["log"] or found["log"] in why
     report = (box.run / "report.html").read_text()
-    assert f"<section class=cause><h2>run: {html.escape(found['what'])}</h2>" in report
-    assert html.escape(box.status()["reason"].splitlines()[0]) in report
+    assert f"<section class=cause><h2>run: {escape(found['what'])}</h2>" in report
+    assert escape(box.status()["reason"].splitlines()[0]) in report
     return found["class"], found["process"], found["phase"]
 
 
