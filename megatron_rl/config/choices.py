@@ -88,6 +88,11 @@ class Sleep(StrEnum):
     discard = "discard"  # weights are given up: the next sync brings all of them
 
 
+class Offload(StrEnum):
+    none = "none"
+    optimizer = "optimizer"  # its masters and moments; gradients' memory is given back
+
+
 class Wandb(StrEnum):
     none = "none"
     auto = "auto"  # online with a key, offline without

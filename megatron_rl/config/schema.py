@@ -15,8 +15,8 @@ from megatron_rl.config.bounds import (  # isort: skip
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate, Anchor, Cache, Decay, Device, Divergence, Estimator, Format, Forward, IfExists, InFlight, KlOn,
-    KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, OnNonFinite, Outside, Precision, Reduce, Reduction,
-    RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
+    KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside, Precision, Reduce,
+    Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
@@ -295,6 +295,7 @@ class LearnerSection:
     tokens_per_microbatch: Positive = 8192
     n_minibatches: Positive = 1
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
+    offload: Offload = Offload.none  # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
     # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
 

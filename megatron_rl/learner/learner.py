@@ -56,6 +56,8 @@ class Learner(ForwardPasses):
         rows = seen_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
         if not rows:  # no term of the loss looks at any token: weights, momentum and the schedule stay as they are
             return {"loss/total": 0.0, "optim/grad_norm": 0.0, "optim/updates": 0.0}
+        if self.offload is not None:
+            self.offload.take_back()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

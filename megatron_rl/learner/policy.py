@@ -18,11 +18,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config import schema
-from megatron_rl.config.schema import Precision, Sleep
+from megatron_rl.config.schema import Offload, Precision, Sleep
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import host, weights
 from megatron_rl.learner.logprobs import VocabShare
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner.offload import OptimizerOffload
 from megatron_rl.learner.optimizer import optimizer_config, replicas_config
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
@@ -75,6 +76,8 @@ class Policy:
         self.clip_grad = settings.clip_grad
         gloo = self.device.type != "cpu"
         self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=gloo)
+        offloads = self.learner.offload is Offload.optimizer
+        self.offload = OptimizerOffload(self.optimizer, self.chunks, self.device) if offloads else None
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.finalize_model_grads_func = _finalize
@@ -166,6 +169,8 @@ class Policy:
 
     def make_room(self) -> None:
         """Return memory on every rank, before an engine that slept takes its own on these devices back."""
+        if self.offload is not None:
+            self.offload.leave()
         if self.device.type != "cpu" and self._engine_sleeps:
             torch.cuda.empty_cache()
             exchange(None)  # no rank is still holding on when the driver goes ahead

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     Format,
     KvCache,
     LearnerSection,
+    Offload,
     QuantizationSection,
     RolloutSection,
     SamplerSection,
@@ -138,9 +139,14 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
         yield f"{value} engines{each}, each on cores of its own, but there are {cores}; use fewer"
 
 
-def sleep(machine: Machine, sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
+def sleep(machine: Machine, sampler: SamplerSection, sync: SyncSection, learner: LearnerSection) -> Iterator[str]:
     wanted = sampler.sleep
     if wanted == Sleep.none:
+        if learner.offload != Offload.none and machine.kind != Device.cpu:
+            yield (
+                f"learner.offload: {learner.offload} makes room for an engine that sleeps meanwhile, and sampler.sleep "
+                "is none; set sampler.sleep, or leave learner.offload out"
+            )
         return
     if machine.kind == Device.cpu:
         yield f"sampler.sleep: {wanted} gives GPU memory back, and there is no GPU here; use none"

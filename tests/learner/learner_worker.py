@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import os
@@ -39,12 +40,14 @@ from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
+STEPS_ASIDE = 3
 # keys of a job, and of the configuration
 KEYS = {
     "precision": "learner.precision", "on_nonfinite": "learner.on_nonfinite", "forward": "learner.forward",
     "engine_tp": "sampler.tensor_parallel", "format": "quantization.format", "smoothing": "quantization.smoothing",
     "kv_cache": "quantization.kv_cache", "ignore": "quantization.ignore", "loss": "loss.name",
     "entropy_coef": "loss.entropy_coef", "kl_coef": "loss.kl_coef", "kl_on": "loss.kl_on", "optim": "optim.megatron",
+    "offload": "learner.offload",
 }  # fmt: skip
 
 
@@ -91,6 +94,24 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "names": sorted(name for name, _ in learner.named_parameters()),
     }
+
+
+def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Updates, each with a sync's and a checkpoint's look at the learner while its optimizer is elsewhere."""
+    batch, found, kept = make_batch(), [], hashlib.sha256()
+    for _ in range(STEPS_ASIDE):
+        before_BT = learner.logprobs(batch)
+        found.append(learner.update(make_targets(batch, before_BT)))
+        learner.make_room()
+        learner.make_room()  # a step without a sync
+        if learner.offload is not None:
+            buffers = [buffer for chunk in learner.chunks for buffer in chunk.buffers]
+            assert learner.offload.away and not any(one.grad_data.untyped_storage().size() for one in buffers)
+        for block in state.LearnerState(learner).blocks():
+            kept.update(
+                f"{block.key} {block.offset}".encode() + block.tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            )
+    return {"steps": found, "kept": exchange(kept.hexdigest()), "after": learner.logprobs(batch).tolist()}
 
 
 def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +394,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     kind.__name__: kind
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
-        broadcast, dead_rank, activations, checkpoint, saves, memory, straight_through,
+        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through,
     )
 }  # fmt: skip
 

@@ -62,11 +62,12 @@ class Memory:
 
 
 def learner_phases(
-    memory: LearnerMemory, model: Model, probe: float, host: bool = False, waits: bool = False
+    memory: LearnerMemory, model: Model, probe: float, host: bool = False, waits: bool = False, offloads: bool = False
 ) -> dict[str, dict[str, float]]:
     """Memory by phase of a GPU that works for the learner alone, or of a rank on a host.
 
-    `probe`: what comes and goes in its forward pass. `waits`: until an engine that has started sleeps.
+    `probe`: what comes and goes in its forward pass. `waits`: until an engine that has started sleeps. `offloads`: its
+    optimizer, from an update to the next.
     """
     runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * communicators(model.layout)}
     held = {
@@ -92,7 +93,9 @@ def learner_phases(
         "probe": {"forward pass": probe},
         "save": {},
     }
-    found = {moment: _together(held, passing[moment]) for moment in MOMENTS}
+    optimizer = ("gradients", "masters, moments") if offloads else ()
+    aside = {part: nbytes for part, nbytes in held.items() if part not in optimizer}
+    found = {moment: _together(held if moment in ("start", "update") else aside, passing[moment]) for moment in MOMENTS}
     return found | ({"start": {}} if waits else {})
 
 

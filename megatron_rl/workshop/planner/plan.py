@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Config, Sleep, Transport
+from megatron_rl.config.schema import Config, Offload, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.machine import Machine
@@ -97,7 +97,8 @@ def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machin
 def _memory(case: Case) -> list[Memory]:
     config, model, sleep = case.config, case.model, case.config.sampler.sleep
     probe = max(one.forward for one in case.stages(probe_pack(config.rollout, config.learner, model), 1))
-    of_learner = learner_phases(case.heaviest, model, probe, case.host, waits=sleep != Sleep.none)
+    offloads = config.learner.offload is Offload.optimizer
+    of_learner = learner_phases(case.heaviest, model, probe, case.host, sleep != Sleep.none, offloads)
     of_engine = engine_phases(case.engine, case.weights.nbytes, config.sync, sleep)
     kinds = {"learner": of_learner, "learner and engine": joined(of_learner, of_engine), "engine": of_engine}
     what = "a process of" if case.host else "a GPU of"
@@ -174,6 +175,7 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
     shared = config.sync.transport == Transport.file and config.sync.dir is None
     found = {
         "checkpoint, pinned": ranks * pinned(kept / roles.learner),
+        "optimizer, pinned": ranks * case.heaviest.optimizer * (config.learner.offload is Offload.optimizer),
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
         "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),

@@ -8,7 +8,7 @@ from math import log2
 
 from megatron_rl.config.correction_rules import makes_prox_pass
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Format, Sleep, Transport
+from megatron_rl.config.schema import Format, Offload, Sleep, Transport
 from megatron_rl.learner.costs import Operations, operations
 from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration
@@ -97,11 +97,17 @@ def learning(case: Case) -> Learning:
     scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
     return Learning(
         prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
-        update=busy * (1 + bubble),
+        update=busy * (1 + bubble) + _moving(case),
         bubble=1 - 1 / (1 + bubble),
         talking=talking / busy,
         fp8_s=gain,
     )
+
+
+def _moving(case: Case) -> float:
+    """The optimizer to the host and back, where it makes room for an engine."""
+    moved = 2 * case.heaviest.optimizer if case.config.learner.offload is Offload.optimizer else 0.0
+    return moved / (case.assumed.keep_gbs * GIGA)
 
 
 def _products(case: Case, passes: float, again: float) -> float:

@@ -1,0 +1,84 @@
+"""Offload of a rank's optimizer to pinned host memory while engines sample on its GPU, and its return for an update.
+
+Masters and moments are copied, gradients are dropped: every update begins with zeros. Weights stay, since a sync and
+the probe need them while the engine has its cache. What is moved are whole tensors, put in the places of the
+optimizer's own: a checkpoint that is taken meanwhile reads the host's copies, and needs to know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = (
+    1 << 30
+)  # bytes; torch rounds what it pins up to a power of two, so that one block of all would cost up to twice
+ALIGNMENT = 64
+
+Held = tuple[Tensor, Callable[[Tensor], None]]  # a tensor of the optimizer, and how another one is put in its place
+
+
+class OptimizerOffload:
+    """Used by all ranks alike; `leave` and `take_back` do nothing where that is how things are."""
+
+    def __init__(self, optimizer: Any, chunks: Sequence[Any], device: torch.device) -> None:
+        """`optimizer`, `chunks`: megatron-core's."""
+        self.away = False
+        self._optimizer, self._chunks, self._device = optimizer, chunks, device
+        self._places: list[Tensor] = []  # on the host, used again each time
+
+    def leave(self) -> None:
+        if self.away:
+            return
+        held = list(self._held())
+        if [(one.dtype, one.shape) for one in self._places] != [(one.dtype, one.shape) for one, _ in held]:
+            self._places = _places([one for one, _ in held], pinned=self._device.type != "cpu")
+        for place, (tensor, _) in zip(self._places, held, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        for place, (_, put) in zip(self._places, held, strict=True):
+            put(place)
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers()
+        self.away = True
+
+    def take_back(self) -> None:
+        if not self.away:
+            return
+        for chunk in self._chunks:
+            chunk.restore_grad_buffers()
+        for place, put in self._held():
+            there = torch.empty_like(place, device=self._device)
+            there.copy_(place, non_blocking=True)
+            put(there)
+        torch.cuda.synchronize()
+        self.away = False
+
+    def _held(self) -> Iterator[Held]:
+        """What is the optimizer's alone: in FP32 its masters are the weights themselves, which stay."""
+        weights = {parameter.untyped_storage().data_ptr() for chunk in self._chunks for parameter in chunk.parameters()}
+        for each in self._optimizer.chained_optimizers:
+            for group in each.optimizer.param_groups:
+                for master in group["params"]:
+                    if master.untyped_storage().data_ptr() not in weights:
+                        yield master.data, partial(setattr, master, "data")
+                    state = each.optimizer.state.get(master, {})
+                    for name, value in state.items():
+                        if isinstance(value, Tensor) and value.numel() > 1:  # counts of steps stay
+                            yield value, partial(state.__setitem__, name)
+
+
+def _places(tensors: Sequence[Tensor], pinned: bool) -> list[Tensor]:
+    """Room for each of the tensors on the host, in blocks that hold many."""
+    places: list[Tensor] = []
+    block, at = torch.empty(0, dtype=torch.uint8), 0
+    for tensor in tensors:
+        if at + tensor.nbytes > len(block):
+            block, at = torch.empty(max(BLOCK, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned), 0
+        places.append(block[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places
