@@ -79,3 +79,12 @@ def file_system(path: Path, size: str) -> Iterator[Path]:
     finally:
         if mounted.returncode == 0:
             subprocess.run(["umount", "-l", path], check=True)
+
+
+# what puts a one-node recipe that learns and samples in turns on four GPUs and four
+APART = (
+    "sampler.tensor_parallel=4", 'sampler.devices="4,5,6,7"', "sampler.sleep=none",
+    "sampler.vllm.gpu_memory_utilization=0.9", "learner.pipeline_parallel=1", "learner.offload=none",
+    "learner.tokens_per_microbatch=24576", "learner.megatron.recompute_granularity=full",
+    "learner.megatron.recompute_method=uniform", "learner.megatron.recompute_num_layers=1",
+)  # fmt: skip

@@ -88,7 +88,7 @@ class Watch:
         """Why the run has to end: it has waited for the first of `blocking` as long as it may."""
         silence_s = min((one.age_s for one in self._present_ranks()), default=0.0)
         for one in self.blocking[:1]:
-            limit_s, key = self._limit(self._seen.get(one.rank or 0))
+            limit_s, key = self._limit(self._seen.get(one.rank or 0), one)
             if silence_s >= limit_s:
                 return f"{one}; nothing may be seen of a run for {limit_s:g} s here: raise {key} where it was only slow"
         return None
@@ -102,8 +102,9 @@ class Watch:
         self._read([file_of(self.run_dir, rank)])
         return self._seen[rank].pulse["phase"] if rank in self._seen else None
 
-    def _limit(self, one: Seen | None) -> tuple[float, str]:
-        waits = one.pulse["waits"] if one else None
+    def _limit(self, one: Seen | None, trouble: Trouble) -> tuple[float, str]:
+        """Seconds, and the key that says so. A rank that is stopped itself waits for nobody, whatever it said last."""
+        waits = one.pulse["waits"] if one and (trouble.how, trouble.pid) != ("stopped", one.pulse["pid"]) else None
         if waits:
             return waits["limit_s"] + MARGIN_S, waits["key"]
         longest_s = self._usual.get(one.place, (0.0, 0.0))[0] if one and one.pulse["seen"] else None

@@ -83,7 +83,7 @@ def test_blocks_of_fp8_on_hopper_and_an_fp8_cache(tmp_path: Path, monkeypatch: p
 def test_an_engine_that_sleeps_has_memory_that_it_can_give_back(
     sleep: Sleep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml", [f"sampler.sleep={sleep}"])
+    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml", [f"sampler.sleep={sleep}"])
     made = engine_config(config, tmp_path, H100, monkeypatch)
     assert made.model_config.enable_sleep_mode
 

@@ -99,7 +99,7 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     assert (here.anchor_logprobs_BT is None) is (not anchored)
 
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml"
 # what torch's allocator goes by when a rank comes to its model
 RANK = """
 import sys

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import Command
+from helpers import APART, Command
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
@@ -100,8 +100,8 @@ def test_a_recipe_for_a_machine_elsewhere(recipe: str, empty: Path, command: Com
          ["learner.megatron.fp8_recipe: mxfp8", "10", "H100", "use blockwise"]),
         ("dapo_fp8.yaml", "1x8xL40S", [], ["learner.megatron.fp8_recipe: blockwise", "L40S", "use tensorwise"]),
         ("dapo_int8.yaml", "1x4xH100-80", [], ["sampler.devices: 4,5,6,7", "0 to 3", "4 x H100"]),
-        ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=4"], ["learner: ", "16 ranks", "has 8"]),
-        ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null"],
+        ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=2"], ["learner: ", "16 ranks", "has 8"]),
+        ("dapo_int8.yaml", "1x8xH100", [*APART, "learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null"],
          ["share GPU 4,5,6,7", "sampler.vllm.gpu_memory_utilization", "sampler.sleep"]),
         ("quickstart.yaml", "1x2xL40S", ["model.path=Qwen3-8B"], ["share GPU 0", "gpu_memory_utilization"]),
         ("quickstart_fleet.yaml", "1x2xH100", ["model.path=Qwen3-8B", "sampler.devices=['1','2']"],
@@ -120,15 +120,18 @@ def test_what_a_machine_elsewhere_cannot_run(
 
 @pytest.mark.usefixtures("empty")
 def test_shares_and_sleep_make_room(command: Command) -> None:
-    together, share = ("learner.data_parallel=2", "sampler.sleep=offload"), "sampler.vllm.gpu_memory_utilization"
+    together, share = (
+        (*APART, "learner.data_parallel=2", "sampler.sleep=offload"),
+        "sampler.vllm.gpu_memory_utilization",
+    )
     recipe = ROOT / "recipes" / "dapo_int8.yaml"
-    for overrides in (together[:1], together, (*together, f"{share}=null")):
+    for overrides in (together[:-1], together, (*together, f"{share}=null")):
         (line,) = command.refused("--on", "1x8xH100", *overrides, recipe=recipe).splitlines()
         value, largest = re.search(rf"{share}: (\S+), .* the largest that fits is (\S+)", line).groups()
         assert value == ("null" if overrides[-1].endswith("null") else "0.9")
         planned(command, "dapo_int8.yaml", "1x8xH100", *overrides, f"{share}={largest}")
     planned(command, "dapo_int8.yaml", "1x8xH200", *together, f"{share}=0.7")  # more memory
-    planned(command, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4", f"{share}=0.6")
+    planned(command, "dapo_int8.yaml", "2x8xH100", *APART, "learner.data_parallel=4", f"{share}=0.6")
 
 
 @pytest.mark.usefixtures("empty")
@@ -138,7 +141,7 @@ def test_what_it_will_do_is_said_in_brief(command: Command) -> None:
     changes = ("loss.kl_coef=0.001", aime, "optim.decay=cosine", "checkpoint.best=eval/aime/accuracy", ten)
     said = planned(command, "dapo_int8.yaml", "1x8xH100", *changes)
     rows = dict(line.split(maxsplit=1) for line in said.splitlines())
-    assert rows["learner"] == "4 ranks (TP4), bf16"
+    assert rows["learner"] == "8 ranks (TP4 PP2), bf16"
     assert rows["loss"].startswith("ppo, KL 0.001 (k3), grpo advantages, ")
     assert rows["optim"] == "learning rate 1e-06, 20 steps of warm-up, then cosine to 0"
     data = "eval (data/aime_2024.parquet, 32 answer(s) each), aime (aime.jsonl, 8 answer(s) each)"
@@ -146,7 +149,7 @@ def test_what_it_will_do_is_said_in_brief(command: Command) -> None:
     assert rows["kept"] == "checkpoints every 10 minutes, the last 2, and the one with the highest eval/aime/accuracy"
     off = ("eval.every=0", "checkpoint.minutes=0")
     rows = dict(line.split(maxsplit=1) for line in planned(command, "dapo_fp8.yaml", "1x8xH100", *off).splitlines())
-    assert rows["learner"] == "4 ranks (TP4), fp8 (e4m3, blockwise), the rest in bf16"
+    assert rows["learner"] == "8 ranks (TP4 PP2), fp8 (e4m3, blockwise), the rest in bf16"
     assert (rows["loss"].split(", ")[1], rows["eval"], rows["kept"]) == ("no KL", "never", "no checkpoints")
 
 

@@ -95,6 +95,17 @@ def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
     assert run.look() == ([], ["rank 1 stopped"])
 
 
+def test_a_stopped_rank_waits_for_nobody(run: Run, process: subprocess.Popen[bytes]) -> None:
+    """Its last sign may be old: of a moment in which it waited for an engine's start."""
+    stopped(process)
+    run.pulse_of(process, 0, waits=WAITS | {"limit_s": 1e6})
+    run.pulse(1, age_s=1000)
+    run.looks(int(run.watch.patience_s) - 1)
+    assert run.watch.over() is None
+    run.looks(3)
+    assert "run.patience_s" in (run.watch.over() or "")
+
+
 def test_a_short_pause_is_not_named(run: Run, process: subprocess.Popen[bytes]) -> None:
     run.pulse_of(process, 1)
     for _ in range(3):

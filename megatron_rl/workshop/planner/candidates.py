@@ -70,7 +70,7 @@ def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> d
 
 def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
     sampler = config.sampler
-    fleet = replace(sampler.fleet, replicas=0, addresses=[], formats=[])
+    fleet = replace(sampler.fleet, replicas=0, servers=0, addresses=[], formats=[])
     vllm = {**sampler.vllm} | ({"gpu_memory_utilization": share} if share else {})
     return replace(sampler, tensor_parallel=tp, sleep=Sleep.none, fleet=fleet, vllm=vllm)
 

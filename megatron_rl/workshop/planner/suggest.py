@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
-from megatron_rl.config.schema import Config, LearnerSection
+from megatron_rl.config.schema import Config, LearnerSection, Offload, Sleep
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
@@ -45,7 +45,9 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
     for way, ranks, sampler in candidates.samplers(config, machine):
         if ranks not in of_ranks:
             of_ranks[ranks] = _best_learners(base, ranks)
-        for learner in of_ranks[ranks]:
+        asleep = sampler["sampler"].sleep is not Sleep.none
+        for layout in of_ranks[ranks]:
+            learner = replace(layout, offload=Offload.optimizer if asleep else Offload.none)
             changed = _with_room(base, way, replace(config, learner=learner, **sampler))
             if changed is not None:
                 found = plan_case(replace(base, config=changed))
@@ -56,8 +58,8 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
     for one in fitting:
         if len(chosen) == count:
             break
-        layout = one.plan.layout
-        key = (one.way, layout.tp, layout.pp, layout.ep)
+        shape = one.plan.layout
+        key = (one.way, shape.tp, shape.pp, shape.ep)
         if key not in chosen and not refused(one.config, machine):
             chosen[key] = one
     return list(chosen.values())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import APART
 from nvidia_smi import nvidia_smi
 
 from megatron_rl import cli
@@ -28,7 +29,7 @@ WRONG = ("learner.tensor_parallel=3", "sampler.tensor_parallel=3", "loss.clip_hi
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> dict[str, Any]:
-    assert cli.main(["plan", DAPO, *NODE, "--json", *words]) == status
+    assert cli.main(["plan", DAPO, *NODE, "--json", *APART, *words]) == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -116,7 +117,7 @@ def test_an_engine_that_sleeps_gives_its_cache_back(capsys: pytest.CaptureFixtur
 
 
 def test_what_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", DAPO, "--on", "1x8xL4"]) == 2
+    assert cli.main(["plan", DAPO, "--on", "1x8xL4", *APART]) == 2
     said = capsys.readouterr()
     assert "a GPU of: learner (4)" in said.out  # the table is still there
     assert "memory: a GPU of learner needs" in said.err
@@ -142,8 +143,8 @@ def test_five_mistakes_in_one_message(tmp_path: Path) -> None:
 
 
 def test_the_sbatch_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--sbatch", DAPO, "--on", "2x8xH100", "learner.data_parallel=4", "sampler.devices=null",
-                     "sampler.fleet.addresses=['http://127.0.0.1:8000']"]) == 0  # fmt: skip
+    assert cli.main(["plan", "--sbatch", DAPO, "--on", "2x8xH100", *APART, "learner.data_parallel=4",
+                     "sampler.devices=null", "sampler.fleet.addresses=['http://127.0.0.1:8000']"]) == 0  # fmt: skip
     line, *others = capsys.readouterr().out.splitlines()
     assert line.endswith(" slurm/dapo_fp8.sbatch")
     options = ("--nodes=2", "--ntasks-per-node=8", "--gres=gpu:8")
@@ -181,7 +182,6 @@ def test_a_gpu_is_known_by_its_name(name: str) -> None:
 
 
 def test_the_limit_is_that_of_the_machine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main(["plan", DAPO, "--on", "1x8xA100-40", "--json", "quantization=int8", "learner.megatron.fp8=null"]) == 2
-    )
+    words = ("quantization=int8", "learner.megatron.fp8=null", *APART)
+    assert cli.main(["plan", DAPO, "--on", "1x8xA100-40", "--json", *words]) == 2
     assert memory(json.loads(capsys.readouterr().out), "learner")["limit"] == pytest.approx(40 * GIB, rel=0.02)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from helpers import APART
+
 from megatron_rl.config import load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
@@ -37,12 +39,12 @@ def test_what_is_said_is_what_the_plan_has_for_a_fleet_of_them() -> None:
 
 
 def test_nothing_is_said_of_what_is_no_faster_or_does_not_fit() -> None:
-    assert said(planned("dapo_int8")) == []  # each would have room for a quarter of the long answers
+    assert said(planned("dapo_int8", *APART)) == []  # each would have room for a quarter of the long answers
     assert said(planned("dapo-qwen3_8b-1n8g-int8-fleet")) == []  # of one GPU already
     large = ["model.path=models/Llama-3.1-70B", "quantization=none", "sampler.tensor_parallel=4"]
-    assert said(planned("dapo_int8", *large, *SHORT)) == []
+    assert said(planned("dapo_int8", *APART, *large, *SHORT)) == []
 
 
 def test_engines_that_sleep_cannot_be_many() -> None:
-    (note,) = [note for note in planned("dapo-qwen3_8b-1n8g-int8-colocated", *SHORT).notes if SAID.fullmatch(note)]
+    (note,) = [note for note in planned("dapo-qwen3_8b-1n8g-int8", *SHORT).notes if SAID.fullmatch(note)]
     assert note.endswith("only the embedded engine sleeps, and it is one")

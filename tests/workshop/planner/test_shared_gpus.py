@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import APART
 
 from megatron_rl.config import cluster, load
-from megatron_rl.config.schema import Config, Sleep
+from megatron_rl.config.schema import Config, Offload, Sleep
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
 from megatron_rl.workshop.planner.engine_memory import CONTEXT, GIB
@@ -41,7 +42,10 @@ def test_each_moment_has_its_own_memory(recipe: Path) -> None:
     memory = shared(planned(config, machine))
     assert tuple(memory.phases) == MOMENTS
     assert parts(memory, "start") == set()  # nothing else is there
-    assert {"weights", "gradients", "masters, moments"} <= parts(memory, "rollout") < parts(memory, "probe")
+    stays = {"weights"} | ({"gradients", "masters, moments"} if config.learner.offload is Offload.none else set())
+    assert stays <= parts(memory, "rollout") < parts(memory, "probe")
+    assert {"weights", "gradients", "masters, moments"} <= parts(memory, "update")
+    assert ("masters, moments" in parts(memory, "rollout")) == ("masters, moments" in stays)
     awake = {moment for moment in MOMENTS if CACHE in memory.phases[moment]}
     assert awake == {"start", "rollout", "probe", "save"}
     for moment in ("prox", "update"):
@@ -75,7 +79,7 @@ def test_a_recipe_that_colocates_has_the_largest_share_with_room_to_spare(recipe
 
 
 def test_an_engine_alone_leaves_room_for_what_lies_beside_its_share() -> None:
-    config = load(ROOT / "recipes" / "dapo_int8.yaml")
+    config = load(ROOT / "recipes" / "dapo_int8.yaml", APART)
     (memory,) = [one for one in planned(config, "1x8xH100-80").memory if one.kind == "engine"]
     assert memory.phases["start"]["engine: CUDA, NCCL"] > CONTEXT  # of four ranks
     largest = largest_share(memory)
@@ -87,7 +91,7 @@ def test_an_engine_alone_leaves_room_for_what_lies_beside_its_share() -> None:
 
 def test_the_share_has_to_be_free_where_the_cache_is_given() -> None:
     """vLLM looks at it before it looks at kv_cache_memory_bytes."""
-    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml")
+    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml")
     memory = shared(planned(config, "1x8xH100-80", kv_cache_memory_bytes=8 * GIB))
     asked, awake = sum(memory.phases["start"].values()), sum(memory.phases["rollout"].values())
     share = config.sampler.vllm["gpu_memory_utilization"]
@@ -98,11 +102,11 @@ def test_the_share_has_to_be_free_where_the_cache_is_given() -> None:
 
 
 def test_only_what_another_share_would_mend_is_said_of_it() -> None:
-    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml")
+    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml")
     card = read_card(config.model.path)
     assert share_problems(config, card, named("1x8xH100-80")) == []
     assert share_problems(config, card, replace(named("1x8xH100-80"), gib=0.0)) == []  # its memory is not known
     small = planned(config, "1x8xL4")  # the update alone is too much
     assert small.problems[0].startswith("memory: ")
-    apart = load(ROOT / "recipes" / "dapo_int8.yaml")
+    apart = load(ROOT / "recipes" / "dapo_int8.yaml", APART)
     assert share_problems(apart, read_card(apart.model.path), named("1x8xL4")) == []
