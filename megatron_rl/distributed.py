@@ -1,4 +1,4 @@
-"""Messages between ranks: JSON, and tensors over a group. Nothing that another process sent is ever unpickled."""
+"""Collectives between ranks without pickle: JSON from all to all, maxima and gathers over a group, waits for rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-rl train`: checks a recipe, then runs it or says what it would do."""
+"""`megatron-rl train`: checks a recipe, then runs it, or prints its configuration or plan (--dry-run)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's device: its memory can be returned, its forward passes are timed."""
+"""Allocator setting that lets a learner return GPU memory to a sleeping engine, and a clock for its forward passes."""
 
 from __future__ import annotations
 

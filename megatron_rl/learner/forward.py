@@ -1,4 +1,4 @@
-"""Forward passes of a policy over packs: the logprobs that it gives, in its own arithmetic and in others.
+"""Forward passes over a batch: logprobs by the policy, its reference or re-rounded weights, or as the sampler computes.
 
 B rows of the batch, T response positions, N response tokens of a pack, V columns of the vocabulary share, L layers.
 """

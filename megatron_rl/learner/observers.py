@@ -1,4 +1,4 @@
-"""What the learner's own forward passes show: norms' outputs, keys and values, and the experts that routers choose.
+"""Observers of the learner's passes: maxima of norm outputs (smoothing), keys and values (cache scales), router flips.
 
 Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever the layout (to the
 rounding of the forward pass itself), because filler positions are left out.

@@ -1,4 +1,4 @@
-"""The learner's processes: how they find each other, who holds which part, and the tensors and JSON they exchange."""
+"""One process of the learner: joins torch's and megatron's groups, knows its place, sums and broadcasts values."""
 
 from __future__ import annotations
 

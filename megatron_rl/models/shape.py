@@ -1,4 +1,5 @@
-"""What a Hugging Face config.json says about the sizes of a model's weights. Torch-free."""
+"""Sizes and features of a model of a supported family, read from its Hugging Face config.json and checked. Torch-free.
+"""
 
 from __future__ import annotations
 
