@@ -1,5 +1,4 @@
-"""Settings of megatron-core's Adam and gradient reduction, the learning rate of a step, and clipping by a given norm.
-"""
+"""Settings of megatron-core's Adam and gradient reduction, the learning rate of a step, clipping by a given norm."""
 
 from __future__ import annotations
 

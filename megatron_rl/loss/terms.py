@@ -1,5 +1,4 @@
-"""Inputs of the loss formulas of `table.py` (logprobs, anchor, advantages, weights), and estimators of the reference
-KL.
+"""Inputs of the loss formulas of `table.py` (logprobs, anchor, advantages, weights), and estimators of the KL penalty.
 
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """

@@ -1,5 +1,4 @@
-"""Sizes and features of a model of a supported family, read from its Hugging Face config.json and checked. Torch-free.
-"""
+"""Sizes and features of a model of a supported family, read from Hugging Face's config.json and checked. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in the order of the steps that train on them: collected when they are asked for, or ahead of that.
+"""Batches in the order of steps, collected when asked for, or by a thread ahead of the learner (`rollout.ahead`).
 
 With `rollout.ahead: k` a thread collects the next k batches while the learner works. What it may begin is decided here
 alone:

@@ -1,4 +1,4 @@
-"""prompt -> rollout -> reward -> group filter. Runs on the driver rank.
+"""Collection of a step's batch, on the driver: prompts are drawn, answered (by sampler or data set), scored, filtered.
 
 Shape suffixes: B sequences, T response positions, S prompt + response positions (both right-padded),
 N rollouts, G groups.
