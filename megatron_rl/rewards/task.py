@@ -1,5 +1,4 @@
-"""Types of a reward function: the Task that it is given (row, response), the Judgement that it returns (verdict,
-score)."""
+"""Types of a reward function: the Task that it is given (row, response), the Judgement it returns (verdict, score)."""
 
 from __future__ import annotations
 

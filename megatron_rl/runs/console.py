@@ -1,5 +1,4 @@
-"""Console output of a run: a line per step or a live table, a few recorded answers; also tables and durations as text.
-"""
+"""Console output of a run: a line per step or a live table, a few recorded answers; also tables, durations as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record that a run leaves: the driver's Recorder, and a silent one for the other ranks."""
+"""Recorder of a run on the driver (metrics, ledger, rollouts, console, W&B, status.json); a silent one for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a sync asks of the learner, of the sampler and of a transport between the two, and what it reports."""
+"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender), and its report by seconds.
+"""
 
 from __future__ import annotations
 

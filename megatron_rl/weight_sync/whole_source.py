@@ -1,4 +1,5 @@
-"""The tensors of all writers in one place and one order, for transports that have a single sender.
+"""Tensors of all pipeline stages and expert ranks on rank 0 (nccl) or on every rank (ipc), in one order, for vLLM's
+senders.
 
 vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized tensors of the
 other pipeline stages and expert ranks travel once more, to rank 0 or to all. Buckets are walked in one order that every

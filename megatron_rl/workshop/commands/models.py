@@ -1,4 +1,4 @@
-"""Commands about a stored model: eval, chat, mismatch; and about an update that was not finite: rerun-step."""
+"""Command-line parsers of eval, chat and mismatch (of a stored model), and of rerun-step (of a dumped update)."""
 
 from __future__ import annotations
 

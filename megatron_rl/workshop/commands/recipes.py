@@ -1,4 +1,4 @@
-"""Commands before a run: plan, translate, toy, quickstart."""
+"""Command-line parsers of the commands before a run: plan, translate, toy, quickstart."""
 
 from __future__ import annotations
 

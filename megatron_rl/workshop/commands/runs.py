@@ -1,4 +1,4 @@
-"""Commands about runs: report, status, watch, checkpoints, replay."""
+"""Command-line parsers of the commands about runs: report, status, watch, checkpoints, replay."""
 
 from __future__ import annotations
 

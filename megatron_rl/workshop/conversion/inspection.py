@@ -1,4 +1,5 @@
-"""A folder of weights inspected: its kind, model, precision and quantization, and what can be done with it."""
+"""`tools/convert.py inspect`: a folder's kind of weights, model, precision, quantization, and what can be done with it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`megatron-rl chat`: a stored model answers what is typed."""
+"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation if it has a chat template.
+"""
 
 from __future__ import annotations
 
