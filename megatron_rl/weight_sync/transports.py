@@ -1,5 +1,4 @@
-"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender), and its report by seconds.
-"""
+"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender), and its report by parts."""
 
 from __future__ import annotations
 

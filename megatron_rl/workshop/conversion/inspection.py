@@ -1,5 +1,5 @@
-"""`tools/convert.py inspect`: a folder's kind of weights, model, precision, quantization, and what can be done with it.
-"""
+"""`tools/convert.py inspect`: kind, model, precision and quantization of stored weights, and what can be done with
+them."""
 
 from __future__ import annotations
 

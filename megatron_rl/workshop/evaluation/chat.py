@@ -1,5 +1,4 @@
-"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation if it has a chat template.
-"""
+"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation where it has a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bytes on one GPU (or of one process of a host) of the learner, by what they are for."""
+"""Memory of the learner on one GPU (or host process) by pipeline stage, in bytes: weights, optimizer, activations, ...
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""report.html: one page about one run, or about several side by side."""
+"""report.html, a page about one run or several side by side: numbers, figures, alarms, answers, why it ended, settings.
+"""
 
 from __future__ import annotations
 

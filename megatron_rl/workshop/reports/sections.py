@@ -1,4 +1,5 @@
-"""The figures that a report shows, in their order, under their words."""
+"""Sections of a report's page: the figures in their order, each with a title and words, as far as runs have the data.
+"""
 
 from __future__ import annotations
 
