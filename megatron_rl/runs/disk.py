@@ -1,4 +1,4 @@
-"""Writer of a run's lines and rollouts that a full disk does not end, and that keeps the run below `log.disk_gib`.
+"""Writer of a run's lines and rollouts: survives a full disk, removes the oldest files to stay below `log.disk_gib`.
 
 The oldest recorded rollouts go first, then dumps, then logs; never what a run goes on from.
 """

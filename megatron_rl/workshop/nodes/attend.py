@@ -1,5 +1,4 @@
-"""One node's part in the check of a job's nodes: its facts, connections, shared folders, a sum; told by a torch store.
-"""
+"""One node's part in the check of a job's nodes: its facts, connections, shared folders, a sum; by a torch store."""
 
 from __future__ import annotations
 

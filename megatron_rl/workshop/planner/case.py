@@ -1,5 +1,4 @@
-"""Case of a plan: a recipe, a model's config.json and a machine, with the roles, workload and memory computed from
-them."""
+"""Case of a plan: a recipe, a config.json and a machine, with roles, workload and memory computed from them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Memory of the learner on one GPU (or host process) by pipeline stage, in bytes: weights, optimizer, activations, ...
-"""
+"""Memory of the learner on one GPU (or host process) of a pipeline stage: weights, optimizer, activations, logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""report.html, a page about one run or several side by side: numbers, figures, alarms, answers, why it ended, settings.
-"""
+"""report.html, a page about one run or several side by side: numbers, figures, alarms, answers, cause of the end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sections of a report's page: the figures in their order, each with a title and words, as far as runs have the data.
-"""
+"""Sections of a report's page: the figures in their order, with titles and words, as far as runs have the data."""
 
 from __future__ import annotations
 
