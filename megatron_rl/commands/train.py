@@ -1,4 +1,5 @@
-"""`megatron-rl train`: checks a recipe, then runs it, or prints its configuration or plan (--dry-run)."""
+"""`megatron-rl train`: checks a recipe, then runs it, with ranks that it starts or that srun or torchrun has started,
+in several attempts if asked; or prints its configuration, or with --dry-run its plan."""
 
 from __future__ import annotations
 

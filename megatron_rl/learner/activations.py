@@ -1,4 +1,5 @@
-"""Hooks that pair a CPU learner's values with an engine's at each point of a pass, and can put the engine's in place.
+"""Hooks on a learner on a CPU that pair its values with an engine's at each point of a forward pass (models/points.py),
+and can put the engine's in their place.
 
 Where the pass goes on from the engine's values, whatever differs at a point was computed from the engine's own inputs.
 Each rank looks at its own layers, columns and positions. megatron-core keeps queries, keys and values interleaved by

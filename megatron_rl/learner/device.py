@@ -1,4 +1,5 @@
-"""Allocator setting that lets a learner return GPU memory to a sleeping engine, and a clock for its forward passes."""
+"""Allocator setting that lets the learner return GPU memory at syncs to an engine that sleeps meanwhile, and a clock
+for the forward passes inside an update."""
 
 from __future__ import annotations
 

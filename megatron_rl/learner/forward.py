@@ -1,4 +1,5 @@
-"""Forward passes over a batch: logprobs by the policy, its reference or re-rounded weights, or as the sampler computes.
+"""Forward passes of the learner over a batch: logprobs by its own weights, the reference's or re-rounded ones, or as
+the sampler computes; and what passes show: maxima for the sync's scales, router flips.
 
 B rows of the batch, T response positions, N response tokens of a pack, V columns of the vocabulary share, L layers.
 """

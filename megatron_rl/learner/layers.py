@@ -1,4 +1,4 @@
-"""CPU layers of a learner (norm, rotary, attention, SwiGLU) for megatron-core's: fast there, rounding as vLLM does.
+"""CPU layers of a learner (norm, rotary, attention, SwiGLU) in place of megatron-core's, rounding as vLLM's do there.
 
 Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that stay in cache.
 

@@ -1,4 +1,5 @@
-"""One process of the learner: joins torch's and megatron's groups, knows its place, sums and broadcasts values."""
+"""One process of the learner: joins torch's and megatron-core's groups, checks its place in the layout, sums over ranks
+and broadcasts the driver's tensors and JSON."""
 
 from __future__ import annotations
 

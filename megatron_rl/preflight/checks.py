@@ -1,4 +1,5 @@
-"""Checks of a recipe against machine, model and files before anything starts: every problem in one error, and notes."""
+"""Checks of a recipe against machine, model and files before a run, a server, or a model that answers alone starts:
+every problem in one error, and notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recorder of a run on the driver (metrics, ledger, rollouts, console, W&B, status.json); a silent one for others."""
+"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json to its last word on how the
+run ended; a silent one for the other ranks."""
 
 from __future__ import annotations
 

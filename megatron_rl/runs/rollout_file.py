@@ -1,5 +1,4 @@
-"""rollouts/step_N.parquet, written and read: a step's rollouts, one row each, with the sampler's and learner's
-logprobs.
+"""rollouts/step_N.parquet, written and read: a step's rollouts, a row each, with the sampler's and learner's logprobs.
 
 Columns that a step does not have are null. Shape suffixes: B sequences, T response positions (right-padded).
 """

@@ -1,4 +1,4 @@
-"""Command-line parsers of eval, chat and mismatch (of a stored model), and of rerun-step (of a dumped update)."""
+"""Commands about a stored model, with their arguments: eval, chat, mismatch; and rerun-step, about a dumped update."""
 
 from __future__ import annotations
 

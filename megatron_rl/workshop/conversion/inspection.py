@@ -1,5 +1,4 @@
-"""`tools/convert.py inspect`: kind, model, precision and quantization of stored weights, and what can be done with
-them."""
+"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, and what to do with them next."""
 
 from __future__ import annotations
 
