@@ -1,4 +1,4 @@
-"""Non-finite losses or gradients of an update: by learner.on_nonfinite it is skipped, dumped too, or ends the run.
+"""Non-finite loss or gradient norm: the update is skipped, with a dump if asked, or dumped and the run ended.
 
 dumps/nonfinite_12/          after 12 optimizer steps
   minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata

@@ -1,4 +1,4 @@
-"""Plan of a weight sync by shapes and layouts: bytes by writer and link, and sizes that do not divide. Torch-free."""
+"""Plan of a weight sync by shapes and layouts: bytes by writer and gathering group, sizes that misfit. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifier `reasoning_gym`: the library's own for the task that made the row; its partial credit is the score.
+"""Verifier `reasoning_gym`: the library's own verifier of the task that made the row; partial credit is the score.
 
 What stands between `<answer>` tags counts, and all of the response where there are none.
 """

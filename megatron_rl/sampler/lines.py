@@ -1,4 +1,4 @@
-"""Connections to an engine's process: a child's socket, or a server's port (WebSocket, /health), opened once more."""
+"""Connections to an engine's process: a child's socket, or a server's port (WebSocket, /health), reopened if lost."""
 
 from __future__ import annotations
 

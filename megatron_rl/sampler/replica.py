@@ -1,4 +1,4 @@
-"""State of one engine as the sampler keeps it: format, version, ready or why not, load; and the error of none left."""
+"""State of one engine as the sampler keeps it (format, version, ready or why not, load); the error if none is left."""
 
 from __future__ import annotations
 

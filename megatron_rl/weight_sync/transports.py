@@ -1,4 +1,4 @@
-"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender), and its report by parts."""
+"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender); its report for metrics."""
 
 from __future__ import annotations
 
