@@ -1,4 +1,5 @@
-"""Collection of a step's batch, on the driver: prompts are drawn, answered (by sampler or data set), scored, filtered.
+"""Collection of a step's batch on the driver: prompts drawn, answered (by sampler or data set), scored; groups filtered
+and refilled.
 
 Shape suffixes: B sequences, T response positions, S prompt + response positions (both right-padded),
 N rollouts, G groups.
