@@ -1,5 +1,5 @@
-"""Advantages from rewards, and the filters of DAPO around them: a response is worth its reward less what its siblings
-earned, rejected ones (`keep_N`) not counted.
+"""Advantages of rollouts from their rewards (GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL), rejected ones left out of the
+baseline; DAPO's penalty for overlong responses, and its test whether the rewards of a group differ.
 
 Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).
 """

@@ -1,4 +1,5 @@
-"""Messages between ranks: JSON, and tensors over a group. Nothing that another process sent is ever unpickled."""
+"""Collectives between ranks without pickle: JSON from all to all, maxima and gathers of tensors over a group, and a way
+to keep ranks waiting while rank 0 does long work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The driver, rank 0: sampling, scoring, evaluating, recording. The other ranks are followers with the same surface, so
-that the loop is the same: where one answers None, the driver's answer arrives through `learner.broadcast`.
-"""
+"""Driver of a run, on rank 0: sampling, scoring, evaluation, records, when to save and stop; the other ranks run the
+same loop with a `Follower`, whose every answer is None: the driver's arrives through `learner.broadcast`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written under another name, and renamed when they are complete."""
+"""Atomic writes (under a temporary name, renamed when whole), removal of folders, bounded reads of JSON and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One learner rank: `python -m megatron_rl.rank RUN_DIR PARENT_PID` by launch.py, or called under srun / torchrun."""
+"""Entry point of a learner rank, by launch.py (`python -m megatron_rl.rank RUN_DIR PARENT_PID`), srun or torchrun."""
 
 from __future__ import annotations
 

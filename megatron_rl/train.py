@@ -1,7 +1,7 @@
-"""The training loop. Every rank runs it; rank 0 also drives the sampler and the rewards.
+"""Training loop, which every rank runs, from prompts to a weight sync at each step; rank 0 drives sampler and rewards.
 
-prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage -> loss
--> learner step -> weight sync -> next rollout
+prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage -> loss -> learner step
+-> weight sync -> next rollout
 
 Shape suffixes: B sequences, T response positions.
 """

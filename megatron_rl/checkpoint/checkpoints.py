@@ -1,4 +1,4 @@
-"""A run's checkpoints as folders: which there are, which are whole, which may go.
+"""A run's checkpoint folders: lists and verifies them, gives a complete one its name, removes the old ones.
 
 checkpoints/step_120/
   policy/           weights and optimizer: a torch_dist checkpoint

@@ -1,4 +1,4 @@
-"""Going on with a run that has stopped: what may have changed in its recipe, and what it takes back to come again."""
+"""Resuming a run: refuses changed keys or data, picks the newest whole checkpoint, cuts records back to its step."""
 
 from __future__ import annotations
 

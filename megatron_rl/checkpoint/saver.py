@@ -1,8 +1,9 @@
-"""Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
+"""Saver and loader of checkpoints, one on every rank: it copies the learner's and the weight sync's state into memory,
+and a thread writes the files while training goes on.
 
-All but weights and optimizer is saved as at the last `snapshot_rng_and_stats`: a step that is given up before its
-update leaves no trace. A step waits only for the copy into memory; a thread writes that to disk, with rests where the
-learner needs the same cores. Once every rank's thread is done, rank 0 gives the folder its name.
+Every rank calls the same methods at the same steps. All but weights and optimizer is saved as at the last
+`snapshot_rng_and_stats`: a step that is given up before its update leaves no trace. The thread rests where the learner
+needs the same cores. Once every rank's is done, rank 0 gives the folder its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`megatron-rl serve`: one server of a fleet, in the foreground."""
+"""`megatron-rl serve`: starts one vLLM engine server, in the foreground, for the fleet of a run on another machine."""
 
 from __future__ import annotations
 

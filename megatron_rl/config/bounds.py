@@ -1,4 +1,4 @@
-"""Bounds of keys' values, which stand in the key's type: `workers: Annotated[int, at_least(1)] = 1`."""
+"""Bounds of configuration values, written in the key's type, such as `workers: Annotated[int, at_least(1)] = 1`."""
 
 from __future__ import annotations
 

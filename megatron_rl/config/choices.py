@@ -1,4 +1,4 @@
-"""Values of keys that take one of a few words."""
+"""Enums of configuration keys that take one of a few words (format, estimator, transport), and the alarms' settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in a correction, loss or advantage, and whether it needs a prox pass; found without torch.
+"""Checks of a recipe's correction, loss and advantage sections: error sentences, and whether a prox pass is needed.
 
 The prox pass scores a batch before the learner updates on it. A single update's own forward pass gives the same
 logprobs, too late only for what has to be known of the whole batch before the first gradient.

@@ -1,4 +1,4 @@
-"""Fields of another package's dataclass, read from its source: importing megatron-core or vLLM takes too long."""
+"""Check of recipe keys handed to megatron-core or vLLM against their dataclasses, parsed from source, not imported."""
 
 from __future__ import annotations
 

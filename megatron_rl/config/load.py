@@ -1,4 +1,4 @@
-"""Recipes to typed configuration: strict keys, presets, overrides, and errors that name the way out.
+"""Loads recipes into the typed Config (base files, presets, cluster, overrides, strict keys), and writes one as YAML.
 
 A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset (`correction: tis` is
 conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top. `cluster: 1n8g` puts

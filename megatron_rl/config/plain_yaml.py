@@ -1,4 +1,4 @@
-"""YAML as recipes mean it: `1e-4` is a number, `0.5_5` and dates are text, and no key stands twice in a section."""
+"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text, a key given twice is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that recipes once had, and what stands in their place. The reasons are in docs/decisions/config_keys.md."""
+"""Removed configuration keys, each with what to set in its place (the reasons are in docs/decisions/config_keys.md)."""
 
 REMOVED = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",

@@ -1,6 +1,5 @@
-"""Conflicts between keys of a recipe: functions of the sections that their parameters name, which return sentences that
-name the key, its value and the way out.
-"""
+"""Rules for recipe keys that conflict with each other: each reads the sections that its parameters name and yields
+sentences with key, value and way out; `check` applies all of them to a loaded recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a mapping fits dataclasses such as those of `schema.py`: every misfit as a sentence.
+"""Validation of a recipe against the dataclasses of `schema.py`: unknown keys, wrong types, bounds, each as a sentence.
 
 `misfits` is about what a recipe writes: keys and types; `sound` about the values of a section that is made: bounds.
 """

@@ -1,6 +1,5 @@
-"""Rows of Parquet and Arrow files, decoded when they are asked for. A file in large pieces is copied once into small
-ones, of which rows are drawn at random.
-"""
+"""Rows of Parquet and Arrow files, decoded only when asked for; a file in large pieces is copied once into small ones,
+for random access."""
 
 from __future__ import annotations
 

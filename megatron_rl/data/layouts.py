@@ -1,4 +1,4 @@
-"""Layouts in which others publish rows: the columns of prompt and answer, where no key of the recipe names them."""
+"""Layouts of published data sets (verl, TRL, OpenRLHF, ...): finds columns of prompt and answer that no key names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data sets that a configuration names: loaded for a run, looked at before one is started, drawn from in order."""
+"""Loads a configuration's data sets, checks them before a run, and draws prompts in a shuffled, resumable order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of files, and what everyone may rely on in them.
+"""Reads the rows of data files (.jsonl, .parquet, .arrow, a data set's folder) by index, and checks every one.
 
 A row is a JSON object: text that can be encoded, finite numbers, each key once, nothing nested deeper than `DEPTH`;
 what is otherwise is refused with its place. All rows are looked at, but none is kept, so that size is no matter.

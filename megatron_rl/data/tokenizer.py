@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder: prompts to token ids, and answers back to text."""
+"""Tokenizer of a Hugging Face folder: renders chat templates, encodes prompts, decodes answers, names stop tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two small tasks for machines without network: the toy (arithmetic, a character tokenizer, a model of under a million
-parameters), and questions of reasoning-gym (a chat template, a byte-level BPE tokenizer trained on them, a model of 2.4
-million parameters). Everything is made from a seed; the models are Qwen3 as large ones are, only small.
+"""Generator of small tasks for machines without network: rows to train and test on, tokenizer and config.json of a tiny
+model. The toy is arithmetic (a tokenizer of characters, under a million parameters); questions of reasoning-gym come
+with a chat template, a byte-level BPE tokenizer trained on them, and 2.4 million. All is made from a seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM behind what a sampler asks of an engine: answers, what its modules put out, updates of its weights, sleep."""
+"""Wrapper of vLLM that carries out a sampler's requests: generation, weight updates, modules' outputs, sleep."""
 
 from __future__ import annotations
 

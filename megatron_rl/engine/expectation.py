@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors a live vLLM model needs, read off the engine's own layers.
+"""Expected tensors of a weight update, by Hugging Face name, shape and dtype, read off a live vLLM model's own layers.
 
 Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before an update is
 accepted. Sizes are those of the whole model whatever the engine's tensor parallelism, because vLLM's loaders

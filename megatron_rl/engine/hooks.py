@@ -1,5 +1,5 @@
-"""What a live vLLM model shows of one sequence: what its modules put out, by point (models/points.py), and which
-experts its routers choose.
+"""Hooks on a live vLLM model that record, for one sequence, its modules' outputs by point (models/points.py), or the
+experts that its routers choose.
 
 Hooks, put on for one request and taken off again: a model that runs as a compiled graph passes them by, so that this
 wants an engine with enforce_eager, which is what hosts run.

@@ -1,4 +1,4 @@
-"""Kernels for vLLM on hosts without a GPU, put in front of vLLM's own.
+"""INT8, FP8 and attention kernels for vLLM on CPUs, put in front of vLLM's own in every worker (receiver.py).
 
 INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
 are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs. It takes oneDNN on every

@@ -1,4 +1,4 @@
-"""Whether an engine may answer, given its updates and its sleep; what its workers serve. Pure.
+"""Readiness of an engine: by its updates and its sleep, whether it refuses a request and why; what its workers serve.
 
 A request is refused, with the reason, while an update is unfinished, while weights or cache are asleep (an engine that
 shares a GPU with the learner sleeps while the learner works), and once its weights were discarded until a sync has

@@ -1,12 +1,11 @@
-"""The receiving half of the `file` transport: a vLLM weight-transfer engine, registered when this is imported.
+"""Receiver of the `file` transport in a vLLM worker, which checks a whole update before any of it reaches the live
+model; and the worker methods of every transport.
 
 vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases: `update_weights`
 checks version, names, shapes, dtypes, sizes and checksums, and builds the new weights beside the live ones where the
-model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place.
-Nothing touches the live model before every worker has accepted the whole update.
-
-With `background` the first phase runs in a thread, while the engine goes on generating from its present weights;
-`await_weight_update` then ends it.
+model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place, once every worker has
+accepted the update. With `background` the first phase runs in a thread, while the engine goes on generating from its
+present weights; `await_weight_update` then ends it.
 """
 
 from __future__ import annotations

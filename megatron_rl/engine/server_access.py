@@ -1,4 +1,4 @@
-"""Who may talk to a server of the fleet: whoever has shown its key, and few others for a short time.
+"""Access control of an engine's server: middleware that asks for the key, connections that cut off strangers in time.
 
 An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its weights. The key comes
 from the environment, which other users of the machine cannot read.

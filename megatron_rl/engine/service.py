@@ -1,4 +1,4 @@
-"""Requests from one line or several, answered by one engine in the thread that owns it.
+"""Service loop of an engine's process: takes requests from its socket or connections, steps vLLM, sends the replies.
 
 Between two of the engine's steps it is asked whatever has arrived; what a step has finished goes to whoever asked, all
 of it in one transmission. A line is what a request came by: a child's socket, or one connection of a server.

@@ -1,4 +1,4 @@
-"""A held-out set answered and judged, without a penalty for length. Runs on the driver rank, and without a run."""
+"""Evaluator of a held-out set: samples answers, scores them without a length penalty, gives accuracy, pass@k, maj@k."""
 
 from __future__ import annotations
 

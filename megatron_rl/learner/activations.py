@@ -1,4 +1,5 @@
-"""Pairs of a learner's and an engine's values at each point of a forward pass (models/points.py). Learners on CPUs.
+"""Hooks on a learner on a CPU that pair its values with an engine's at each point of a forward pass (models/points.py),
+and can put the engine's in their place.
 
 Where the pass goes on from the engine's values, whatever differs at a point was computed from the engine's own inputs.
 Each rank looks at its own layers, columns and positions. megatron-core keeps queries, keys and values interleaved by

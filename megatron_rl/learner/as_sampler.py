@@ -1,4 +1,4 @@
-"""Which of the learner's layers compute as the sampler does, and the quantized weights that they compute with."""
+"""Switch of a CPU learner's linear layers between BF16 and the sampler's arithmetic, for which it quantizes weights."""
 
 from __future__ import annotations
 

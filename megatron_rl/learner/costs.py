@@ -1,4 +1,4 @@
-"""What a token costs the learner: floating-point operations in a forward pass, FP32 copies of logits. Torch-free."""
+"""Costs of a token to the learner: operations of its forward pass, and rows of logits copied in FP32 at once."""
 
 from __future__ import annotations
 

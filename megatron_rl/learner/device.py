@@ -1,4 +1,5 @@
-"""A rank's device: its memory can be returned, its forward passes are timed."""
+"""Allocator setting that lets the learner return GPU memory at syncs to an engine that sleeps meanwhile, and a clock
+for the forward passes inside an update."""
 
 from __future__ import annotations
 

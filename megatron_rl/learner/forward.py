@@ -1,4 +1,5 @@
-"""Forward passes of a policy over packs: the logprobs that it gives, in its own arithmetic and in others.
+"""Forward passes of the learner over a batch: logprobs by its own weights, the reference's or re-rounded ones, or as
+the sampler computes; and what passes show: maxima for the sync's scales, router flips.
 
 B rows of the batch, T response positions, N response tokens of a pack, V columns of the vocabulary share, L layers.
 """

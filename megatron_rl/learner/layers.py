@@ -1,4 +1,4 @@
-"""Layers of a learner on a CPU, in the place of megatron-core's local ones: fast there, rounding as vLLM does on hosts.
+"""CPU layers of a learner (norm, rotary, attention, SwiGLU) in place of megatron-core's, rounding as vLLM's do there.
 
 Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that stay in cache.
 

@@ -1,4 +1,4 @@
-"""Models and settings that the learner refuses, by config.json and the recipe alone; a dry run too. Torch-free."""
+"""Checks of config.json and recipe for models and settings that the learner refuses, before it starts. Torch-free."""
 
 from __future__ import annotations
 

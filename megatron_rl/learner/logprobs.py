@@ -1,4 +1,4 @@
-"""Logprobs and entropy of a policy whose logits are split over the vocabulary, among all tokens or among kept ones.
+"""Logprobs and entropy of logits split over the vocabulary, among all tokens or among kept ones; and supports compared.
 
 The logits stay in their own precision; FP32 copies are of a chunk of rows. One collective per call. With top_k and
 top_p the policy is renormalised over the tokens that the sampler drew from: a gradient reaches those alone.

@@ -1,4 +1,4 @@
-"""A megatron-core model from a Hugging Face config.json.
+"""Builder of the learner's megatron-core GPT model from config.json and the recipe: a pipeline stage without weights.
 
 S positions of a pack, H hidden width, N response tokens, V columns of this rank's share of the vocabulary.
 """

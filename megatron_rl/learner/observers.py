@@ -1,4 +1,5 @@
-"""What the learner's own forward passes show: norms' outputs, keys and values, and the experts that routers choose.
+"""Observers of the learner's forward passes: largest outputs of norms (for smoothing), largest keys and values (for the
+scales of an FP8 cache), and routers that choose other experts than the engine's.
 
 Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever the layout (to the
 rounding of the forward pass itself), because filler positions are left out.

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer and its sums of gradients over replicas: their settings, the learning rate, clipping."""
+"""Settings of megatron-core's Adam and gradient reduction, the learning rate of a step, clipping by a given norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs made of a batch's rows: which rank trains which rows, in which micro-batches, and how a pack is laid out.
+"""Packs, micro-batches of whole sequences: which rank trains which rows of a batch in which pack, and a pack's layout.
 
 Pure functions of lengths: every rank works out the same packs without talking.
 

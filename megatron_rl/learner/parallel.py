@@ -1,4 +1,5 @@
-"""The learner's processes: how they find each other, who holds which part, and the tensors and JSON they exchange."""
+"""One process of the learner: joins torch's and megatron-core's groups, checks its place in the layout, sums over ranks
+and broadcasts the driver's tensors and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's part of a policy under megatron-core, and of its optimizer: how both are built, filled and named."""
+"""Base class of the learner: builds one rank's megatron-core modules and optimizer, loads weights, names parameters."""
 
 from __future__ import annotations
 

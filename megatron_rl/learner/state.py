@@ -1,4 +1,4 @@
-"""A learner's state, to go on exactly where it was: weights, optimizer, random states, what it has measured.
+"""A learner's state as checkpoints save and restore it: weights, optimizer, random states, the maxima it has measured.
 
 Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """

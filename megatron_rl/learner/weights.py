@@ -1,4 +1,4 @@
-"""A policy's weights: Hugging Face tensors into a rank's shards, a random model, and other weights for a while."""
+"""Fills a rank's parameters from Hugging Face tensors or at random, and exchanges or re-rounds them for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens `clip_cov` and `kl_cov` act on: chosen once, on the global batch, before any update.
+"""Selection of the tokens that the losses `clip_cov` and `kl_cov` act on: once, on the global batch, before any update.
 
 The covariance of a token is (A - mean A) (p - mean p): a large one drives entropy down fastest.
 

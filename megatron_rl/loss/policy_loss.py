@@ -1,4 +1,4 @@
-"""Policy losses: one formula per name (`table.py`), one reduction, and the terms beside them.
+"""Policy loss of a micro-batch: a formula of `table.py`, reduced by counts of the whole batch, KL and entropy, metrics.
 
 Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of the
 whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch, and so is

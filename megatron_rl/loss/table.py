@@ -1,4 +1,4 @@
-"""The table of policy losses: each one's formula, and what the rest of the project has to know about it.
+"""Table of policy losses (ppo, gspo, cispo, dppo, ...): each one's formula per token, keys, and demands on a recipe.
 
 A new loss is a function here and a row of `LOSSES`; `loss.name`, the checks of the config and the default reduction
 follow the table. The config reads it too, which loads no torch: formulas call the methods of their tensors, and what

@@ -1,4 +1,4 @@
-"""What the formulas of `table.py` are given, and the estimates of the KL to the reference.
+"""Inputs of the loss formulas of `table.py` (logprobs, anchor, advantages, weights), and estimators of the KL penalty.
 
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face model folders, streamed: one tensor in memory at a time, in or out.
+"""Reader and writer of Hugging Face model folders (safetensors), with one tensor in memory at a time.
 
 The writer knows every name, dtype and shape before the first byte, so that tensors may arrive in any order.
 """

@@ -1,4 +1,4 @@
-"""How a learner's ranks share a model: which layers, experts and rows are whose. Torch-free, pure integers.
+"""Layout of a learner's ranks (TP, PP, EP, DP): each rank's place, layers and experts. Torch-free, pure integers.
 
 The rules are those of megatron-core, restated so that nobody needs a process group; `learner/parallel.py` compares the
 two at the start of every run.

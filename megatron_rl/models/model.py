@@ -1,4 +1,4 @@
-"""What is known of a model before any weight is read: sizes, the learner's layout, config.json itself. Torch-free."""
+"""Facts of a model before any weight is read: its sizes, the learner's layout, config.json itself. Torch-free."""
 
 from __future__ import annotations
 

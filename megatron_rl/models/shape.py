@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about the sizes of a model's weights. Torch-free."""
+"""Sizes and features of a model of a supported family, read from Hugging Face's config.json and checked. Torch-free."""
 
 from __future__ import annotations
 

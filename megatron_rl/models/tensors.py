@@ -1,4 +1,4 @@
-"""Named tensors: name, dtype, shape, bytes, the memory they are read into, and how they are written. Torch-free."""
+"""Specs of named tensors (dtype, shape, bytes), memory to read them into, safetensors files written. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Index of a folder's safetensors files: which hold its weights, what their headers say. Torch-free, reads no weight.
+"""Headers of a folder's safetensors files: which hold its weights, where each lies, how they misfit config.json.
 
-A folder may come from anywhere: file names stay inside of it, and headers are small, before anything is believed.
+A folder may come from anywhere: names stay inside of it, headers are small, before anything is believed. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Achieved throughput of a step: tokens and floating-point operations a second of a device, and peak memory."""
+"""Achieved throughput of a step, as metrics: tokens and operations a second of a device, MFU; and peaks of memory."""
 
 from __future__ import annotations
 

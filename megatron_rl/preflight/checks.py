@@ -1,4 +1,5 @@
-"""Everything about machine, model and files that can be known to be wrong before an engine starts."""
+"""Checks of a recipe against machine, model and files before a run, a server, or a model that answers alone starts:
+every problem in one error, and notes."""
 
 from __future__ import annotations
 

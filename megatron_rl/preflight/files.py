@@ -1,4 +1,4 @@
-"""The files that a recipe names: what is absent, and whether the parts of a model's folder agree. Torch-free."""
+"""Checks of the files that a recipe names: which are absent, and whether config.json, weights and tokenizer agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines and what they can run: this one, found out without importing torch, or one that is only named."""
+"""Descriptions of machines (GPUs, memory, links): this one, detected without torch, or one named as 1x8xH100-80."""
 
 from __future__ import annotations
 

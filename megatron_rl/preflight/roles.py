@@ -1,4 +1,5 @@
-"""Roles of a machine's GPUs: for the learner, for engines, or for both; and what does not fit there. Torch-free.
+"""Roles of a machine's GPUs by a recipe: for the learner, for engines, or for both; what does not fit there, or in a
+host's memory; and a job's sizes for the batch scripts. Torch-free.
 
 python -m megatron_rl.preflight.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
                                                                       servers on other nodes, GPUs of each, sync.dir,

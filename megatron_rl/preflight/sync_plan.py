@@ -1,4 +1,4 @@
-"""The plan of a sync: what it will move, and whether its sizes go together, by shapes and layouts. Torch-free."""
+"""Plan of a weight sync by shapes and layouts: bytes by writer and gathering group, sizes that misfit. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Framed msgpack messages over a socket pair, with a deadline on what is waited for. No pickle."""
+"""Framed msgpack messages over a socket pair of parent and child, with deadlines and a largest size. No pickle."""
 
 from __future__ import annotations
 

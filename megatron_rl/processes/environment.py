@@ -1,4 +1,4 @@
-"""Environment variables that the processes of a run are given, and where they keep what they have compiled."""
+"""Environment variables of a run's processes: secrets left out, those that rewards see, caches of compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an engine answers, works, or hangs.
+"""Health of an engine, for GET /health of its server: it answers, works (CPU time, context switches), or hangs.
 
 One that does not answer at once may be busy with a long prefill, an update or a compilation; then its processes use the
 CPU, or their main threads look again and again for what they wait for (a lock on a cache, a worker, a page of a file).

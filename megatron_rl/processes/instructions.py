@@ -1,6 +1,5 @@
-"""Matrix products that a host's processor has instructions for. oneDNN, by which torch and vLLM multiply, takes fewer
-where its variable says so.
-"""
+"""Detection of this CPU's instructions for BF16 and INT8 matrix products, as far as oneDNN's variables let torch and
+vLLM use them, and the settings that suit a small model where they lack."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The job that this process belongs to: what Slurm says of it, and how many of its processes the kernel has ended for
-their memory, by its counters for each control group.
-"""
+"""The Slurm job of this process (time left, whether it goes on, a rank's variables); and how many of its processes the
+kernel has ended for their memory, by the counters of control groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Process helpers of a run: cores, garbage collection, signals, ending with the parent, reading /proc."""
+"""Process helpers of a run: cores, memory, garbage collection, signals that wait or are left to the driver, ending with
+the parent or with all descendants, what the kernel knows of a process, output that may fail."""
 
 from __future__ import annotations
 

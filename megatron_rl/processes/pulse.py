@@ -1,4 +1,4 @@
-"""This process's signs of life: in which phase it is, since when nothing has been seen of it, and for whom it waits.
+"""Signs of life of this process (phase, last mark, for whom it waits), which a rank writes to a file for watch.py.
 
 The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds, with
 what the kernel knows of its processes (read by watch.py). While the process is stopped, no time passes here.

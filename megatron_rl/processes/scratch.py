@@ -1,6 +1,5 @@
-"""The private temporary folder of a run's processes. Its owner removes it; where that was killed, the next start does,
-which removes none of a run that lives (`owned_folder.py`).
-"""
+"""Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its owner, or by the
+next start where that was killed, which removes none of a run that lives (`owned_folder.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python stacks of another process, asked from outside: that needs neither its interpreter nor a debugger."""
+"""Python stacks of another process: asked for by a signal, read from the run's temporary folder, no debugger needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads beside the one that computes: work in one that ends, and helpers that others do not get.
+"""Thread helpers: work in a daemon thread, an asyncio loop in a thread, pauses between pieces, fewer OpenMP helpers.
 
 A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them than cores, none
 waits awake any more, and each small operation waits 30 to 60 us for its helpers (docs/benchmarks.md).

@@ -1,4 +1,4 @@
-"""The scales of an FP8 key-value cache: two numbers per layer, in the same update as the weights they belong to.
+"""Scales of an FP8 key-value cache, two per layer: made at each sync from the learner's maxima, sent with the weights.
 
 A scale is the largest magnitude that the learner has seen since the sync before, over what FP8 can express. What is
 larger later saturates, until the next sync.

@@ -1,5 +1,5 @@
-"""What each weight format is: which layers it holds quantized, as what tensors, where it runs, how vLLM is told.
-Torch-free.
+"""Weight formats (int8, int4, fp8, fp8_block): which layers are quantized, into what tensors, where that runs, and the
+quantization_config that tells vLLM. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """

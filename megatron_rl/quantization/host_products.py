@@ -1,4 +1,4 @@
-"""Matrix products on processors that lack the instructions: BF16, INT8 and FP8, multiplied in FP32.
+"""Matrix products of BF16, INT8 and FP8 on CPUs, multiplied in FP32 where the processor lacks instructions for them.
 
 BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in FP32
 (docs/decisions/host_kernels.md). INT8: sums are exact whatever their order, as long as they stay below 2^24. FP8:

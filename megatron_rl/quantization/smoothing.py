@@ -1,4 +1,4 @@
-"""Smoothing: outliers of the activations move into the weights that multiply them, before both become INT8.
+"""Smoothing (SmoothQuant by powers of two): outliers of activations move into the weights that a sync sends as INT8.
 
 For any scale s per channel, x / s times W * s is the same product: a norm's own weight is divided by s and the columns
 of all its readers are multiplied by it. SmoothQuant's choice, s = amax(x)^alpha / amax(W)^(1 - alpha), is taken

@@ -1,6 +1,6 @@
-"""vLLM's C operators for hosts, in a process without vLLM: its library is loaded by itself, in a twentieth of a second.
+"""vLLM's CPU operators (INT8 products and codes, rotary embedding) in a process without vLLM, by its library alone.
 
-INT8 products by weights that are packed once, and rotary embeddings. No other module calls `torch.ops._C`.
+It is loaded in a twentieth of a second; INT8 weights are packed once. No other module calls `torch.ops._C`.
 
 Shapes: M tokens, K input features, N output features, S positions, A heads of width D.
 """

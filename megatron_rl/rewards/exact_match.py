@@ -1,4 +1,4 @@
-"""Exact match: right where the response, stripped, is the row's answer."""
+"""Verifier `exact_match`: right where the response, stripped, is the row's answer."""
 
 from __future__ import annotations
 

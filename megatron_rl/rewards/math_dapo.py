@@ -1,4 +1,4 @@
-"""DAPO's rule: the last `Answer: ...` within 300 characters of the end, compared as text once both are normalised.
+"""Verifier `math_dapo`: the last `Answer: ...` in the last 300 characters, compared as text once both are normalised.
 
 The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with published ones.
 """

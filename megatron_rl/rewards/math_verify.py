@@ -1,4 +1,4 @@
-"""The library math-verify: the rightmost expression of the response, compared as mathematics, with verl's targets.
+"""Verifier `math_verify`: the response's rightmost expression, compared as mathematics by the library math-verify.
 
 Its time-outs (SIGALRM, hence the main thread) read as "not equal" in its own verdict; here they are counted as such.
 What never returns to Python ends with its worker.

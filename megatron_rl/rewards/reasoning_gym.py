@@ -1,5 +1,4 @@
-"""Tasks of the library reasoning-gym, judged by the verifier of the task that made the row; partial credit is the
-score.
+"""Verifier `reasoning_gym`: the library's own verifier of the task that made the row; partial credit is the score.
 
 What stands between `<answer>` tags counts, and all of the response where there are none.
 """

@@ -1,4 +1,4 @@
-"""Types of a reward function: what it is asked, and what it returns."""
+"""Types of a reward function: the Task that it is given (row, response), the Judgement it returns (verdict, score)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One reward worker: `python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`, started by `pool.py`.
+"""Reward worker, a process that `pool.py` starts: judges the tasks that come by its channel, and sends the scores back.
 
-A reward is user code and may run programs that a model wrote: none of them inherits the channel, so that nothing but
-this loop answers.
+`python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`. A reward is user code and may run programs that a model
+wrote: none of them inherits the channel, so that nothing but this loop answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Batches in the order of the steps that train on them: collected when they are asked for, or ahead of that.
+"""Batches in the order of steps, collected when asked for, or by a thread ahead of the learner (`rollout.ahead`), which
+waits for weights that are fresh enough or draws again; and the gate that holds new prompts back during an update.
 
 With `rollout.ahead: k` a thread collects the next k batches while the learner works. What it may begin is decided here
 alone:

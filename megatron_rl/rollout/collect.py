@@ -1,4 +1,5 @@
-"""prompt -> rollout -> reward -> group filter. Runs on the driver rank.
+"""Collection of a step's batch on the driver: prompts drawn, answered (by sampler or data set), scored; groups filtered
+and refilled.
 
 Shape suffixes: B sequences, T response positions, S prompt + response positions (both right-padded),
 N rollouts, G groups.

@@ -1,4 +1,4 @@
-"""When engines that share GPUs with the learner sleep and wake.
+"""Sleep and wake calls to engines that share GPUs with the learner, around a step's answers and each sync.
 
 They sleep from their start to the first sync, so that they start alone, and from the last answer of a step to the next
 sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free while the update is staged, and

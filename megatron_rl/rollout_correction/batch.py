@@ -1,4 +1,4 @@
-"""The passes over a batch, slice of rows by slice of rows, that `correction.py` puts in order.
+"""Passes over a batch that `correction.py` puts in order: log-ratios, reject rules, budgets, the cap, weights, metrics.
 
 Shape legend: B sequences, T response positions.
 """

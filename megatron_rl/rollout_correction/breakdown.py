@@ -1,4 +1,4 @@
-"""The mismatch of a recorded batch, cut along six lines: where sampler and learner disagree.
+"""Mismatch of a batch by slices: position, probability, length, staleness, finish reason and weight format.
 
 A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small probabilities,
 stale weights in the staleness, a stop-token fault in the finish reasons, a format that does not suit in the weight

@@ -1,4 +1,4 @@
-"""rollout_correction: from two policies' logprobs to importance weights, a mask, and what to log.
+"""Correction of a batch: from sampler's and learner's logprobs to importance weights, a mask, advantages, and metrics.
 
 The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every token's probability.
 With d = p - mu and rho = exp(d), tokens without a ratio are dealt with (`non_finite`), tokens and sequences rejected by

@@ -1,4 +1,4 @@
-"""The mean reward that the learner would have earned on what the sampler wrote.
+"""Estimate of the mean reward that the learner itself would have earned, from the sampler's answers and both logprobs.
 
 A quantized sampler that answers worse lowers the logged reward while the policy is as good as before; weighing each
 answer by the product of its ratios turns it into the learner's.

@@ -1,4 +1,4 @@
-"""What `rollout_corr/` logs about the mismatch and about the weights that were applied.
+"""Metrics under `rollout_corr/`: the mismatch of sampler and learner, and the weights applied, summed slice by slice.
 
 Shape legend: B sequences, T response positions. Sums are collected slice by slice, in float64 across slices. Masked
 positions hold 0 in every tensor that is summed here.

@@ -1,4 +1,4 @@
-"""One log-ratio per token from two logprobs, with every non-finite value dealt with.
+"""Log-ratio of each token, learner's logprob less the sampler's, with non-finite values handled as the recipe says.
 
 Shape legend: B sequences, T response positions.
 """

@@ -1,4 +1,4 @@
-"""Console output of a run: one plain line per step or a live table, and a few answers of a recorded step."""
+"""Console output of a run: a line per step or a live table, a few recorded answers; also tables, durations as text."""
 
 from __future__ import annotations
 

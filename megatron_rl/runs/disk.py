@@ -1,4 +1,4 @@
-"""Disk use of a run: kept below `log.disk_gib`; files are left out where there is no room, which ends no run.
+"""Writer of a run's lines and rollouts: survives a full disk, removes the oldest files to stay below `log.disk_gib`.
 
 The oldest recorded rollouts go first, then dumps, then logs; never what a run goes on from.
 """

@@ -1,4 +1,4 @@
-"""A run's progress: what it has trained on, what is left to log of its last step, when that state is saved."""
+"""Progress of a run: counts of what it has trained on, whether run.stop is reached, whether a checkpoint is due."""
 
 from __future__ import annotations
 

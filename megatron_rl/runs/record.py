@@ -1,4 +1,5 @@
-"""The record that a run leaves: the driver's Recorder, and a silent one for the other ranks."""
+"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json to its last word on how the
+run ended; a silent one for the other ranks."""
 
 from __future__ import annotations
 

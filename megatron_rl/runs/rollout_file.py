@@ -1,4 +1,4 @@
-"""rollouts/step_N.parquet: the rollouts that a step was trained on, one row each, with both engines' logprobs.
+"""rollouts/step_N.parquet, written and read: a step's rollouts, a row each, with the sampler's and learner's logprobs.
 
 Columns that a step does not have are null. Shape suffixes: B sequences, T response positions (right-padded).
 """

@@ -1,4 +1,4 @@
-"""A run's directory: where everything lies, who may claim it, and what it says about itself."""
+"""A run's directory: paths of what lies there, its claim by a lock for a new or resumed run, an old one archived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""status.json: how a run stands in its own words, and what is true of it when it can no longer say. And env.json.
+"""status.json of a run, written and read (one whose process is gone counts as failed); and the content of env.json.
 
 state       starting | running | finished | stopped | failed
 reason      why it ended as it did

@@ -1,6 +1,5 @@
-"""Time of a step by phase, the time that remains, and lanes.jsonl: who was at work when. A span is [lane, begin, end]
-in seconds since 1970.
-"""
+"""Clock of a step: its time by phase, how long its rest will take, rates, and the lines of lanes.jsonl (who worked
+when). A span is [lane, begin, end] in seconds since 1970."""
 
 from __future__ import annotations
 

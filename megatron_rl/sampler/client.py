@@ -1,4 +1,4 @@
-"""An engine in another process: messages to it over a child's socket or a server's port, its replies held to bounds.
+"""Client of an engine's process: requests over a child's socket or a server's port, deadlines, replies held to bounds.
 
 What is asked in one turn of the event loop travels together, and so shares the engine's batches. The deadline of a
 sample is not its age, which a long queue makes: the engine has to finish something, or to write, in that time.

@@ -1,4 +1,4 @@
-"""What one engine can be asked, whichever engine it is and however it is reached; and how it fails.
+"""Interface of an engine (generate, update, sleep, values, status), whichever it is and however reached; its errors.
 
 One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for each. Everything here
 is asynchronous, and used from one event loop. `EngineClient` (client.py) reaches vLLM; docs/architecture.md says how to

@@ -1,4 +1,4 @@
-"""What every engine's process is given on this machine, embedded or a server: environment, cores, GPUs, and its end.
+"""Process of an engine on this machine, embedded or a server: started with its environment, cores and GPUs, and ended.
 
 The workers of an engine share memory in segments that they remove when they end by themselves, not when they are
 killed. Which segments are this engine's is read from the memory maps of its processes, never from names alone: those

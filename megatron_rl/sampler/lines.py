@@ -1,4 +1,4 @@
-"""Lines to an engine's process: the socket of a child, or the port of a server, which can be looked at too."""
+"""Connections to an engine's process: a child's socket, or a server's port (WebSocket, /health), reopened if lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine of a run, and what the sampler knows of it."""
+"""State of one engine as the sampler keeps it (format, version, ready or why not, load); the error if none is left."""
 
 from __future__ import annotations
 

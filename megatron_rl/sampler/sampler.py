@@ -1,4 +1,4 @@
-"""The sampler of a run: prompts in, groups of answers out, from one engine or several, wherever those are.
+"""Sampler: prompts in, groups of answers out, from engines that it starts or is given; their weight updates and sleep.
 
 Engines are children of this process (`sampler.engines`), servers that it starts, or servers that are given by address
 (`sampler.fleet`). They are asked, watched, restarted and updated on an event loop in a thread of its own; what is here

@@ -1,4 +1,4 @@
-"""Starts the learner's ranks on this machine, watches them, and ends them all.
+"""Launcher of the learner's ranks on this machine: starts, watches and ends them, and writes how the run has ended.
 
 Ranks live in sessions of their own: Ctrl-C reaches this process alone, which tells the driver rank (stop_request.py).
 The driver's stdout is the terminal; every other stream is a file under logs/attempt_N/.

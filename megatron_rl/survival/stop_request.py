@@ -1,4 +1,4 @@
-"""Stop requests by signal: noticed by a thread whatever the main thread is at, obeyed where the loop can.
+"""Stop requests by signal (USR1, TERM, Ctrl-C): the step is finished in the time left, or given up on every rank.
 
 USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. Where that is too short,
 the step is given up: rank 0 leaves what it waits for, and tells the ranks that wait for it (`ask_driver`). Before the

@@ -1,4 +1,4 @@
-"""Parameters in buckets: what each rank of a tensor-parallel group contributes, gathered with one collective.
+"""Buckets of a weight sync: parameters whose parts the first rank of a tensor-parallel group gathers and makes whole.
 
 Every rank knows every other rank's part from the mapping table alone, so contents travel as bare bytes.
 """

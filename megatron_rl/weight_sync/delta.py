@@ -1,4 +1,4 @@
-"""Patches: a tensor's bytes as what changed since the version before. Pure functions of bytes, and the sender's memory.
+"""Patches between two versions of a tensor's bytes, made and applied; and the sender's memory of what it sent last.
 
 A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes.
 """

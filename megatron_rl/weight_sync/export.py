@@ -1,4 +1,4 @@
-"""The learner's weights as a Hugging Face folder, written by every pipeline stage at once: what a run leaves."""
+"""Export of a run's last and best policy as Hugging Face folders, at its end, by every pipeline stage at once."""
 
 from __future__ import annotations
 

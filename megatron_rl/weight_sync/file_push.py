@@ -1,4 +1,4 @@
-"""The `file` transport on the learner's ranks: write in a thread of its own, have rank 0 announce what was written."""
+"""Sender of the `file` transport on learner ranks: a thread writes a version, rank 0 has the sampler load it."""
 
 from __future__ import annotations
 

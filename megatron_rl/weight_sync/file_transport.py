@@ -1,4 +1,4 @@
-"""The sending half of the `file` transport: bucket files and a manifest in a directory both sides can see.
+"""Files of the `file` transport: a version's buckets and manifests in a run's own folder, written and removed.
 
 Each writer (one per pipeline stage) writes its own buckets and then, last and atomically, its manifest: a version is
 complete when all its manifests exist. With `delta` a version may hold patches of the version before (`delta.py`), which

@@ -1,4 +1,4 @@
-"""What one weight update contains: names, shapes, dtypes, places, byte counts, checksums, policy version.
+"""Manifest of a weight update: names, shapes, dtypes, places, checksums and policy version of its tensors; its checks.
 
 Each writer (one per pipeline stage) leaves one manifest as JSON beside its bucket files. The receiver joins
 them and compares the whole with what its engine expects before a single byte reaches the live model.

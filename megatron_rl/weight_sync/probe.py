@@ -1,4 +1,5 @@
-"""Probe for equal weights: compares sampler and learner by logprobs of tokens that the sampler has just sampled.
+"""Probe after a weight sync: compares sampler and learner by logprobs of fresh answers, each weight format under its
+own budget, and raises with likely causes where they differ by more.
 
 On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times worse.
 

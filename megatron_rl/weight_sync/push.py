@@ -1,4 +1,4 @@
-"""One weight sync, from the learner's shards to a sampler that serves the new version.
+"""Weight sync, called on every rank: sends the learner's shards by a transport until the sampler serves the version.
 
 Every rank of the learner calls `push`; rank 0 also drives the sampler. What goes wrong on any rank, or in the sampler,
 is raised on all of them, and the sampler keeps serving the version before; with `sync.staged: false` it may be left

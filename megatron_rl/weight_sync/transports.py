@@ -1,4 +1,4 @@
-"""What a sync asks of the learner, of the sampler and of a transport between the two, and what it reports."""
+"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender); its report for metrics."""
 
 from __future__ import annotations
 

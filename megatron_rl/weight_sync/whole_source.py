@@ -1,9 +1,9 @@
-"""The tensors of all writers in one place and one order, for transports that have a single sender.
+"""Tensors of all pipeline stages and expert ranks, in one order, on rank 0 (nccl) or on every rank (ipc).
 
 vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized tensors of the
-other pipeline stages and expert ranks travel once more, to rank 0 or to all. Buckets are walked in one order that every
-rank knows, (stage, dense before experts, expert rank, number), which is each rank's own order too: no rank can wait for
-one that waits for it.
+other pipeline stages and expert ranks travel once more. Buckets are walked in one order that every rank knows, (stage,
+dense before experts, expert rank, number), which is each rank's own order too: no rank can wait for one that waits for
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What travels beside the tensors of vLLM's own transports: an announcement before them, a seal after them.
+"""Messages beside the tensors of vLLM's transports (nccl, ipc): an announcement, a seal of checksums, ipc's handles.
 
 The announcement adds the policy version to names, dtypes and shapes, and is compared with what the engine expects
 before anything moves; the seal adds a checksum of every tensor, computed where it lies, and is compared before anything

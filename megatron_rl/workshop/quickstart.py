@@ -1,4 +1,4 @@
-"""The whole chain on one machine: data, a supervised warm start, RL with a quantized sampler, a report."""
+"""`megatron-rl quickstart`: makes a small task, runs a supervised warm start, then RL with a quantized sampler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The index of a torch_dist checkpoint: its tensors, the places of their parts, and those of a model's parameters.
-
-It is read as data, never unpickled (pickled.py), and every number in it is held against the files. Torch-free.
+"""Reader of a torch_dist checkpoint's index: dtype, shape and place in the files of each tensor, and which of them hold
+a model's parameters. It is read as data, never unpickled (pickled.py), and every number in it is held against the
+files. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A pickle read as data: its values, and what it would call, of which nothing is ever called. Torch-free.
+"""Safe pickle reader for checkpoint files: returns values and the names of what they would call, and calls nothing.
 
 A class is its name, an object the arguments that it would be made from, and a dict its items: keys are not hashed, so
-that a small file cannot ask for endless work, nor for more memory than it holds.
+that a small file cannot ask for endless work, nor for more memory than it holds. Torch-free.
 """
 
 from __future__ import annotations

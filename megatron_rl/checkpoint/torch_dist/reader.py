@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints through the mapping table: weights in, weights out, without megatron.
+"""Reads torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or Hugging Face tensors.
 
 Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that torch.save has
 written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.

@@ -1,4 +1,4 @@
-"""Writes the files of a torch_dist checkpoint: blocks of tensors, and the index that says where they are.
+"""Writes a torch_dist checkpoint as megatron-core has it: each rank's blocks of tensors, and the index over all.
 
 Each process writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. No
 process group is needed: a thread can write while the learner goes on.

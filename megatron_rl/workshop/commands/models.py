@@ -1,4 +1,4 @@
-"""Commands about a stored model: eval, chat, mismatch; and about an update that was not finite: rerun-step."""
+"""Commands about a stored model, with their arguments: eval, chat, mismatch; and rerun-step, about a dumped update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands before a run: plan, translate, toy, quickstart."""
+"""Commands before a run, with their arguments and what they call: plan, translate, toy, quickstart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands about runs: report, status, watch, checkpoints, replay."""
+"""Commands about runs, with their arguments and what they call: report, status, watch, checkpoints, replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as the cells of a grid: what each came to, and what is best beyond the noise of the seeds.
+"""Results of a grid of runs, by cell and seed: numbers, curves, a table, JSON, and which cell is better beyond noise.
 
 A cell is a choice of one label on each axis; its runs differ in their seed alone. The labels of the last axis are what
 is compared, for each choice on the axes before it.

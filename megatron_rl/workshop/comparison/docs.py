@@ -1,4 +1,4 @@
-"""A comparison in pages of text, between markers: written by a command, never by hand.
+"""Writes a comparison's table, findings and figure (SVG) between markers in Markdown pages, and its numbers as JSON.
 
     <!-- NAME: table -->
     ...

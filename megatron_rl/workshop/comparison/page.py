@@ -1,4 +1,4 @@
-"""The page of a comparison: its findings, its cells in a table, their curves, and its runs."""
+"""HTML page of a comparison: its findings, its cells in a table, their curves (plotly), and its runs."""
 
 from __future__ import annotations
 

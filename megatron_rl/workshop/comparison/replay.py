@@ -1,4 +1,4 @@
-"""Other corrections on the batches that a run recorded. Nothing is trained.
+"""`megatron-rl replay`: a table of other corrections' metrics on the batches that a run recorded; nothing is trained.
 
     megatron-rl replay runs/quickstart --corrections none tis icepop [correction.weight.high=4 ...]
 

@@ -1,4 +1,4 @@
-"""Models run on texts: by the learner, whose activations smoothing follows, and by nvidia-modelopt.
+"""Calibration of a conversion on texts: maxima of activations by a learner, for smoothing; FP8 and NVFP4 by modelopt.
 
 modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form, without INT8.
 """

@@ -1,4 +1,4 @@
-"""Two models, tensor by tensor: equal, equal but for the dtype, within the rounding of a format, or different.
+"""Comparison of two models by tensor: equal, equal but for the dtype, within the rounding of a format, or different.
 
 A quantized weight is held against the plain one element by element: rounding moves a number by half a step of the
 format at the most, so that one swapped row, one lost scale or one stale expert shows, however small the mean error.

@@ -1,4 +1,4 @@
-"""Quantized weights, whoever made them -> plain BF16 ones, which a learner can train.
+"""`tools/convert.py dequantize`: quantized weights, whoever made them -> plain BF16 ones, which a learner can train.
 
 A module's weight is one of
 

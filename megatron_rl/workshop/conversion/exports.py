@@ -1,7 +1,5 @@
-"""Weights -> a Hugging Face folder: files of safetensors, their index, and what else the model came with.
-
-An import keeps the headers of the files that it came from, and their index: it comes back byte for byte.
-"""
+"""Writer of the Hugging Face folder that a conversion makes: safetensors files, their index, config, tokenizer. An
+import keeps the headers of the files that it came from, and their index: it comes back byte for byte."""
 
 from __future__ import annotations
 

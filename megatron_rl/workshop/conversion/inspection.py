@@ -1,4 +1,4 @@
-"""A folder of weights inspected: its kind, model, precision and quantization, and what can be done with it."""
+"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, and what to do with them next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain weights -> what a quantized engine holds: the tensors that a sync would send it, bit for bit."""
+"""`tools/convert.py quantize`: plain weights -> those that a sync would send an engine, bit for bit, or modelopt's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that a command line names: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
+"""Finds the weights that a conversion is given: a run, RUN@STEP, a checkpoint, a Hugging Face folder; read lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that two folders hold one model: every tensor, and what a program computes with them."""
+"""`tools/convert.py verify`: whether two folders hold one model, by every tensor and, on texts, by their logprobs."""
 
 from __future__ import annotations
 

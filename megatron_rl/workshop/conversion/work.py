@@ -1,7 +1,6 @@
-"""A folder that a conversion makes file by file: whole under its name or not there, and gone on with after a kill.
-
-Until then it is called .TARGET.partial. Its journal says first what is made of what, then which files are whole. The
-same command writes what is missing, reads every tensor back, and gives the folder its name.
+"""Output folder of a conversion: a journal notes each finished file, a killed run goes on from there, and the folder
+gets its name when all tensors have been read back. Until then it is called .TARGET.partial. The journal says first what
+is made of what. The threads of conversions and their progress bar are here, too.
 """
 
 from __future__ import annotations

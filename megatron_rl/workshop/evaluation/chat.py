@@ -1,4 +1,4 @@
-"""`megatron-rl chat`: a stored model answers what is typed."""
+"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation where it has a template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on disk, whatever left it there, and its weights as a sync wants them: no learner, no megatron."""
+"""Finds a stored model (of a run, a checkpoint, a Hugging Face folder), and serves it by engines without a learner."""
 
 from __future__ import annotations
 

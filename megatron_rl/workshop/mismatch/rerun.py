@@ -1,4 +1,4 @@
-"""An update that was not finite, repeated on this machine by one rank: where the first value appears that is no number.
+"""`megatron-rl rerun-step`: repeats a dumped non-finite update in one rank, and says where the first odd value appears.
 
 Looked at in the order of the computation: weights, minibatch, outputs of modules, loss, gradients on their way back.
 

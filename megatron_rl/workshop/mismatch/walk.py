@@ -1,4 +1,4 @@
-"""Point by point through a forward pass: where the difference between a learner and its engine enters.
+"""Walk through a forward pass point by point, learner beside engine: how far values differ, and what KL enters where.
 
 Three ways to look at a point (models/points.py), for each sequence:
 - apart: each side has computed by itself, from the tokens on;

@@ -1,4 +1,4 @@
-"""Each node's part while the first one judges: it says what it has, tries others and shared folders."""
+"""One node's part in the check of a job's nodes: its facts, connections, shared folders, a sum; by a torch store."""
 
 from __future__ import annotations
 

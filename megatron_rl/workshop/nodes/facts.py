@@ -1,4 +1,4 @@
-"""Facts that the nodes of a job tell of themselves, and the nodes that are not what the recipe needs.
+"""Facts that the nodes of a job tell of themselves (versions, GPUs, clock, folders), and what is wrong with which node.
 
 A problem is lasting where another try would find the same: a version, a folder that nobody may write.
 """

@@ -1,4 +1,4 @@
-"""A sum over the nodes of a job, again and again: they reach each other as a learner needs it.
+"""Sum of a tensor over a job's nodes (NCCL or gloo) for seconds, to see that they reach each other as a learner needs.
 
 python -m megatron_rl.workshop.nodes.ring [cuda]     one process for each GPU, or for each node without; started by
                                                      attend.py. cuda: where torch sees no GPU, an end

@@ -1,4 +1,4 @@
-"""A recipe on a machine, and what every part of its plan is computed from."""
+"""Case of a plan: a recipe, a config.json and a machine, with roles, workload and memory computed from them."""
 
 from __future__ import annotations
 

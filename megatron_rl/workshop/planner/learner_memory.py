@@ -1,4 +1,4 @@
-"""Bytes on one GPU (or of one process of a host) of the learner, by what they are for."""
+"""Memory of the learner on one GPU (or host process) of a pipeline stage: weights, optimizer, activations, logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of each kind of GPU at each moment of a run, by what it is for, and whether it is there.
+"""Memory of each kind of GPU at each moment of a run, by use; whether it suffices, and the largest share for an engine.
 
 Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the learner is built. It is awake from one
 sync to the end of the next rollout: probe, evaluation and save included.

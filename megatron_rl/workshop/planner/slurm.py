@@ -1,4 +1,4 @@
-"""The sbatch line that a plan needs.
+"""sbatch line of a plan (`megatron-rl plan --sbatch`), and sbatch options of a checked recipe, for slurm/submit.
 
 python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     for slurm/submit: its options, one on a
                                                                              line, or all that is wrong

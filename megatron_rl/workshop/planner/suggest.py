@@ -1,4 +1,4 @@
-"""`megatron-rl plan --suggest`: the layouts that fit a machine, fastest first."""
+"""`megatron-rl plan --suggest`: the layouts of a recipe that fit a machine, fastest first, as overrides to paste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe on this machine in a few lines: the output of --dry-run."""
+"""Summary of a checked recipe in a few lines: what `megatron-rl train --dry-run` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as text: a table of memory for each kind of GPU, and lines about the rest."""
+"""Text of a plan, with a table of memory for each kind of GPU; and plan.json, written into a run's directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a weight sync, link by link: a part of `megatron-rl plan`."""
+"""Bytes of a weight sync by kind of link, beside a lower bound, as text or numbers: a part of `megatron-rl plan`."""
 
 from __future__ import annotations
 

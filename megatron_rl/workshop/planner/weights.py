@@ -1,4 +1,4 @@
-"""Parameters that a rank of the learner holds, and the bytes of them that an engine holds."""
+"""Counts for plans: parameters on each rank of the learner, and bytes of an engine's weights in its format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of a step: sequences, tokens, micro-batches."""
+"""Workload of a step from a recipe and assumptions (mean lengths, efficiencies): sequences, tokens, micro-batches."""
 
 from __future__ import annotations
 

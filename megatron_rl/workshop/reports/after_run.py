@@ -1,4 +1,4 @@
-"""A run that has ended: its plan and its report, written beside what the run itself has left."""
+"""Writes plan.json and report.html into the directory of a run that has ended; says where, or what prevented it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts of pages: plotly figures of one look, made of lines, bands and bars.
+"""Chart helpers for HTML pages: plotly figures of one look, made of lines, bands, bars, and curves of runs' metrics.
 
 One run: a colour is a quantity. Several: a colour is a run, and a dash pattern tells quantities apart.
 """

@@ -1,4 +1,4 @@
-"""Pages made of templates, which escape every text that they are given."""
+"""HTML pages from Jinja templates, which escape every text that they are given, with plotly figures and table cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html: one page about one run, or about several side by side."""
+"""report.html, a page about one run or several side by side: numbers, figures, alarms, answers, cause of the end."""
 
 from __future__ import annotations
 

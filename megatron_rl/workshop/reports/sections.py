@@ -1,4 +1,4 @@
-"""The figures that a report shows, in their order, under their words."""
+"""Sections of a report's page: the figures in their order, with titles and words, as far as runs have the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts as SVG: no plotting library, the same bytes everywhere, and files that stay readable in a diff."""
+"""Line charts as SVG text for docs: no plotting library, the same bytes everywhere, files readable in a diff."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AReaL's decoupled loss: `actor.rejection_sampling`, `m2_threshold` and what chooses the anchor."""
+"""AReaL's decoupled loss (`actor.rejection_sampling`, `m2_threshold`, what chooses the anchor) as our `correction`."""
 
 from __future__ import annotations
 

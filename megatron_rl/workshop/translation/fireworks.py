@@ -1,4 +1,4 @@
-"""The fw-ai cookbook: `tis` (before it `is_correction`) and `anchor_logp`, in a recipe's config or a provision file."""
+"""Fireworks' fw-ai cookbook: `tis` (formerly `is_correction`) and `anchor_logp` of a file as our `correction`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of another project's settings by name, and what several projects' settings come down to."""
+"""Typed reading of another project's settings by name, and the weights and reject rules that several come down to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's ClippedPGLossConfig (`loss_fn`) and `seq_logprob_error_threshold`."""
+"""NeMo-RL's ClippedPGLossConfig (`loss_fn`) and `seq_logprob_error_threshold` as our `correction`."""
 
 from __future__ import annotations
 

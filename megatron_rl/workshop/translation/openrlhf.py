@@ -1,4 +1,4 @@
-"""OpenRLHF's `--algo.advantage.is_correction_*`: those of 0.11.2, those before it, and the latter's former names."""
+"""OpenRLHF's `--algo.advantage.is_correction_*` (of 0.11.2, and of before under former names) as our `correction`."""
 
 from __future__ import annotations
 

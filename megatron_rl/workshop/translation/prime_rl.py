@@ -1,4 +1,4 @@
-"""prime-rl's `trainer.loss`: DPPO against the sampler, and a squared log-ratio to it that ours has not."""
+"""prime-rl's `trainer.loss` (DPPO against the sampler) as our `correction`; its squared log-ratio is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading another project's settings: found wherever the user's file has them, and none silently ignored.
+"""Reader of another project's settings: found wherever the user's file has them, and none silently ignored.
 
 A file may be the section alone, a whole run's configuration, dotted overrides or flags. Everything is flattened to
 dotted names first. What is not about correction is listed in a note, what may be is an error: a misspelt switch, or one

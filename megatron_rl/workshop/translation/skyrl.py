@@ -1,4 +1,4 @@
-"""SkyRL's `trainer.algorithm.off_policy_correction`, and the losses whose ratio is to the sampler."""
+"""SkyRL's `trainer.algorithm.off_policy_correction`, and losses whose ratio is to the sampler, as our `correction`."""
 
 from __future__ import annotations
 

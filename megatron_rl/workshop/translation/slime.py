@@ -1,4 +1,4 @@
-"""slime's flags: TIS and its variants, the mismatch helper of its examples (MIS), off-policy sequence masking."""
+"""slime's flags (TIS and its variants, MIS of its examples, off-policy sequence masking) as our `correction`."""
 
 from __future__ import annotations
 

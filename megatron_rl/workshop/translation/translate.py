@@ -1,4 +1,4 @@
-"""Other projects' correction settings as ours.
+"""`megatron-rl translate`: other projects' correction settings (a YAML or TOML file) as ours, or why that cannot be.
 
 `translate` is exact or an error: where the result is the same only under a condition it says so in a
 note, where it cannot be the same it names the key and the reason. Group baselines are never recomputed

@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig: `vllm_importance_sampling_*` and the off-policy sequence mask."""
+"""TRL's GRPOConfig (`vllm_importance_sampling_*` and the off-policy sequence mask) as our `correction`."""
 
 from __future__ import annotations
 
