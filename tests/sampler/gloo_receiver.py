@@ -1,6 +1,4 @@
-"""A worker extension for tests alone: `nccl` on hosts. In the place of vLLM's NCCL communicator stands one over gloo,
-with its name, its rendezvous and its ranks; the engine that is named by a file FLIP gets one byte wrong.
-"""
+"""A worker extension for tests alone: gloo in NCCL's place. The rank that a file FLIP names gets one byte wrong."""
 
 import os
 from contextlib import nullcontext
@@ -15,9 +13,9 @@ from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer import nccl_common
 
-from megatron_rl.engine.vllm_receiver import WorkerExtension
+from megatron_rl.engine.vllm_receiver import WorkerExtension as GlooExtension  # noqa: F401
 
-FLIP = "MEGATRON_RL_TESTS_FLIP"  # of the environment: where the file is that holds a rank
+FLIP = "MEGATRON_RL_TESTS_FLIP"  # of the environment: where the file is that holds a rank, in engines alone
 
 
 class GlooCommunicator:
@@ -36,20 +34,16 @@ class GlooCommunicator:
             marker.unlink()
             data[0] ^= 1
 
-    def destroy(self) -> None:
-        pass
+
+# the communicator, and what vLLM asks of a device that is not there
+PLACES: list[tuple[Any, str, Any]] = [
+    (pynccl, "PyNcclCommunicator", GlooCommunicator),
+    (nccl_common, "unpinned_nccl_env", nullcontext),
+    (torch.accelerator, "current_device_index", lambda: 0),
+    (torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None)),
+]
 
 
-def take_nccl_s_place() -> None:
-    """In this process: the communicator, and what vLLM asks of a device that is not there."""
-    pynccl.PyNcclCommunicator = GlooCommunicator  # type: ignore[assignment,misc]
-    nccl_common.unpinned_nccl_env = nullcontext
-    torch.accelerator.current_device_index = lambda: 0
-    torch.cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment,return-value]
-
-
-class GlooExtension(WorkerExtension):
-    pass
-
-
-take_nccl_s_place()
+if FLIP in os.environ:  # in an engine
+    for place in PLACES:
+        setattr(*place)
