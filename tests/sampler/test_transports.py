@@ -126,3 +126,12 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
         frames = [{"id": 1, "method": method, "arguments": arguments} for method, arguments in asked]
         requests, refused = checked(msgspec.msgpack.encode(frames), 101, 48, engine.__name__[len("Checked") :].lower())
         assert (len(requests), refused) == (5, [])
+
+
+def test_rank_0_is_found_where_the_first_server_elsewhere_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_rl.weight_sync import vllm_push
+
+    assert vllm_push.meeting_place(["http://localhost:1"])[0] == "127.0.0.1"
+    monkeypatch.setattr(vllm_push, "LOOPBACK", "nowhere")
+    monkeypatch.setattr(vllm_push, "is_loopback", lambda address: address == "near")
+    assert vllm_push.meeting_place(["near", "http://127.0.0.3:8000"])[0] == "127.0.0.1"
