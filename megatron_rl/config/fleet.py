@@ -139,8 +139,16 @@ def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
             f"replicas and {size(sampler) - fleet.replicas} elsewhere); give one for each, or none to run "
             "quantization.format everywhere"
         )
-    if sync.transport != Transport.file:
-        yield f"sync.transport: {sync.transport} does not reach a fleet of servers yet; use file"
+    if sync.transport != Transport.file and len(set(fleet.formats)) > 1:
+        yield (
+            f"sampler.fleet.formats: {fleet.formats} with sync.transport={sync.transport}, which sends the same bytes "
+            "to every engine; name one format, or use sync.transport=file"
+        )
+    if sync.transport == Transport.ipc and size(sampler) > fleet.replicas:
+        yield (
+            "sync.transport: ipc shares memory within one host, and servers of sampler.fleet.addresses are not the "
+            "run's own; use nccl or file, or sampler.fleet.replicas alone"
+        )
 
 
 def _address_problem(address: str) -> str | None:

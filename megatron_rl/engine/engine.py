@@ -15,6 +15,7 @@ from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 LOOK_EVERY_S = 0.02  # at the new weights that are being built while answers are written
 Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or what has finished
@@ -33,6 +34,7 @@ class Engine:
             self.llm = LLM(**arguments)
         model = self.llm.llm_engine.model_config
         self.vocabulary, self.longest = model.get_vocab_size(), model.max_model_len
+        self.transport = arguments["weight_transfer_config"]["backend"].removeprefix(BACKEND_PREFIX)
         cache = self.llm.llm_engine.vllm_config.cache_config
         self._cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self.ready = Readiness()

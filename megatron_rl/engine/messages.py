@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from megatron_rl.engine.readiness import LARGEST_ID
+from megatron_rl.models.tensors import DTYPES
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 LARGEST = 2**63 - 1
@@ -25,7 +26,12 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
 Tokens = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+Few = Annotated[int, msgspec.Meta(ge=1, le=(1 << 16) - 1)]
 Version = Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Dtype = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")]
+Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]], msgspec.Meta(max_length=8)]
+Frames = list[dict[str, Any]]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,12 +107,39 @@ REQUESTS: dict[str, type[Body]] = {
 
 
 class FileUpdate(Body):
-    """What `update_weights` carries over a port: the place of files, and nothing that a worker would unpickle."""
+    """The place of files."""
 
     directory: str
     policy_version: Natural
-    writers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    writers: Few
     background: bool = False
+
+
+def _form(**fields: Any) -> Any:
+    return msgspec.defstruct("Form", list(fields.items()), bases=(Body,))
+
+
+_TENSOR = _form(name=Name, dtype=Dtype, shape=Shape)
+_NAMED = {"names": list[Name], "dtype_names": list[Dtype], "shapes": list[Shape]}
+_HANDLE = Annotated[list[bool | int | bytes | list[int | Name] | None], msgspec.Meta(max_length=32)]  # of wire.py
+# what an engine of each transport is told before the first update, and in each; with vLLM's transports also what stands
+# around tensors, by its key. Nothing of it is unpickled
+INITS: dict[str, Any] = {
+    "file": Nothing,
+    "ipc": _form(packed=bool),
+    "nccl": _form(master_address=Name, master_port=Few, rank_offset=Few, world_size=Few,
+                  packed=bool, packed_buffer_size_bytes=Positive, packed_num_buffers=Few),
+}  # fmt: skip
+TENSORS: dict[str, Any] = {
+    "file": FileUpdate,
+    "ipc": _form(**_NAMED, ipc_handles=dict[Name, _HANDLE], tensor_sizes=list[Natural]),
+    "nccl": _form(**_NAMED),
+}
+AROUND: dict[str, Any] = {
+    "announce": _form(announce=_form(policy_version=Natural, format=Name, staged=bool, tensors=list[_TENSOR])),  # type: ignore[valid-type]
+    "seal": _form(seal=_form(policy_version=Natural, checksums=dict[Name, tuple[int, int]])),
+    "abandon": _form(abandon=Name),
+}
 
 
 class Refused(Exception):
@@ -134,7 +167,7 @@ def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
         yield msgspec.msgpack.encode(part)
 
 
-def checked(content: bytes, vocabulary: int, longest: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def checked(content: bytes, vocabulary: int, longest: int, transport: str = "file") -> tuple[Frames, Frames]:
     """The requests of one transmission, written anew from what was understood, and replies to those that do not fit.
 
     Refused where it is no list of requests. `longest`: tokens of a prompt and its answer together.
@@ -146,7 +179,7 @@ def checked(content: bytes, vocabulary: int, longest: int) -> tuple[list[dict[st
     requests, refusals = [], []
     for one in frames:
         try:
-            arguments = _arguments(one, vocabulary, longest)
+            arguments = _arguments(one, vocabulary, longest, transport)
         except Refused as error:
             refusals.append({"id": one.id, "error": {"type": Refused.__name__, "message": str(error)}})
         else:
@@ -154,18 +187,19 @@ def checked(content: bytes, vocabulary: int, longest: int) -> tuple[list[dict[st
     return requests, refusals
 
 
-def _arguments(frame: _Frame, vocabulary: int, longest: int) -> dict[str, Any]:
+def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> dict[str, Any]:
     form = REQUESTS.get(frame.method)
     if form is None:
         raise Refused(f"no method {frame.method[:40]!r}; an engine knows {', '.join(REQUESTS)}")
     try:
         body = msgspec.msgpack.decode(frame.arguments, type=form)
         if isinstance(body, Stage):
-            msgspec.convert(body.update_info, FileUpdate)
+            around = AROUND.get(next(iter(body.update_info), "")) if transport != "file" else None
+            msgspec.convert(body.update_info, around or TENSORS[transport])
+        elif isinstance(body, Init):
+            msgspec.convert(body.init_info, INITS[transport])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise Refused(f"{frame.method}: {error}") from None
-    if isinstance(body, Init) and body.init_info:
-        raise Refused("init_weight_transfer_engine: files need no rendezvous, and a server takes files alone")
+        raise Refused(f"{frame.method}: {error}; this engine takes sync.transport={transport}") from None
     if isinstance(body, Generate):
         _check_lookups(body, vocabulary, longest)
     if isinstance(body, Values) and max(map(max, body.sequences), default=0) >= vocabulary:

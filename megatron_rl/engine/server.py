@@ -49,7 +49,7 @@ class Door:
 
     def __init__(self, engine: Engine, service: Service) -> None:
         self._service, self._heartbeat = service, Heartbeat(self._ask_status, os.getpid())
-        self._vocabulary, self._longest = engine.vocabulary, engine.longest
+        self._bounds = engine.vocabulary, engine.longest, engine.transport
         self._instance = uuid.uuid4().hex
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -70,7 +70,7 @@ class Door:
         delivering = asyncio.ensure_future(caller.deliver())
         try:
             while (message := await receive())["type"] == "websocket.receive":
-                requests, refusals = checked(message.get("bytes") or b"", self._vocabulary, self._longest)
+                requests, refusals = checked(message.get("bytes") or b"", *self._bounds)
                 if refusals:
                     caller.send(refusals)
                 self._service.ask(caller, requests)

@@ -165,7 +165,7 @@ def transport(
     machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection, sync: SyncSection
 ) -> Iterator[str]:
     name, layout = sync.transport, Layout.from_config(learner)
-    if name == Transport.file or is_fleet(sampler):  # a fleet has its own word on that
+    if name == Transport.file:
         return
     if machine.kind == Device.cpu:
         yield f"sync.transport: {name} needs GPUs; use file"
@@ -187,10 +187,12 @@ def transport(
             )
         return
     if shared:
-        free = ",".join(str(local + number) for number in range(sampler.tensor_parallel))
+        each, count = sampler.tensor_parallel, max(sampler.fleet.replicas, 1)
+        own = [",".join(str(local + i * each + number) for number in range(each)) for i in range(count)]
+        free = own if is_fleet(sampler) else repr(own[0])
         yield (
             f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner both take "
-            f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices='{free}'), or use ipc"
+            f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices={free}), or use ipc"
         )
 
 

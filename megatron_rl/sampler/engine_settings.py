@@ -87,7 +87,8 @@ def engine_arguments(
     """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
     sampler, backend = settings.sampler, str(settings.transport.value)
     if settings.transport != Transport.file:  # vLLM's own engines, with our checks in front
-        backend, worker_extension = BACKEND_PREFIX + backend, VLLM_WORKER_EXTENSION
+        backend = BACKEND_PREFIX + backend
+        worker_extension = VLLM_WORKER_EXTENSION if worker_extension == WORKER_EXTENSION else worker_extension
     gpu = settings.device == Device.cuda or (settings.device == Device.auto and torch.cuda.is_available())
     arguments: dict[str, Any] = {
         "model": str(folder),

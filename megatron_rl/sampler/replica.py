@@ -21,6 +21,7 @@ class Replica:
     name: str
     format: Format
     engine: Engine
+    workers_before: int = 0  # of other engines, in a group of the workers of all
     process: EngineProcess | None = None  # None: it was given by address
     version: int = NO_VERSION
     up: bool = False  # there is an engine, whatever weights it holds

@@ -65,7 +65,7 @@ class Replicas:
                 name = "engine" if len(known) == 1 else f"engine {index}"
             # reached anew with each of its processes
             engine = EngineClient(name, PortLine(address, key), self._state.request_timeout_s, self._state.vocabulary)
-            self.all.append(Replica(name, format, engine))
+            self.all.append(Replica(name, format, engine, index * settings.sampler.tensor_parallel))
             self._supervisors.append(Supervisor(self.all[-1], start, self._state, address, key))
         for supervisor in self._supervisors:
             supervisor.start_process()

@@ -56,6 +56,11 @@ class SamplerState:
     def version(self) -> int:
         return self.served[-1]
 
+    def init_of(self, replica: Replica) -> dict[str, Any]:
+        """vLLM's trainer tells every engine that its workers come first."""
+        info, key = self.init_info or {}, "rank_offset"
+        return {"init_info": info | ({key: info[key] + replica.workers_before} if key in info else {})}
+
     def tell(self) -> None:
         """Tell dispatchers that an engine came back, was given up, or has been updated."""
         for dispatcher in self.dispatchers:
@@ -171,7 +176,7 @@ class Supervisor:
         if self._start is None:  # whoever used it before may have left in the middle of an update
             await replica.engine.update("forget")
         if state.init_info is not None:
-            await replica.engine.update("init", init_info=state.init_info)
+            await replica.engine.update("init", **state.init_of(replica))
         replica.cache_tokens = (await replica.engine.status()).get("cache_tokens", 0)
         replica.up = True  # an update that comes now may reach it first
         if not self.first_start.done():
@@ -253,10 +258,10 @@ class Supervisor:
         if not self.first_start.done():
             replica.given_up = details
             self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {details}"))
+        elif state.transport != Transport.file:
+            replica.given_up = f"an engine that dies comes back with sync.transport=file alone: {details}"
         elif self._start is None:
             await asyncio.sleep(PROBE_EVERY_S)
-        elif state.transport != Transport.file:
-            replica.given_up = f"an engine that dies is started again with sync.transport=file alone: {details}"
         elif replica.restarts >= MAX_RESTARTS:
             replica.given_up = f"given up after {MAX_RESTARTS} restarts: {details}"
             state.note(f"{replica.name} is given up after {MAX_RESTARTS} restarts: {reason}")

@@ -84,9 +84,21 @@ class Updates:
 
     async def init(self, info: dict[str, Any]) -> None:
         self._state.init_info = info  # also of engines that come later
-        await self.on_all(lambda one: one.engine.update("init", init_info=info))
+        self.require_group()
+        await self.on_all(lambda one: one.engine.update("init", **self._state.init_of(one)))
+
+    def require_group(self) -> None:
+        """Raise where NCCL would wait for good for an engine that is gone."""
+        lost = [one for one in self._replicas if not one.up]
+        if lost and self._state.transport == Transport.nccl:
+            raise SamplerError(
+                f"{lost[0].name} is lost, and with sync.transport=nccl nothing reaches the others without it: the run "
+                "ends here, and goes on from its last checkpoint (by itself with --attempts). What became of it: "
+                f"{lost[0].given_up or lost[0].reason}"
+            )
 
     async def begin(self) -> None:
+        self.require_group()
         self._releases = not self.holds
         await self.hold()
         self._taken_by, self._told = self._all_up(), []
@@ -166,8 +178,11 @@ class Updates:
                     lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given),
                 )
             except NoServerLeft:
+                self.require_group()
                 await self._start_over()
             else:
+                if step != "finish":  # who has loaded it may serve it
+                    self.require_group()
                 self._told.append((step, by_format))
                 return answers
 

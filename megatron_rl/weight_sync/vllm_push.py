@@ -12,9 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from megatron_rl.config.fleet import LOOPBACK, is_loopback, size
 from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import torch_dtype
@@ -31,8 +33,6 @@ from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import Contribution, SamplerClient, this_rank
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
-
-LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 
 
 class VllmPush:
@@ -45,7 +45,8 @@ class VllmPush:
         missing = self._rank == 0 and sampler is None
         if any(exchange(missing)):
             raise WeightSyncError(f"sync.transport={sync.transport} needs a sampler to send to; take file")
-        self._sync, self._workers, self._patience_s = sync, engine.tensor_parallel, engine.request_timeout_s
+        self._sync, self._addresses, self._patience_s = sync, engine.fleet.addresses, engine.request_timeout_s
+        self._workers = (size(engine) or engine.engines) * engine.tensor_parallel
         self._relay = Relay(sampler)
         self._source = WholeSource(source, everywhere=sync.transport == Transport.ipc)
         self._engine: TrainerWeightTransferEngine | None = None
@@ -58,7 +59,7 @@ class VllmPush:
         assert self._engine is not None
         self._source.begin(parameters)
         try:
-            with bounded(self._patience_s, f"sending policy version {version}"):
+            with bounded(self._patience_s, f"sending policy version {version}", self._relay):
                 self._engine.send_weights()
             failure = self._relay.failure
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
@@ -87,28 +88,35 @@ class VllmPush:
             self._engine = None
 
     def _prepare(self, version: int) -> str | None:
-        """Meet the engine's other side (once), and have rank 0 announce what comes; the failure, on every rank."""
-        failure = self._open_engine() if self._engine is None else None
-        if failure:
-            return failure
+        """Begin, meet the engines' other side (once), and announce what comes; the failure, on every rank."""
+        format = self._source.shards.format.value
+        announced = Announcement(version, format, self._sync.staged, self._source.tensors)
+        failure = self._refusal(self._relay.begin)
+        if failure is None and self._engine is None:  # engines that are lost would have refused
+            failure = self._open_engine()
+        return failure or self._refusal(lambda: self._relay.announce(announced))
+
+    def _refusal(self, ask: Callable[[], None]) -> str | None:
+        """What rank 0 is told when it asks the sampler, on every rank."""
+        failure = None
         if self._rank == 0:
-            format = self._source.shards.format.value
             try:
-                self._relay.announce(Announcement(version, format, self._sync.staged, self._source.tensors))
+                ask()
             except Exception as error:  # every kind: the other ranks wait for the outcome
                 failure = str(error)
         return exchange(failure)[0]
 
     def _open_engine(self) -> str | None:
         """vLLM's rendezvous: collective over the ranks that its engine takes in, and the sampler's workers."""
-        port = exchange(free_port() if self._rank == 0 else 0)[0]
         failure = None
         try:
+            place = meeting_place(self._addresses) if self._rank == 0 else ("", 0)  # rank 0 alone opens the group
             largest = max(tensor.nbytes for tensor in self._source.tensors)
-            info = init_info(self._sync.transport, self._workers, self._rank, port, largest)
-            self._engine = WeightTransferTrainerFactory.trainer_init(
-                info, client=self._relay, source=WholeTensors(self._source)
-            )
+            info = init_info(self._sync.transport, self._workers, self._rank, place, largest)
+            with bounded(self._patience_s, "the rendezvous of learner and engines", self._relay):
+                self._engine = WeightTransferTrainerFactory.trainer_init(
+                    info, client=self._relay, source=WholeTensors(self._source)
+                )
         except Exception as error:  # every kind, as above
             failure = f"sync.transport={self._sync.transport}: {type(error).__name__}: {error}"
         failure = next((each for each in exchange(failure) if each), None)
@@ -118,11 +126,12 @@ class VllmPush:
 
 
 @contextmanager
-def bounded(seconds: float, what: str) -> Iterator[None]:
+def bounded(seconds: float, what: str, relay: Relay) -> Iterator[None]:
     """End this process when it takes longer: a collective whose peer has died waits on the device, uninterruptibly."""
 
     def give_up() -> None:
-        print(f"{what} did not end within sampler.request_timeout_s={seconds:g}", file=sys.stderr, flush=True)
+        why = f": {relay.failure}" if relay.failure else ""
+        print(f"{what} did not end within sampler.request_timeout_s={seconds:g}{why}", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
@@ -154,16 +163,22 @@ class Relay:
         self._sampler = sampler
         self.failure: str | None = None  # why the sampler refused while vLLM was sending
 
-    def announce(self, announced: Announcement) -> None:
+    def begin(self) -> None:
         self.failure = None
         self._client.start_weight_update()
+
+    def announce(self, announced: Announcement) -> None:
         self._client.update_weights(announced.message())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._client.init_weight_transfer_engine(init_info)
+        try:
+            self._client.init_weight_transfer_engine(init_info)
+        except Exception as error:  # rank 0 is in the rendezvous already, and waits there for whoever refused it
+            self.failure = str(error)
+            raise
 
     def start_weight_update(self) -> None:
-        """vLLM's engine calls this; `announce` has done it."""
+        """vLLM's engine calls this; `begin` has done it."""
 
     def update_weights(self, update_info: Any) -> None:
         """A refusal is kept for later: raised here, it would leave other ranks in vLLM's collectives."""
@@ -200,16 +215,21 @@ class Relay:
         return self._sampler
 
 
-def init_info(transport: Transport, workers: int, rank: int, port: int, largest: int) -> TrainerInitInfo:
+def init_info(transport: Transport, workers: int, rank: int, place: tuple[str, int], largest: int) -> TrainerInitInfo:
     """vLLM's own settings of a transport; the workers get theirs from rank 0. `largest`: bytes of a tensor."""
     buffer = buckets.BUCKET_BYTES
     if transport == Transport.ipc:  # its buffer does not grow: vLLM refuses a tensor that is larger
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer, largest))
-    return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
+    return NCCLTrainerInitInfo(*place, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
 
 
-def free_port() -> int:
-    """A port that is free now; the rendezvous takes it a moment later."""
+def meeting_place(addresses: Sequence[str]) -> tuple[str, int]:
+    """Where all engines find rank 0: its address as the first server elsewhere sees it, and a port that is free now."""
+    host, far = LOOPBACK, next((urlsplit(one) for one in addresses if not is_loopback(one)), None)
+    if far is not None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # vLLM's rendezvous knows IPv4 alone
+            probe.connect((far.hostname, far.port))  # nothing is sent
+            host = probe.getsockname()[0]
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+        probe.bind((host, 0))
+        return host, int(probe.getsockname()[1])

@@ -102,9 +102,16 @@ def test_nonsense_is_named(sampler, fleet, kind, words):
     assert all(word in said for word in words), said
 
 
-def test_other_transports_do_not_reach_a_fleet_yet():
-    fleet = config(replicas=1)
-    assert "sync.transport: nccl" in found(replace(fleet, sync=replace(fleet.sync, transport=Transport.nccl)))
+@pytest.mark.parametrize(
+    ("transport", "fleet", "words"),
+    [
+        (Transport.nccl, {"replicas": 2, "formats": [Format.int8, Format.none]}, "sampler.fleet.formats"),
+        *((Transport.ipc, far, "within one host") for far in ({"addresses": ["http://localhost:1"]}, {"servers": 1})),
+    ],
+)
+def test_what_other_transports_ask_of_a_fleet(transport, fleet, words):
+    made = config(**fleet)
+    assert words in found(replace(made, sync=replace(made.sync, transport=transport)))
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ class Sender:
         if fault == "sent twice":
             chunks.append(chunks[0])
         try:
+            self.relay.begin()
             self.relay.announce(Announcement(version, format, staged, tuple(announced)))
             for names in chunks:
                 self.relay.update_weights({"names": names})

@@ -15,16 +15,16 @@ SEEN = {"policy_version": 3, "kind": "activations"}
 encode = msgspec.msgpack.encode
 
 
-def read(content: bytes):
-    return checked(content, vocabulary=101, longest=48)
+def read(content: bytes, transport: str = "file"):
+    return checked(content, 101, 48, transport)
 
 
-def ask(method: str, arguments: object) -> tuple[list[dict], list[dict]]:
-    return read(encode([{"id": 5, "method": method, "arguments": arguments}]))
+def ask(method: str, arguments: object, transport: str = "file") -> tuple[list[dict], list[dict]]:
+    return read(encode([{"id": 5, "method": method, "arguments": arguments}]), transport)
 
 
-def refusal(method: str, arguments: object) -> str:
-    requests, (refused,) = ask(method, arguments)
+def refusal(method: str, arguments: object, transport: str = "file") -> str:
+    requests, (refused,) = ask(method, arguments, transport)
     assert requests == []
     assert (refused["id"], refused["error"]["type"]) == (5, "Refused")
     return refused["error"]["message"]
@@ -121,6 +121,31 @@ def test_odd_arguments_are_refused(method, arguments):
 )
 def test_methods_are_those_of_a_list(method, arguments):
     assert len(refusal(method, arguments)) < 400
+
+
+NAMED = {"names": ["w"], "dtype_names": ["int8"], "shapes": [[2]]}
+MEETING = {"master_address": "node7", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True,
+           "packed_buffer_size_bytes": 1, "packed_num_buffers": 2}  # fmt: skip
+
+
+@pytest.mark.fault("a form of another transport, or with a field that would be unpickled", "refused at the door")
+@pytest.mark.parametrize(
+    ("transport", "info", "why"),
+    [
+        ("file", NAMED, "names"), ("file", {"abandon": "x"}, "abandon"), ("nccl", UPDATE, "directory"),
+        ("nccl", NAMED | {"ipc_handles": {}}, "ipc_handles"), ("nccl", {"abandon": "x", "more": 1}, "more"),
+        ("nccl", NAMED | {"dtype_names": ["load"]}, "dtype_names"), ("nccl", NAMED | {"shapes": [[2**31]]}, "shapes"),
+        ("nccl", NAMED | {"dtype_names": ["int8\n"]}, "dtype_names"), ("ipc", NAMED, "ipc_handles"),
+        ("ipc", NAMED | {"ipc_handles_pickled": "gASV", "tensor_sizes": [2]}, "ipc_handles_pickled"),
+        ("ipc", NAMED | {"ipc_handles": {"GPU-1": [{"class": "x"}]}, "tensor_sizes": [2]}, "ipc_handles"),
+        *((other, MEETING, "master_address") for other in ("file", "ipc")), ("nccl", {"packed": True}, "master"),
+        *(("nccl", MEETING | odd, *odd) for odd in ({"master_port": 0}, {"rank_offset": 0}, {"nccl_unique_id_b64": 1})),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_forms_are_those_of_the_engine_s_transport(transport, info, why):
+    method = "init_weight_transfer_engine" if "packed" in info else "update_weights"
+    assert why in refusal(method, {"init_info" if "packed" in info else "update_info": info}, transport)
 
 
 @pytest.mark.fault("a transmission that is no list of requests", "it is refused as a whole, with the connection")

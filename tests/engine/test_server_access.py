@@ -20,6 +20,7 @@ from megatron_rl.engine import server, server_access
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.engine.server_access import Key, RequireKey
 
+ENGINE = SimpleNamespace(vocabulary=101, longest=48, transport="file")
 KEY = "k" * 32
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: "
 PATIENCE_S = 60
@@ -60,7 +61,7 @@ def port(monkeypatch, service) -> Iterator[int]:
     monkeypatch.setenv(server_access.VARIABLE, KEY)
     monkeypatch.setattr(server.uvicorn, "Server", Server)
     Key.of_environment.cache_clear()
-    server.open_door(server.reserved("127.0.0.1", 0), SimpleNamespace(vocabulary=101, longest=48), service)
+    server.open_door(server.reserved("127.0.0.1", 0), ENGINE, service)
     until(lambda: opened and opened[0][0].started)
     one, thread, place = opened[0]
     yield place
@@ -284,7 +285,7 @@ def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
     with server.reserved("127.0.0.1", 0) as place, server.reserved(*place.getsockname()) as other:
         other.listen()
         with pytest.raises(OSError, match="in use"):
-            server.open_door(place, SimpleNamespace(vocabulary=101, longest=48), service)
+            server.open_door(place, ENGINE, service)
 
 
 @pytest.mark.fault("any other route, with the key", "404: a server answers what a sampler asks")

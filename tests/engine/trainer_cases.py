@@ -61,14 +61,14 @@ def run_trainer() -> dict[str, Any]:
         if name == Transport.file:
             continue
         section, engine = SyncSection(transport=name), SamplerSection(tensor_parallel=2)
-        small, large = (init_info(name, 2, 0, 12345, largest) for largest in (1, 3 << 30))
+        small, large = (init_info(name, 2, 0, ("node7", 12345), largest) for largest in (1, 3 << 30))
         found[f"{name} settings"] = [small.backend, small.is_sender]
         found[f"{name} buffers"] = [small.packed_buffer_size_bytes, large.packed_buffer_size_bytes]
         listener = Recorder()
         push = VllmPush(source(), listener, section, engine)
         found[f"{name} without a GPU"] = push.send(1, shards).failure
         push.close()
-        assert set(listener.calls) <= {"init"}, "nothing was announced that cannot be sent"
+        assert set(listener.calls) <= {"start", "init"}, "nothing was announced that cannot be sent"
         registered = WeightTransferEngineFactory._registry[f"checked_{name}"]()
         found[f"{name} receiver"] = [registered.__name__, issubclass(registered, Checked)]
     return found

@@ -21,6 +21,7 @@ from tiny_engine import PROMPTS, SAMPLING
 from megatron_rl.config.schema import (
     Config,
     Device,
+    FleetSection,
     Format,
     KvCache,
     QuantizationSection,
@@ -143,6 +144,15 @@ def test_every_transport_brings_what_files_bring(transport: Transport, staged: b
     config = make_config(transport)
     run = runs(replace(config, sync=replace(config.sync, staged=staged)))
     assert [run.push(seed) for seed in (1, 2, 1)] == [*wanted, wanted[0]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="NCCL wants a GPU for each of its ranks")
+def test_nccl_reaches_two_servers(runs: Any) -> None:
+    config = make_config(Transport.nccl)
+    two = replace(config.sampler, devices=["1", "2"], fleet=FleetSection(replicas=2))
+    run = runs(replace(config, sampler=two))
+    assert run.push(1) != run.push(2)
+    assert {one["policy_version"] for one in run.sampler.health()["engines"]} == {1}
 
 
 @two_gpus

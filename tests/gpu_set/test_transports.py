@@ -15,13 +15,14 @@ from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.vllm_push import init_info
 
 EMBEDDING = 151_936 * 4096 * 2  # bytes, of Qwen3-8B
+PLACE = "127.0.0.1", 12345
 
 
 @pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
 def test_settings_of_a_transport(transport: Transport) -> None:
-    info = init_info(transport, 4, 0, 12345, EMBEDDING)
+    info = init_info(transport, 4, 0, PLACE, EMBEDDING)
     assert info.is_sender
-    assert not init_info(transport, 4, 1, 12345, EMBEDDING).is_sender or transport == Transport.ipc
+    assert not init_info(transport, 4, 1, PLACE, EMBEDDING).is_sender or transport == Transport.ipc
     wanted = EMBEDDING if transport == Transport.ipc else buckets.BUCKET_BYTES
     assert info.packed_buffer_size_bytes == wanted
 

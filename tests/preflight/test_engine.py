@@ -77,6 +77,9 @@ def test_ipc_stays_on_the_learner_s_gpus_and_host():
     assert "engine runs on 3,4 and the learner on 0 to 3" in found
     (found,) = transport(Transport.ipc, LearnerSection(tensor_parallel=8, data_parallel=2))
     assert "16 ranks and this host 8 GPUs" in found
+    assert transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "3"]) == []
+    (found,) = transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "4"])
+    assert "engine runs on 0,4" in found
 
 
 def test_nccl_wants_gpus_of_its_own():
@@ -85,6 +88,8 @@ def test_nccl_wants_gpus_of_its_own():
     assert "both take 0,1" in found
     assert "sampler.devices='4,5'" in found
     assert transport(Transport.nccl, learner, tensor_parallel=2, devices="4,5") == []
+    (found,) = transport(Transport.nccl, learner, fleet=FleetSection(replicas=2), devices=["3", "4"])
+    assert "both take 3; give the engine GPUs of its own (sampler.devices=['4', '5'])" in found
 
 
 def test_sleep():

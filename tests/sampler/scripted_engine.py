@@ -52,6 +52,7 @@ class ScriptedEngine:
     most: int = 0  # samples at once
     staged: int | None = None
     stands: bool = False
+    told: dict[UpdateStep, dict[str, Any]] = field(default_factory=dict)
 
     async def generate(
         self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
@@ -83,6 +84,7 @@ class ScriptedEngine:
         if step in self.fails and not (step == "finish" and self.loads_first):
             await self._fail(step)
         self.events.append(f"{self.name}: {step}")
+        self.told[step] = arguments
         if step in ("start", "abort", "forget"):
             self.staged, self.stands = None, False
         if step == "forget":

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from scripted_engine import HANG_S, ScriptedEngine, replica, until
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler.engine import EngineGone, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState
@@ -39,11 +40,14 @@ async def loaded(updates: Updates, **info: Any) -> Any:
     return await updates.finish()
 
 
-def swapped(*scripts: dict[str, Any]) -> tuple[SamplerState, list[Replica], list[str], Any]:
+def swapped(
+    *scripts: dict[str, Any], transport: Transport = Transport.file
+) -> tuple[SamplerState, list[Replica], list[str], Any]:
     """What became of the engines, and what an update returned or raised."""
     replicas, events = several(*scripts)
 
     async def use(state: SamplerState) -> tuple[SamplerState, Any]:
+        state.transport = transport
         try:
             return state, await loaded(Updates(replicas, state))
         except Exception as error:
@@ -124,6 +128,37 @@ def test_an_engine_whose_weights_are_of_no_version_is_taken_out():
     _, (one,), _, error = swapped(torn)
     assert "prefix cache" in str(error)
     assert not one.ready
+
+
+@pytest.mark.fault("an engine behind `nccl` or `ipc` stops half-way in loading", "it refuses until a good update")
+@pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
+def test_torn_weights_wait_for_a_good_update_where_no_files_are(transport):
+    torn = failing("finish", SamplerError("stopped half-way"), torn=True)
+    _, (one,), events, error = swapped(torn, transport=transport)
+    assert "stopped half-way" in str(error)
+    assert (one.up, one.ready, events[-1]) == (True, True, "engine 0: stage"), "it is not told to go on"
+    one.engine.fails.clear()
+    assert run(lambda state: loaded(Updates([one], state)))["policy_version"] == one.version == 1
+
+
+@pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
+def test_ranks_of_each_engine_and_what_a_lost_one_means(transport):
+    replicas, _ = several({}, {}, {})
+    replicas[1].workers_before, replicas[2].workers_before = 2, 4
+
+    async def use(state: SamplerState) -> None:
+        state.transport, updates = transport, Updates(replicas, state)
+        await updates.init({"rank_offset": 1})
+        assert [one.engine.told["init"]["init_info"]["rank_offset"] for one in replicas] == [1, 3, 5]
+        replicas[1].engine.fails["start"] = GONE
+        for _ in range(2):  # in the middle of an update, and before the next
+            lost = pytest.raises(SamplerError, match=r"engine 1 is lost.*--attempts.*killed")
+            with lost if transport is Transport.nccl else nullcontext():
+                await loaded(updates)
+            assert not state.updating.locked()
+        assert [one.version for one in replicas] == ([0, -1, 0] if transport is Transport.nccl else [1, -1, 1])
+
+    run(use)
 
 
 @pytest.mark.fault("a server dies between loading and going on", "it is taken out; the others go on, updated")
