@@ -83,6 +83,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _job("wide", DENSE, **WIDE_HEAD),
         *(_once(scored) for scored in (True, False)),
         *(_fp8(scales) for scales in SCALES),
+        _job("offload", DENSE, kind="aside", offload="optimizer"),
     ]
     return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"), timeout=600)
 
@@ -119,6 +120,11 @@ def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert here["loss/total"] == pytest.approx(there["loss/total"], rel=0.05, abs=0.01)
         assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=0.05)
     _close(cases.matrix(found, "after"), cases.matrix(wanted, "after"), 0.05)
+
+
+def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: dict[str, Any]) -> None:
+    """In a checkpoint that is taken meanwhile, which the job compares with one before; and it learns on."""
+    assert len({*one["offload"]["kept"][0]}) == len(one["offload"]["steps"]) == 3
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -98,20 +98,27 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """Updates, each with a sync's and a checkpoint's look at the learner while its optimizer is elsewhere."""
-    batch, found, kept = make_batch(), [], hashlib.sha256()
+    batch, found, kept = make_batch(), [], []
     for _ in range(STEPS_ASIDE):
         before_BT = learner.logprobs(batch)
         found.append(learner.update(make_targets(batch, before_BT)))
+        kept.append(_digest(learner))
         learner.make_room()
         learner.make_room()  # a step without a sync
         if learner.offload is not None:
-            buffers = [buffer for chunk in learner.chunks for buffer in chunk.buffers]
+            buffers = [one for chunk in learner.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             assert learner.offload.away and not any(one.grad_data.untyped_storage().size() for one in buffers)
-        for block in state.LearnerState(learner).blocks():
-            kept.update(
-                f"{block.key} {block.offset}".encode() + block.tensor.contiguous().view(torch.uint8).numpy().tobytes()
-            )
-    return {"steps": found, "kept": exchange(kept.hexdigest()), "after": learner.logprobs(batch).tolist()}
+        assert _digest(learner) == kept[-1], "a checkpoint's bytes"
+    return {"steps": found, "kept": exchange(kept), "after": learner.logprobs(batch).tolist()}
+
+
+def _digest(learner: Learner) -> str:
+    """Of everything that this rank writes into a checkpoint."""
+    found = hashlib.sha256()
+    for block in state.LearnerState(learner).blocks():
+        values = block.tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        found.update(f"{block.key} {block.offset}".encode() + values)
+    return found.hexdigest()
 
 
 def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
