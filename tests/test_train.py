@@ -15,7 +15,8 @@ from megatron_rl.config import load
 from megatron_rl.config.schema import Config, EvalSection, LossConfig, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
-from megatron_rl.runs.progress import reached
+from megatron_rl.runs.progress import Standing, reached
+from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import Prompt, Rollout, Scored, collate
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +62,26 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
     with pytest.raises(ArithmeticError):
         train.train(Config(), "", tmp_path, rank=0)
     assert log == ["sync closed", "driver ended: ArithmeticError", "learner closed"]
+
+
+@pytest.mark.parametrize(("after", "saved", "keeps"), [(0, None, []), (1, None, [1]), (2, 2, [])])
+def test_what_stands_is_kept_of_a_step_that_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, after: int, saved: int | None, keeps: list[int]
+) -> None:
+    kept: list[int] = []
+
+    def given_up(*_: Any) -> None:
+        raise StepGivenUp("asked")
+
+    monkeypatch.setattr(train, "arrive", lambda at, *_, **__: (at, None))
+    monkeypatch.setattr(train, "advance", given_up)
+    monkeypatch.setattr(train, "keep", lambda at, *_: kept.append(at.step))
+    recorder = SimpleNamespace(phase=lambda _: nullcontext(), end_early=lambda *_, **__: None)
+    driver: Any = SimpleNamespace(recorder=recorder, asked_to_stop=lambda: "asked")
+    learner: Any = SimpleNamespace(broadcast=lambda value: value)
+    saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
+    train.loop(Config(), driver, learner, None, saver, Standing(after))
+    assert kept == keeps
 
 
 def test_when_to_evaluate_and_to_publish() -> None:

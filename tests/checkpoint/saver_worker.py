@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from learner_cases import make_batch, make_targets
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.saver import Saver
+from megatron_rl.checkpoint.saver import Saver, _write
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.learner import Learner
@@ -40,8 +42,16 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     saver = Saver(root, CheckpointSection(), LearnerState(learner), Scales(), said.append)
 
     def save(step: int) -> dict[str, Any]:
-        saver.begin(step, {"driver": {"position": step, "seen": {}}})
-        saver.settle(wait=True)
+        returned = Event()
+
+        def write(*given: Any) -> dict[str, Any]:
+            assert returned.wait(30), "a step waits for what it saves to be written"
+            return _write(*given)
+
+        with patch("megatron_rl.checkpoint.saver._write", write):
+            saver.begin(step, {"driver": {"position": step, "seen": {}}})
+            returned.set()
+            saver.settle(wait=True)
         learner.broadcast()  # rank 0 names the folder, and every rank looks into it
         found = next(checkpoints.whole_ones(root, said.append), None)
         return {"entries": sorted(os.listdir(root)), "whole": found and found.step}

@@ -99,10 +99,11 @@ def laughs() -> bytes:
 
 
 def zipped(head: bytes, packing: int = zipfile.ZIP_STORED, **others: bytes) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", packing) as archive:
-        for name, content in {"archive/data.pkl": head, **others}.items():
-            archive.writestr(name, content)
+    """`packing`: of the last member alone."""
+    file, members = io.BytesIO(), {"archive/data.pkl": head, **others}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content, packing if name == [*members][-1] else zipfile.ZIP_STORED)
     return file.getvalue()
 
 

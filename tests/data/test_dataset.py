@@ -167,6 +167,16 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
     assert joined.prompts[19_999].text == "0+1=" and len(joined) == 20_002
 
 
+def test_what_a_template_adds_counts_in_a_large_data_set(
+    tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "AT_ONCE", 1)
+    path = written(tmp_path / "rows.jsonl", [{"prompt": "1" * digits, "answer": "1"} for digits in (3, 40, 39)])
+    assert loaded(tokenizer, path, template={}, long_prompts="drop").too_long == 1
+    with pytest.raises(ConfigError, match=r"1 prompts of .* are longer"):
+        loaded(tokenizer, path, template={})
+
+
 @pytest.mark.fault("a data file is written to while a run draws from it", "a sentence, and no row of another file")
 def test_a_file_that_changes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

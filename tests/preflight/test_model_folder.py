@@ -93,6 +93,8 @@ LIES = [
     ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type ['linear'] of config.json is not supported"),
     ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor of config.json is 'two', expected a number"),
     ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor of config.json is -2"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}},
+     "rope_type 'llama3' of config.json lacks original_max_position_embeddings; add what the model needs"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1,
                        "original_max_position_embeddings": 64}}, "low_freq_factor of config.json is 4, which is not"),
     ({"rope_theta": -1}, "rope_theta of config.json is -1, expected a number above 0"),

@@ -7,6 +7,7 @@ import pytest
 from tiny_engine import make_config, make_model
 
 from megatron_rl.config.schema import (
+    Cache,
     Device,
     EvalSection,
     FleetSection,
@@ -17,6 +18,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.replicas import Replicas
 
 
 def test_arguments_follow_the_config(tmp_path):
@@ -62,6 +64,13 @@ def test_each_server_of_a_mixed_fleet_gets_its_format():
     assert settings.with_format(Format.int8).quantization.format == Format.int8
     embedded = EngineSettings.from_config(make_config(Format.fp8))
     assert (embedded.is_fleet, embedded.formats) == (False, (Format.fp8,))
+
+
+@pytest.mark.parametrize("cache", list(Cache))
+def test_the_recipe_says_whether_open_answers_keep_their_cache(cache):
+    config = make_config()
+    settings = EngineSettings.from_config(replace(config, rollout=replace(config.rollout, in_flight_cache=cache)))
+    assert Replicas(settings, 17, print)._state.keep_cache == (cache is Cache.keep)
 
 
 def test_the_layout_of_each_format():

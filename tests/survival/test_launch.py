@@ -266,6 +266,9 @@ os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGINT)
 print("went on")
 """
+SECRETS = """
+print(*(name for name in sorted(os.environ) if os.environ[name] == "canary"))
+"""
 
 
 @pytest.mark.parametrize(
@@ -276,10 +279,13 @@ print("went on")
             marks=pytest.mark.fault("a failed rank waits for ever at its exit", "it ends after a limit, with status 1"),
         ),
         pytest.param(1, SIGNALLED, 0, "went on\n", "", id="signals to every task leave the followers alone"),
+        pytest.param(0, SECRETS, 0, "MEGATRON_RL_FLEET_KEY WANDB_API_KEY\n", "", id="what rank 0 needs is kept"),
+        pytest.param(1, SECRETS, 0, "\n", "", id="another rank removes every secret from its environment"),
     ],
 )  # fmt: skip
 def test_a_rank_by_itself(rank: int, trains: str, status: int, out: str, err: str) -> None:
-    command, env = [sys.executable, "-c", RANK, trains], {**os.environ, "RANK": str(rank)}
+    keys = dict.fromkeys(("WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", "HF_TOKEN"), "canary")
+    command, env = [sys.executable, "-c", RANK, trains], {**os.environ, **keys, "RANK": str(rank)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (status, out), done.stderr
     assert done.stderr.endswith(err)

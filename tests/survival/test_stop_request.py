@@ -31,7 +31,7 @@ def test_the_rest_of_a_step_is_what_the_longest_of_the_last_ones_took(monkeypatc
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = PhaseClock()
     assert clock.rest() == math.inf
-    for rollout, update in ((4.0, 2.0), (6.0, 1.0)):
+    for rollout, update in ((9.0, 9.0), (4.0, 2.0), *[(1.0, 1.0)] * 6, (6.0, 1.0)):  # of the last eight
         for name, seconds in (("rollout", rollout), ("update", update)):
             clock.enter(name)
             now += seconds

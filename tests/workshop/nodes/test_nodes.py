@@ -180,3 +180,5 @@ def test_what_a_file_system_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert facts.leave(Path("/proc/nothing"), "mark")[1]
     monkeypatch.setattr(Path, "mkdir", stale)
     assert facts.leave(tmp_path, "again") == STALE
+    monkeypatch.setattr(Path, "write_text", stale)
+    assert facts.folder_problem(tmp_path, "mark", "n2", "n1") == STALE
