@@ -1,4 +1,5 @@
-"""INT8, FP8 and attention kernels for vLLM on CPUs, put in front of vLLM's own in every worker (receiver.py).
+"""Replacements for vLLM's INT8, FP8 and attention choices on CPUs, which are slow, inexact or crash there; every
+worker has them (receiver.py), and on GPUs they do nothing.
 
 INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
 are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs. It takes oneDNN on every

@@ -1,4 +1,4 @@
-"""The receiving half of vLLM's own transports: its engines move the tensors, ours decide what becomes of them.
+"""Receiver of `ipc` and `nccl` updates in a vLLM worker: vLLM's engines move the tensors, our checks stand in front.
 
 Each engine here is vLLM's, with `Checked` in front. An update is announced (version, names, shapes, dtypes: compared
 with what the engine expects before anything moves), received, sealed (checksums of every tensor) and loaded.

@@ -1,4 +1,4 @@
-"""Limits of the sampler's engine with a model, a machine or the learner beside it. Torch-free."""
+"""Rules that refuse a recipe whose engine does not suit its model, machine, GPUs or transport, by key. Torch-free."""
 
 from __future__ import annotations
 

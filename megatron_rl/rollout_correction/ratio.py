@@ -1,4 +1,4 @@
-"""Log-ratio of each token, learner's logprob less the sampler's, with non-finite values handled as the recipe says.
+"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as the recipe says.
 
 Shape legend: B sequences, T response positions.
 """

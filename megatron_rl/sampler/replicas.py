@@ -1,4 +1,4 @@
-"""All engines of a sampler together: opened, watched, asked, shut."""
+"""All engines of a sampler, children or servers: starts them with their supervisors, gives them work, ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands before a run, with their arguments and what they call: plan, translate, toy, quickstart."""
+"""Arguments of `plan`, `translate` (another project's corrections), `toy` (a small task) and `quickstart` (its run)."""
 
 from __future__ import annotations
 

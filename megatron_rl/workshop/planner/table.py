@@ -1,4 +1,5 @@
-"""Text of a plan, with a table of memory for each kind of GPU; and plan.json, written into a run's directory."""
+"""Text of `megatron-rl plan`, with a table of memory for GPUs of each role (learner, engine, both); plan.json, written
+into the directory of a run that has ended."""
 
 from __future__ import annotations
 
