@@ -89,21 +89,11 @@ class Wake(Body):
 
 
 REQUESTS: dict[str, type[Body]] = {
-    "generate": Generate,
-    "cancel": Cancel,
-    "init_weight_transfer_engine": Init,
-    "start_weight_update": Nothing,
-    "update_weights": Stage,
-    "await_weight_update": Nothing,
-    "finish_weight_update": Finish,
-    "resume": Nothing,
-    "abort_weight_update": Nothing,
-    "forget_version": Nothing,
-    "sleep": Sleep,
-    "wake": Wake,
-    "values": Values,
-    "status": Nothing,
-}
+    "generate": Generate, "cancel": Cancel, "values": Values, "status": Nothing, "sleep": Sleep, "wake": Wake,
+    "init_weight_transfer_engine": Init, "start_weight_update": Nothing, "update_weights": Stage,
+    "await_weight_update": Nothing, "finish_weight_update": Finish, "resume": Nothing,
+    "abort_weight_update": Nothing, "forget_version": Nothing,
+}  # fmt: skip
 
 
 class FileUpdate(Body):

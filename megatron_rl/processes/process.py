@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +46,13 @@ def share_of_cores(index: int, servers: int) -> str:
 
 def own_cores() -> list[str]:
     return [str(core) for core in sorted(os.sched_getaffinity(0))] if sys.platform.startswith("linux") else []
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that nobody uses now. Should somebody take it first, whoever wanted it has to ask again."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def collect_rarely() -> None:

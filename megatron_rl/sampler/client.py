@@ -108,17 +108,10 @@ class EngineClient:
         self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
     ) -> Completion:
         arguments = {
-            "tokens": tokens,
-            "seed": seed,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "stop_token_ids": params.stop_token_ids,
-            "candidates": params.candidates,
-            "policy_version": version,
-            "patient": patient,
-        }
+            "tokens": tokens, "seed": seed, "max_tokens": params.max_tokens, "temperature": params.temperature,
+            "top_p": params.top_p, "top_k": params.top_k, "stop_token_ids": params.stop_token_ids,
+            "candidates": params.candidates, "policy_version": version, "patient": patient,
+        }  # fmt: skip
         asked = self._ask("generate", arguments)
         number = asked.frame["id"]
         if not self._samples:

@@ -22,7 +22,14 @@ from typing import Any, BinaryIO
 from megatron_rl.config.fleet import LOOPBACK
 from megatron_rl.files import last_lines
 from megatron_rl.processes.environment import compiled_code, without_secrets
-from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end, for_the_driver_alone, own_cores
+from megatron_rl.processes.process import (
+    ALL_CORES,
+    SHORT_SPIN,
+    describe_end,
+    for_the_driver_alone,
+    free_port,
+    own_cores,
+)
 from megatron_rl.processes.scratch import SHARED_MEMORY, remove_segments, remove_with_it, segments_of_session
 from megatron_rl.sampler.engine import SamplerError
 
@@ -134,7 +141,9 @@ class EngineProcess:
     def end(self) -> None:
         """End the engine and its workers; safe in any state."""
         self.note_shared_memory()
-        end_group(self._process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(REAP_S)
         remove_segments(self._segments)
 
     def log_end(self) -> str:
@@ -149,13 +158,6 @@ def _opened(log_path: Path | None) -> Iterator[BinaryIO | None]:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
         yield log
-
-
-def free_port() -> int:
-    """A port that nobody uses now. Should somebody take it first, the server ends and is started again on another."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
 
 
 def engine_environment(workers: int = 1, devices: str | None = None, cores: str = ALL_CORES) -> dict[str, str]:
@@ -193,13 +195,6 @@ def visible_devices(wanted: str | None) -> dict[str, str]:
             f"sampler.devices: {wanted!r}, but this job sees {len(seen)} GPUs ({VISIBLE}={','.join(seen)})"
         )
     return {VISIBLE: ",".join(seen[device] if seen else str(device) for device in chosen)}
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its whole group: workers may outlive their leader."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(REAP_S)
 
 
 def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:

@@ -27,6 +27,7 @@ from megatron_rl.config.fleet import LOOPBACK, is_loopback, size
 from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import torch_dtype
+from megatron_rl.processes.process import free_port
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
@@ -230,6 +231,4 @@ def meeting_place(addresses: Sequence[str]) -> tuple[str, int]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # vLLM's rendezvous knows IPv4 alone
             probe.connect((far.hostname, far.port))  # nothing is sent
             host = probe.getsockname()[0]
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return host, int(probe.getsockname()[1])
+    return host, free_port(host)

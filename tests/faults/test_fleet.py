@@ -13,7 +13,7 @@ import psutil
 import pytest
 from box import MEGATRON_RL, ROOT, Box, wait_for
 
-from megatron_rl.sampler.engine_process import free_port
+from megatron_rl.processes.process import free_port
 
 pytestmark = pytest.mark.timeout(1800)
 START_S, STEP_S = 600, 300  # two engines may compile one after the other

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from box import ROOT, Box, wait_for
 
-from megatron_rl.sampler.engine_process import free_port
+from megatron_rl.processes.process import free_port
 
 SHARED = Path("/dev/shm")
 START_S = 300

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.learner import parallel
-from megatron_rl.sampler.engine_process import free_port
+from megatron_rl.processes.process import free_port
 
 
 def listening(port: int) -> set[str]:

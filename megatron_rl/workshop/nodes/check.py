@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from megatron_rl.config.fleet import gpus_of_engines, size
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
+from megatron_rl.processes.process import free_port
 from megatron_rl.workshop.nodes import facts
 from megatron_rl.workshop.nodes.attend import ANSWER_S, ARRIVE_S, NO_RESULT, RING_S, Board, attend
 from megatron_rl.workshop.nodes.facts import Facts, Needs, Problem
@@ -114,12 +114,6 @@ def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -
     names = [min(known, key=lambda node: known[node])] if known else list(failed)
     over = ", ".join(each)
     return [Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False) for node in names]
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as place:
-        place.bind((address, 0))
-        return int(place.getsockname()[1])
 
 
 def main(arguments: Sequence[str]) -> int:

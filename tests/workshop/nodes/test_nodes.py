@@ -14,6 +14,7 @@ import pytest
 from nvidia_smi import nvidia_smi
 
 from megatron_rl.config import from_mapping
+from megatron_rl.processes.process import free_port
 from megatron_rl.workshop.nodes import check, facts
 from megatron_rl.workshop.nodes.facts import Facts, Gpu, Needs, judge
 
@@ -32,7 +33,7 @@ def path_with(tmp_path: Path, node: str, driver: str) -> dict[str, str]:
 
 def looks(tmp_path: Path, learning: int, *overrides: str, **nodes: dict[str, str]) -> tuple[int, str, str]:
     """A process for each node, with the environment that is its own; `cwd` is where it runs."""
-    addresses, port = ",".join(f"{node}=127.0.0.1" for node in nodes), str(check.free_port("127.0.0.1"))
+    addresses, port = ",".join(f"{node}=127.0.0.1" for node in nodes), str(free_port())
     common = {"PYTHONPATH": str(ROOT), "MEGATRON_RL_NODES": addresses, "MEGATRON_RL_PORT": port}
     command = [sys.executable, "-m", "megatron_rl.workshop.nodes.check", str(learning), str(QUICKSTART)]
     started = [
@@ -75,13 +76,13 @@ def test_bad_nodes_are_named(tmp_path: Path) -> None:
 def test_a_node_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ARRIVE_S", 2.0)
     nodes = {"n1": "127.0.0.1", "n2": "127.0.0.1"}
-    (problem,) = check.lead(nodes, check.free_port("127.0.0.1"), Needs(), [("run.root", tmp_path)], 2)
+    (problem,) = check.lead(nodes, free_port(), Needs(), [("run.root", tmp_path)], 2)
     assert str(problem) == "node n2: nothing heard of it on n1 within 2 s"
     assert not problem.lasting
 
 
 def test_a_stranger_is_nobody(tmp_path: Path) -> None:
-    nodes, port = {"n1": "127.0.0.1"}, check.free_port("127.0.0.1")
+    nodes, port = {"n1": "127.0.0.1"}, free_port()
 
     def talk() -> None:
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):
