@@ -146,7 +146,7 @@ def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
 @pytest.mark.fault("a job reaches its time limit", "it is queued again and goes on; as if left alone")
 def test_time_limit(place: Box, undisturbed: Callable[[str], Path]) -> None:
     (place.folder / "delay").write_text(SLOW)
-    status, said = rehearse(place, "dapo_int8", event="limit", REHEARSE_AFTER="1", REHEARSE_SIGNAL_S="100")
+    status, said = rehearse(place, "dapo_int8", event="limit", REHEARSE_SIGNAL_S="100")
     assert status == 0, said
     assert "is queued again: the run" in said
     _ended_as(place, undisturbed("int8"), before="stopped")
