@@ -231,7 +231,7 @@ def test_a_server_that_is_starved_is_not_hung(monkeypatch: pytest.MonkeyPatch, c
         process.stdout.readline()
         while not works and state_of(process.pid) != "S":  # it goes on from there to what it does
             await asyncio.sleep(0.01)
-        return await Replica(NAME, Format.int8, engine, SimpleNamespace(pid=process.pid)).look()
+        return await Replica(NAME, Format.int8, engine, process=SimpleNamespace(pid=process.pid)).look()
 
     try:
         assert behind_a_port([], use, health=None).alive == works

@@ -226,7 +226,7 @@ model: {{{{path: {{toy}}/model, init: random}}}}
 data: {{{{train: {{toy}}/train.jsonl, eval: {{toy}}/test.jsonl}}}}
 """
 MINE = """
-base: recipes/dapo-qwen3_8b-1n8g-int8.yaml
+base: recipes/dapo-qwen3_8b-1n8g-int8-ahead.yaml
 model: {{path: {toy}/model, init: random}}
 data: {{train: {toy}/train.jsonl, eval: {toy}/test.jsonl, prompt_key: prompt, answer_key: answer, template: null}}
 rollout: {{max_prompt_tokens: 12, max_response_tokens: 8}}
