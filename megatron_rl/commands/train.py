@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     train.add_argument(
         "--on",
-        metavar="NODESxGPUSxNAME-GIB",
+        metavar="NODESxGPUSxNAME-GIB-HOST",
         help="with --dry-run: check for this machine, such as 1x8xH100-80; own: for the recipe's cluster",
     )
     train.add_argument(

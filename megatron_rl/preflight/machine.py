@@ -39,7 +39,7 @@ GPUS = {
     "B200": Gpu(10.0, 180, 2250, 4500, 8.0, 900, 50),
     "B300": Gpu(10.3, 288, 2250, 4500, 8.0, 900, 100),
 }
-NAMED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z]\w*?)(?:-([1-9]\d*))?")
+NAMED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z]\w*?)(?:-([1-9]\d*))?(?:-([1-9]\d*))?")
 
 
 class NoGpu(ConfigError):
@@ -79,17 +79,20 @@ def own(recipe: Path, overrides: Sequence[str]) -> str:
 
 
 def named(text: str) -> Machine:
-    """The machine that NODESxGPUSxNAME-GIB stands for; the memory may be left out."""
+    """The machine that NODESxGPUSxNAME-GIB-HOST stands for: memory of a GPU and of a node, which may be left out."""
     match = NAMED.fullmatch(text)
     if match is None:
-        raise ConfigError(f"--on {text}: expected NODESxGPUSxNAME or NODESxGPUSxNAME-GIB, such as 1x8xH100-80")
-    nodes, gpus, name, gib = match.groups()
+        raise ConfigError(
+            f"--on {text}: expected NODESxGPUSxNAME, NODESxGPUSxNAME-GIB or NODESxGPUSxNAME-GIB-HOST, such as "
+            "1x8xH100-80, or 1x8xH100-80-2048 for nodes of 2,048 GiB"
+        )
+    nodes, gpus, name, gib, host = match.groups()
     if name.upper() not in GPUS:
         raise ConfigError(f"--on {text}: {name} is not known; use one of {', '.join(GPUS)}")
     gpu = GPUS[name.upper()]
     memory = int(gib or gpu.gib)
     label = f"{name.upper()} ({memory} GiB)"
-    return Machine(Device.cuda, label, gpu.capability, int(gpus), int(nodes), memory)
+    return Machine(Device.cuda, label, gpu.capability, int(gpus), int(nodes), memory, host_gib=float(host or 0))
 
 
 def detect(wanted: Device = Device.auto) -> Machine:

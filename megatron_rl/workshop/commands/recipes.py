@@ -16,7 +16,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
     plan.add_argument(
         "--on",
-        metavar="NODESxGPUSxNAME-GIB",
+        metavar="NODESxGPUSxNAME-GIB-HOST",
         help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
     )
     plan.add_argument("--assume", action="append", default=[], metavar="name=value", help="such as response=0.2")

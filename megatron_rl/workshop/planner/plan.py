@@ -66,6 +66,7 @@ def plan_case(case: Case) -> Plan:
     time = step_time(case) if machine.gpu is not None else None
     count = parameters(case.model.shape)
     kept = PARAMETER[config.learner.precision] * count
+    host = {} if case.host else of_first_node(case, kept)
     tokens = case.engine.tokens
     return Plan(
         parameters=count,
@@ -79,9 +80,9 @@ def plan_case(case: Case) -> Plan:
         time=time,
         gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
         kept_gib=kept / GIB,
-        host={} if case.host else of_first_node(case, kept),
+        host=host,
         assumed=case.assumed,
-        problems=(*_too_much(case, memory), *_too_little(case)),
+        problems=(*_too_much(case, memory), *_too_little(case), *_too_much_of_host(machine, host)),
         notes=(*_notes(case, memory), *(list(faster(case, time)) if time is not None and case.limit else [])),
     )
 
@@ -157,6 +158,16 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         yield f"the cache holds {int(engine.tokens / work.length)} of {wanted} sequences at the mean: the others wait"
     tight = "tight, a longer answer or another library may be too much"
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
+
+
+def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[str]:
+    needed = sum(host.values()) / GIB
+    if machine.host_gib and needed > machine.host_gib:
+        most = ", ".join(f"{name} {host[name] / GIB:.0f}" for name in sorted(host, key=lambda one: -host[one])[:3])
+        yield (
+            f"host memory: the first node needs {needed:.0f} GiB of its own, has {machine.host_gib:.0f}; the most of "
+            f"it: {most} GiB. Use more nodes, or leave learner.offload at none"
+        )
 
 
 PROCESS = 5 * GIB  # of one that uses a GPU: libraries, CUDA's own, what loading leaves. An assumption

@@ -185,3 +185,11 @@ def test_the_limit_is_that_of_the_machine_that_is_named(capsys: pytest.CaptureFi
     words = ("quantization=int8", "learner.megatron.fp8=null", *APART)
     assert cli.main(["plan", DAPO, "--on", "1x8xA100-40", "--json", *words]) == 2
     assert memory(json.loads(capsys.readouterr().out), "learner")["limit"] == pytest.approx(40 * GIB, rel=0.02)
+
+
+def test_a_node_s_own_memory_is_a_limit_where_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", DAPO, "--on", "1x8xH100-80-1024"]) == 0
+    assert "this one has 1024" in capsys.readouterr().out
+    assert cli.main(["plan", DAPO, "--on", "1x8xH100-80-256"]) == 2
+    said = capsys.readouterr().err
+    assert "host memory: the first node needs" in said and "has 256" in said and "learner.offload" in said
