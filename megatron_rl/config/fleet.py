@@ -33,7 +33,12 @@ def devices(sampler: SamplerSection) -> list[str]:
     if given is None or given == []:
         return []
     texts = [str(one) for one in given] if isinstance(given, list) else [str(given)]
-    return texts if is_fleet(sampler) else [",".join(texts)]
+    if is_fleet(sampler):
+        return texts
+    if sampler.engines == 1:
+        return [",".join(texts)]
+    gpus, each = ",".join(texts).split(","), sampler.tensor_parallel
+    return [",".join(gpus[at : at + each]) for at in range(0, len(gpus), each)]
 
 
 def gpus_of_engines(sampler: SamplerSection) -> set[int]:
@@ -41,7 +46,8 @@ def gpus_of_engines(sampler: SamplerSection) -> set[int]:
     given = devices(sampler)
     if given:
         return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
-    return set(range(sampler.tensor_parallel)) if sampler.fleet.replicas or not is_fleet(sampler) else set()
+    count = sampler.engines * sampler.tensor_parallel
+    return set(range(count)) if sampler.fleet.replicas or not is_fleet(sampler) else set()
 
 
 def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:

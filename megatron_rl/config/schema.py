@@ -131,7 +131,7 @@ class FleetSection:
 @dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: Ranks = 1
-    engines: Ranks = 1  # embedded ones on a host, each on its share of the cores
+    engines: Ranks = 1  # embedded ones, each on its share of sampler.devices, or of a host's cores
     # GPUs, counted among those this job sees: a text such as "4,5", for a fleet a list of one for each started server,
     # such as ["0,1", "2,3"]; null: all
     devices: Any | None = None

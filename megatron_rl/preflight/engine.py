@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config import foreign
 from megatron_rl.config.evaluation import longest_answer
-from megatron_rl.config.fleet import gpus_of_engines, is_fleet, replica_formats
+from megatron_rl.config.fleet import devices, gpus_of_engines, is_fleet, replica_formats
 from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
     TIES,
@@ -133,7 +133,10 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
     if is_fleet(sampler):
         yield f"{value} are embedded ones, and a fleet has servers of its own; leave it out, or sampler.fleet"
     elif machine.kind != Device.cpu:
-        yield f"{value} embedded engines are built for hosts so far; on GPUs use sampler.fleet.replicas={count}"
+        given, wanted = devices(sampler), count * sampler.tensor_parallel
+        if len(given) != count:
+            named, width = sampler.devices or "null", sampler.tensor_parallel
+            yield f"sampler.devices: {named} for {count} engines of {width} GPU(s); name {wanted} GPUs"
     elif count * sampler.tensor_parallel > cores:
         each = "" if sampler.tensor_parallel == 1 else f" of {sampler.tensor_parallel} ranks"
         yield f"{value} engines{each}, each on cores of its own, but there are {cores}; use fewer"

@@ -34,14 +34,10 @@ class Replicas:
     def __init__(self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]) -> None:
         self._settings = settings
         self._state = SamplerState(
-            start_timeout_s=settings.sampler.start_timeout_s,
-            request_timeout_s=settings.sampler.request_timeout_s,
-            max_tokens=settings.max_tokens,
-            vocabulary=vocabulary,
-            note=note,
-            keep_cache=settings.in_flight_cache == Cache.keep,
-            transport=settings.transport,
-        )
+            start_timeout_s=settings.sampler.start_timeout_s, request_timeout_s=settings.sampler.request_timeout_s,
+            max_tokens=settings.max_tokens, vocabulary=vocabulary, note=note,
+            keep_cache=settings.in_flight_cache == Cache.keep, transport=settings.transport,
+        )  # fmt: skip
         self.all: list[Replica] = []
         self.updates = Updates(self.all, self._state)
         self._supervisors: list[Supervisor] = []
@@ -78,14 +74,9 @@ class Replicas:
     async def dispatcher(self, params: SamplingParams, patient: bool) -> Dispatcher:
         state = self._state
         dispatcher = Dispatcher(
-            self.all,
-            params,
-            served=state.served,
-            max_sequences=max_sequences(self._settings.sampler),
-            patience_s=state.start_timeout_s,
-            on_gone=state.take_out,
-            patient=patient,
-        )
+            self.all, params, served=state.served, max_sequences=max_sequences(self._settings.sampler),
+            patience_s=state.start_timeout_s, on_gone=state.take_out, patient=patient,
+        )  # fmt: skip
         state.dispatchers.append(dispatcher)
         return dispatcher
 

@@ -206,12 +206,12 @@ class Sampler:
     def sleep(self, level: int = 1) -> None:
         """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
         self.wait_ready()
-        self._ask(lambda replicas: replicas.updates.on_all(lambda one: one.engine.sleep(level)))
+        self._ask(lambda replicas: replicas.updates.sleep(level))
 
     def wake(self, tags: list[str] | None = None) -> None:
         """Take memory back for `weights`, `kv_cache`, or both; a request in between is refused."""
         parts: Any = tags
-        self._ask(lambda replicas: replicas.updates.on_all(lambda one: one.engine.wake(parts)))
+        self._ask(lambda replicas: replicas.updates.wake(parts))
 
     def health(self) -> dict[str, Any]:
         """What the first engine says that is not well, or the first one, and what is known of each."""

@@ -29,7 +29,6 @@ SLOW = 2  # looks in a row without an answer of the engine until somebody is tol
 END_S = 1.0  # from the end of its socket to that of a process
 UNANSWERED = 3  # looks in a row without an answer until an engine counts as gone
 
-
 Told = tuple[UpdateStep, dict[Format, dict[str, Any]]]  # a step of an update, and its arguments by format
 
 
@@ -51,6 +50,7 @@ class SamplerState:
     restarted: int = 0  # engines, so far
     dispatchers: list[Dispatcher] = field(default_factory=list)  # those that are open
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update, or one re-sync, at a time
+    asleep: bool = False  # the learner has the engines' GPUs: one that has died starts again afterwards
 
     @property
     def version(self) -> int:
@@ -105,6 +105,8 @@ class Supervisor:
         """Look after the engine until cancelled, or until it is given up."""
         replica = self.replica
         while True:
+            while self._state.asleep and self._start is not None:
+                await asyncio.sleep(POLL_S)
             try:
                 await self._bring_up()
             except WeightSyncError as error:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.sampler.engine import Engine, EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.engine import Engine, EngineGone, Part, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState, Told
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -39,6 +39,14 @@ class Updates:
             await self._until_one_is_up()
             with contextlib.suppress(NoServerLeft):
                 return await self._on([replica for replica in self._replicas if replica.up], ask)
+
+    async def sleep(self, level: int) -> None:
+        await self.on_all(lambda one: one.engine.sleep(level))
+        self._state.asleep = True
+
+    async def wake(self, parts: Sequence[Part] | None) -> None:
+        self._state.asleep = False  # the learner has made room, also for an engine that has to start again
+        await self.on_all(lambda one: one.engine.wake(parts))
 
     async def _on(self, replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
         state = self._state

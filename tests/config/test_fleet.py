@@ -10,6 +10,7 @@ from megatron_rl.config.fleet import (
     addresses,
     devices,
     distinct_formats,
+    gpus_of_engines,
     is_fleet,
     is_loopback,
     local_formats,
@@ -74,6 +75,12 @@ def test_a_sound_fleet_has_no_problems():
 def test_a_text_and_a_list_name_gpus(given, embedded, fleet):
     assert devices(config({"devices": given}).sampler) == embedded
     assert devices(config({"devices": given}, replicas=2).sampler) == fleet
+
+
+@pytest.mark.parametrize("given", ["0,1,2,3", [0, 1, 2, 3], ["0,1", "2,3"]])
+def test_several_embedded_engines_share_the_gpus_out(given):
+    assert devices(config({"devices": given, "engines": 2, "tensor_parallel": 2}).sampler) == ["0,1", "2,3"]
+    assert gpus_of_engines(config({"engines": 2, "tensor_parallel": 2}).sampler) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,9 @@ def test_several_embedded_engines(monkeypatch):
     assert found == "sampler.engines: 5 engines, each on cores of its own, but there are 4; use fewer"
     (found,) = problems(several(3, tensor_parallel=2), HOST)
     assert "3 engines of 2 ranks" in found
-    (found,) = problems(several(2))
-    assert "on GPUs use sampler.fleet.replicas=2" in found
+    assert problems(several(2, tensor_parallel=2, devices="0,1,2,3")) == []
+    for devices, said in ((None, "null"), ("0,1", "0,1")):
+        (found,) = problems(several(2, tensor_parallel=2, devices=devices))
+        assert found == f"sampler.devices: {said} for 2 engines of 2 GPU(s); name 4 GPUs"
     (found,) = problems(several(2, fleet=FleetSection(replicas=2)), HOST)
     assert "leave it out, or sampler.fleet" in found

@@ -12,8 +12,10 @@ from megatron_rl.config.schema import Format, Transport
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler import supervisor as module
 from megatron_rl.sampler.engine import EngineGone, Look
+from megatron_rl.sampler.engine_process import ProcessSettings
 from megatron_rl.sampler.replica import Replica
-from megatron_rl.sampler.supervisor import MAX_RESTARTS, SamplerState, Supervisor
+from megatron_rl.sampler.supervisor import MAX_RESTARTS, POLL_S, SamplerState, Supervisor
+from megatron_rl.sampler.update import Updates
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")
@@ -156,3 +158,27 @@ def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
         assert loop.call(until_seen(), meanwhile) >= 1
     finally:
         loop.stop()
+
+
+@pytest.mark.fault("an engine dies while the learner has its GPU", "it starts again once the others wake")
+def test_nothing_starts_beside_a_learner_that_works():
+    async def use(state: SamplerState) -> list[bool]:
+        one, began = replica("engine 0"), []
+        supervisor = Supervisor(one, ProcessSettings(arguments={}, log_path=None), state, "", "")
+
+        async def bring_up() -> None:
+            began.append(state.asleep)
+            raise EngineGone("it cannot start here")
+
+        supervisor._bring_up = bring_up
+        updates = Updates([replica("engine 1")], state)
+        await updates.sleep(2)
+        running = asyncio.create_task(supervisor.run())
+        await asyncio.sleep(2 * POLL_S)
+        assert not began
+        await updates.wake(None)
+        await running
+        assert supervisor.first_start.exception()
+        return began
+
+    assert run(use)[0] == [False]

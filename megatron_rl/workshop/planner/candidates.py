@@ -31,7 +31,7 @@ def samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[
     for tp in (size for size in POWERS if size <= gpus):
         if config.sync.every == 1:
             near = machine.nodes == 1
-            yield "in turns", total, _in_turns(config, tp, near)
+            yield "in turns", total, _in_turns(config, tp, gpus, near)
         if machine.nodes == 1:
             yield "side by side", total, _servers(config, tp, range(gpus), None)
         for learner in sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0}) if machine.nodes == 1 else ():
@@ -42,10 +42,10 @@ def samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[
                 yield "on nodes apart", nodes * gpus, _distant(config, tp, machine, nodes)
 
 
-def _in_turns(config: Config, tp: int, near: bool) -> dict[str, Any]:
-    """One engine on the learner's first GPUs that sleeps while the learner works."""
-    sampler = _sampler(config, tp, None)
-    sampler = replace(sampler, devices=",".join(map(str, range(tp))), sleep=Sleep.discard)
+def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
+    """As many engines as the first node has room for, which sleep while the learner works."""
+    sampler, count = _sampler(config, tp, None), gpus // tp
+    sampler = replace(sampler, engines=count, devices=",".join(map(str, range(count * tp))), sleep=Sleep.discard)
     return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.ipc if near else Transport.file)}
 
 
@@ -72,7 +72,7 @@ def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
     sampler = config.sampler
     fleet = replace(sampler.fleet, replicas=0, servers=0, addresses=[], formats=[])
     vllm = {**sampler.vllm} | ({"gpu_memory_utilization": share} if share else {})
-    return replace(sampler, tensor_parallel=tp, sleep=Sleep.none, fleet=fleet, vllm=vllm)
+    return replace(sampler, tensor_parallel=tp, engines=1, sleep=Sleep.none, fleet=fleet, vllm=vllm)
 
 
 def learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:

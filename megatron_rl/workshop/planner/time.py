@@ -213,8 +213,8 @@ def faster(case: Case, time: StepTime) -> Iterator[str]:
     if best is None or seconds[best] > FASTER * time.rollout:
         return
     sleeps = case.config.sampler.sleep != Sleep.none
-    way = "only the embedded engine sleeps, and it is one" if sleeps else "--suggest has such"
+    key = "sampler.engines" if sleeps else "sampler.fleet.replicas"
     yield (
         f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would take "
-        f"{duration(seconds[best])} for a rollout, not {duration(time.rollout)} (sampler.fleet.replicas); {way}"
+        f"{duration(seconds[best])} for a rollout, not {duration(time.rollout)} ({key}); --suggest has such"
     )

@@ -27,11 +27,12 @@ def said(made: Plan) -> list[tuple[str, ...]]:
 
 
 def test_what_is_said_is_what_the_plan_has_for_a_fleet_of_them() -> None:
-    one = planned("dr_grpo-qwen2.5_7b-1n8g-int8")
+    apart = [*APART, "sampler.engines=1", "learner.tensor_parallel=4", "learner.data_parallel=1"]
+    one = planned("dr_grpo-qwen2.5_7b-1n8g-int8", *apart)
     ((count, gpus, seconds, instead),) = said(one)
     assert (count, gpus) == ("2", "2")
     fleet = ["sampler.fleet.replicas=2", "sampler.tensor_parallel=2", "sampler.devices=['4,5','6,7']"]
-    two = planned("dr_grpo-qwen2.5_7b-1n8g-int8", *fleet)
+    two = planned("dr_grpo-qwen2.5_7b-1n8g-int8", *apart, *fleet)
     assert one.time is not None
     assert two.time is not None
     assert (seconds, instead) == (f"{two.time.rollout:.0f}s", f"{one.time.rollout:.0f}s")
@@ -47,4 +48,4 @@ def test_nothing_is_said_of_what_is_no_faster_or_does_not_fit() -> None:
 
 def test_engines_that_sleep_cannot_be_many() -> None:
     (note,) = [note for note in planned("dapo-qwen3_8b-1n8g-int8", *SHORT).notes if SAID.fullmatch(note)]
-    assert note.endswith("only the embedded engine sleeps, and it is one")
+    assert note.endswith("(sampler.engines); --suggest has such")
