@@ -2,14 +2,18 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import PROMPTS, SAMPLING, Live, start_live
+from tiny_engine import PROMPTS, SAMPLING, Live, start_live, until
 
 from megatron_rl.config.schema import Format
+from megatron_rl.engine.readiness import CACHE, WEIGHTS
 from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.supervisor import POLL_S
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -107,3 +111,20 @@ def test_one_of_them_is_killed(live: Live) -> None:
         number: [list(one.token_ids) for one in group] for number, group in wanted.items()
     }
     assert live.sampler.stats.restarts == 1
+
+
+@pytest.mark.fault("one of several engines dies asleep", "it starts again when the others wake, with their weights")
+def test_they_sleep_and_wake_together(live: Live) -> None:
+    wanted, before = live.rollouts(), live.sampler.stats.restarts
+    live.sampler.sleep(1)
+    with pytest.raises(SamplerError, match="asleep"):
+        live.rollouts()
+    live.kill(0)
+    until(lambda: not live.sampler.replicas[0].up)
+    time.sleep(2 * POLL_S)
+    assert live.sampler.stats.restarts == before
+    live.sampler.wake([WEIGHTS])
+    live.sampler.wake([CACHE])
+    until(lambda: all(one.ready for one in live.sampler.replicas))
+    assert live.sampler.stats.restarts == before + 1
+    assert live.rollouts() == wanted
