@@ -9,30 +9,34 @@ from typing import Any
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import Checkpoint
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.schema import Config
 from megatron_rl.files import replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
     *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "run.patience_s"),
     *("log.", "checkpoint.", "eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s"),
-    "learner.tensor_parallel",
+    *("learner.tensor_parallel", "learner.offload"),
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
     *("sync.probe_budget", "sync.probe_layers", "sync.staged"),
 )
+NONE = "(none)"  # a key that one of two recipes does not have
 
 
 def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     """Raises where the recipe has changed in what the run has learnt with, unless the key is in run.resume_allow."""
     before, after = read_yaml(recorded.read_text(encoding="utf-8")), read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
+    defaults = dict(flatten(read_yaml(to_yaml(Config()))))
     found = [
         (key, old, new)
         for key, old, new in changes(before, after)
         if not any(key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE)
         and key not in allowed
+        and not (old == NONE and new == defaults.get(key))  # a newer version's key, which changes nothing
     ]
     if found:
         listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
@@ -62,7 +66,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
     for key in sorted(before.keys() ^ after.keys()):
         section = key.rpartition(".")[0]
         if any(each.rpartition(".")[0] == section for each in before):  # else a whole section is new
-            yield key, before.get(key, "(none)"), after.get(key, "(none)")
+            yield key, before.get(key, NONE), after.get(key, NONE)
 
 
 def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:

@@ -213,6 +213,8 @@ def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
         ("optim.lr", 0.2, True),
         ("optim.megatron.clip_grad", 2.0, True),
         ("optim.megatron.adam_beta1", 0.5, True),  # a key that was left out before
+        ("optim.min_lr", 0.1, True),  # one that an older version did not know
+        ("optim.min_lr", 0.0, False),  # and what stands for it there
     ],
 )
 def test_a_changed_recipe_is_told_key_by_key(tmp_path: Path, key: str, value: object, refused: bool) -> None:
