@@ -62,6 +62,8 @@ class OptimizerOffload:
         """What is the optimizer's alone: in FP32 its masters are the weights themselves, which stay."""
         weights = {parameter.untyped_storage().data_ptr() for chunk in self._chunks for parameter in chunk.parameters()}
         for each in self._optimizer.chained_optimizers:
+            if each.optimizer is None:  # this rank has no parameters of a kind, such as experts
+                continue
             for group in each.optimizer.param_groups:
                 for master in group["params"]:
                     if master.untyped_storage().data_ptr() not in weights:
