@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import APART
 from preloaded import run
 
 from megatron_rl.config import load
@@ -25,11 +26,13 @@ def engine_alone(recipe: str, overrides: list[str]) -> Memory:
 @pytest.mark.engine
 def test_vllm_starts_with_the_largest_share_of_the_plan_and_not_with_the_next() -> None:
     given = ["sampler.vllm.kv_cache_memory_bytes=1000000000"]  # the share is looked at all the same
-    share = largest_share(memory := engine_alone("dapo_int8.yaml", []))
+    share = largest_share(memory := engine_alone("dapo_int8.yaml", [*APART]))
     assert share is not None
     assert memory.limit is not None
     start = memory.phases["start"]
-    assert sum(start.values()) == pytest.approx(sum(engine_alone("dapo_int8.yaml", given).phases["start"].values()))
+    assert sum(start.values()) == pytest.approx(
+        sum(engine_alone("dapo_int8.yaml", [*APART, *given]).phases["start"].values())
+    )
     total, free = int(memory.limit), int(memory.limit - sum(n for part, n in start.items() if part not in SHARE))
     cases = [[share, free, total], [round(share + 0.01, 2), free, total], [0.9, free, total]]
     command = [sys.executable, str(ROOT / "tests" / "engine" / "startup_share.py"), json.dumps(cases)]
