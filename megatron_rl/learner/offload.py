@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = (
-    1 << 30
-)  # bytes; torch rounds what it pins up to a power of two, so that one block of all would cost up to twice
+# bytes; torch rounds what it pins up to a power of two, so that one block of all would cost up to twice
+BLOCK = 1 << 30
 ALIGNMENT = 64
 
 Held = tuple[Tensor, Callable[[Tensor], None]]  # a tensor of the optimizer, and how another one is put in its place

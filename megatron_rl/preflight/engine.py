@@ -133,10 +133,9 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
     if is_fleet(sampler):
         yield f"{value} are embedded ones, and a fleet has servers of its own; leave it out, or sampler.fleet"
     elif machine.kind != Device.cpu:
-        given, wanted = devices(sampler), count * sampler.tensor_parallel
-        if len(given) != count:
-            named, width = sampler.devices or "null", sampler.tensor_parallel
-            yield f"sampler.devices: {named} for {count} engines of {width} GPU(s); name {wanted} GPUs"
+        named, width = sampler.devices or "null", sampler.tensor_parallel
+        if len(devices(sampler)) != count:
+            yield f"sampler.devices: {named} for {count} engines of {width} GPU(s); name {count * width} GPUs"
     elif count * sampler.tensor_parallel > cores:
         each = "" if sampler.tensor_parallel == 1 else f" of {sampler.tensor_parallel} ranks"
         yield f"{value} engines{each}, each on cores of its own, but there are {cores}; use fewer"
