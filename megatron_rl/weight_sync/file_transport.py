@@ -26,14 +26,13 @@ import torch
 from megatron_rl.files import replacing
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.owned_folder import claim, is_abandoned
-from megatron_rl.processes.scratch import remove_with_it
+from megatron_rl.processes.scratch import SHARED_MEMORY, remove_with_it
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
 
 ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where copying is fast
-SHARED_MEMORY = Path("/dev/shm")
 BACKGROUND = "background"
 PREFIX = "megatron-rl-sync-"
 GRACE_S = 60.0  # a folder this young may not hold its lock yet

@@ -128,13 +128,18 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         if share := _share(case, one):
             yield share
         elif one.margin is not None and one.margin < 0 and one.limit is not None:
-            parts = sorted(one.phases[one.peak_phase].items(), key=lambda part: -part[1])[:3]
-            most = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts)
+            most = _most(one.phases[one.peak_phase])
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, and has "
                 f"{one.limit / GIB:.1f}; the most of it: {most} GiB. `megatron-rl plan --suggest` looks for layouts "
                 "that fit"
             )
+
+
+def _most(parts: Mapping[str, float]) -> str:
+    """The three largest parts, in GiB."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in largest)
 
 
 def _too_little(case: Case) -> Iterator[str]:
@@ -163,10 +168,9 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
 def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[str]:
     needed = sum(host.values()) / GIB
     if machine.host_gib and needed > machine.host_gib:
-        most = ", ".join(f"{name} {host[name] / GIB:.0f}" for name in sorted(host, key=lambda one: -host[one])[:3])
         yield (
             f"host memory: the first node needs {needed:.0f} GiB of its own, has {machine.host_gib:.0f}; the most of "
-            f"it: {most} GiB. Use more nodes, or leave learner.offload at none"
+            f"it: {_most(host)} GiB. Use more nodes, or leave learner.offload at none"
         )
 
 

@@ -46,8 +46,8 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
         if ranks not in of_ranks:
             of_ranks[ranks] = _best_learners(base, ranks)
         asleep = sampler["sampler"].sleep is not Sleep.none
-        for layout in of_ranks[ranks]:
-            learner = replace(layout, offload=Offload.optimizer if asleep else Offload.none)
+        for candidate in of_ranks[ranks]:
+            learner = replace(candidate, offload=Offload.optimizer if asleep else Offload.none)
             changed = _with_room(base, way, replace(config, learner=learner, **sampler))
             if changed is not None:
                 found = plan_case(replace(base, config=changed))
@@ -58,8 +58,8 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
     for one in fitting:
         if len(chosen) == count:
             break
-        shape = one.plan.layout
-        key = (one.way, shape.tp, shape.pp, shape.ep)
+        layout = one.plan.layout
+        key = (one.way, layout.tp, layout.pp, layout.ep)
         if key not in chosen and not refused(one.config, machine):
             chosen[key] = one
     return list(chosen.values())
