@@ -82,6 +82,7 @@ class EventLoopThread:
         """`ended`: what is raised to whoever calls after the loop's end, or still waits then."""
         self._ended = ended
         self._loop = asyncio.new_event_loop()
+        self._stopping, self._state = False, threading.Lock()  # what is asked after it would never be run
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -90,13 +91,15 @@ class EventLoopThread:
 
         `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
         """
-        try:
+        with self._state:
+            if self._stopping:
+                coroutine.close()
+                raise self._ended()
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:
-            coroutine.close()
-            raise self._ended() from None
         try:
             while not wait([future], MEANWHILE_S).done:
+                if not self._thread.is_alive():  # it could not be cancelled in time
+                    raise self._ended()
                 meanwhile()
             return future.result()
         except CancelledError:
@@ -107,8 +110,10 @@ class EventLoopThread:
 
     def stop(self) -> None:
         """Cancel what still runs, then end the thread; safe to call twice."""
-        if self._loop.is_closed():
-            return
+        with self._state:
+            if self._stopping:
+                return
+            self._stopping = True
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SHUT_S)

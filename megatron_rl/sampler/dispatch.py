@@ -82,6 +82,8 @@ class Dispatcher:
         self._closed: str | None = None  # why, where it was not its user
 
     def add(self, jobs: Iterable[Job]) -> None:
+        if self._closed:  # nobody looks after the engines any more
+            raise SamplerError(self._closed)
         self._waiting.extend(jobs)
         self.changed.set()
         if self._work is None or self._work.cancelled():

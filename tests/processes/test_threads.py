@@ -1,5 +1,6 @@
 """Threads: what work in one comes to, that nothing of it stays, those without helpers, those that pace themselves."""
 
+import asyncio
 import os
 import sys
 import threading
@@ -8,7 +9,8 @@ import time
 import pytest
 from helpers import program
 
-from megatron_rl.processes.threads import Pace, in_thread, use_all_cores
+from megatron_rl.processes import threads
+from megatron_rl.processes.threads import EventLoopThread, Pace, in_thread, use_all_cores
 
 COUNTS = """
 import os, sys, time, torch
@@ -120,3 +122,55 @@ def test_who_waits_ends_its_rest() -> None:
     pace.hurry()
     thread.join(60)
     assert worked
+
+
+@pytest.fixture
+def many_switches():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_whoever_calls_an_event_loop_while_it_is_stopped_gets_an_answer_or_its_error() -> None:
+    """Every moment in which a call can come is met by some of so many."""
+
+    async def one() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    for _ in range(20):
+        loop, answers = EventLoopThread("test", ZeroDivisionError), []
+
+        def call(loop: EventLoopThread = loop, answers: list[int] = answers) -> None:
+            while True:
+                answers.append(loop.call(one()))
+
+        callers = [in_thread("caller", call) for _ in range(4)]
+        while not answers:
+            time.sleep(0.001)
+        loop.stop()
+        loop.stop()
+        for caller in callers:
+            with pytest.raises(ZeroDivisionError):
+                caller.result(60)
+
+
+def test_whoever_waits_for_what_cannot_be_cancelled_hears_of_the_loop_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "SHUT_S", 0.2)
+    loop, begun = EventLoopThread("test", ZeroDivisionError), threading.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+    caller = in_thread("caller", lambda: loop.call(stubborn()))
+    begun.wait()
+    loop.stop()
+    with pytest.raises(ZeroDivisionError):
+        caller.result(60)

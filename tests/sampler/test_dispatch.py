@@ -205,6 +205,8 @@ def test_closing_stops_what_is_open_and_ends_every_wait():
         assert not hanging.running
         with pytest.raises(SamplerError, match="the sampler was closed"):
             await waiting
+        with pytest.raises(SamplerError, match="the sampler was closed"):
+            dispatcher.add(jobs(9))  # no engine would ever take it
         await dispatcher.close()
         assert await dispatcher.finished() == []
         return []
