@@ -8,6 +8,7 @@ Shape suffixes: B sequences, T response positions.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -272,19 +273,32 @@ def publish(
                 metrics |= compare_layers(step, driver, learner, sync)
             batch, formats = ask_driver(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
-            about = probe_of(step, section, learner, batch, logprobs_BT)
-            floor = probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch))
-            about = replace(about, floor=floor.get("sync/probe_floor"))
-            metrics |= probe.check_formats(batch, logprobs_BT, formats, about) | floor
+            expected_BT = learner.expected_logprobs(batch)
+            about = probe_of(step, section, learner, batch, logprobs_BT, expected_BT)
+            metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
+            metrics |= probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch, expected_BT))
             metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
     return metrics
 
 
-def probe_of(step: int, section: SyncSection, learner: Learner, batch: Batch, logprobs_BT: torch.Tensor) -> probe.Probe:
+def probe_of(
+    step: int,
+    section: SyncSection,
+    learner: Learner,
+    batch: Batch,
+    logprobs_BT: torch.Tensor,
+    expected_BT: torch.Tensor | None,
+) -> probe.Probe:
     """What may be found is measured first, without the sampler; the noise is that of these weights and tokens alone."""
     about = probe.Probe(
         step, learner.shape.vocab, learner.shape.tied, section.budget, learner=_arithmetic(learner.learner)
     )
+    if expected_BT is not None:
+        effect, left = (
+            probe.compare(one_BT, expected_BT, batch.mask_BT, math.inf).mean_abs
+            for one_BT in (logprobs_BT, batch.sampler_logprobs_BT)
+        )
+        about = replace(about, expected=effect, unexplained=left if learner.mirrors_engine else None)
     if section.budget is not None:
         return about
     return replace(about, noise=probe.noise(logprobs_BT, learner.logprobs_rounded_again(batch), batch.mask_BT))

@@ -24,6 +24,7 @@ from megatron_rl.learner import limits
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.costs import attention_share
 from megatron_rl.learner.device import ForwardClock
+from megatron_rl.learner.fake_quantized import Engine, fake_quantized
 from megatron_rl.learner.logprobs import logprobs_alone
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack
@@ -58,20 +59,24 @@ class ForwardPasses(Policy):
         wanted = self.learner.forward is Forward.as_sampler and quantization.format != Format.none
         self._arithmetic = Arithmetic.sampler if wanted else Arithmetic.plain
         self._as_sampler: AsSampler | None = None
-        if wanted or (self._mirrors_engine and self._formats in MIRRORED):
-            self._as_sampler = self._computes_as(quantization)
+        self._engine: Engine | None = None  # whose rounding layers of Transformer Engine imitate for a probe
+        self._smoothing: Smoothing | None = None
+        if wanted or (self._formats in MIRRORED and self.device.type == "cpu"):
+            self._as_sampler = self._computes_as(quantization, wanted)
+        elif self._formats in MIRRORED and quantization.kv_cache == KvCache.none:
+            self._engine = Engine(quantization.format, tuple(quantization.ignore), self._engine_tp)
 
     @property
-    def _mirrors_engine(self) -> bool:
+    def mirrors_engine(self) -> bool:
         """Whether the learner's layers round where the engine's BF16 layers do, or can be made to."""
         plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
         known = Format.fp8 not in self._formats or not has_fp8()
         return plain and known and self._engine_tp in (1, self.layout.tp)
 
-    def _computes_as(self, quantization: QuantizationSection) -> AsSampler:
+    def _computes_as(self, quantization: QuantizationSection, wanted: bool) -> AsSampler:
         if self.device.type != "cpu":
             raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
-        if quantization.format == Format.fp8 and has_fp8():
+        if wanted and quantization.format == Format.fp8 and has_fp8():
             raise ValueError(
                 "learner.forward=as_sampler with quantization.format=fp8: this processor multiplies FP8 itself, and "
                 "vLLM leaves it to it; use bf16, or quantization=int8"
@@ -87,6 +92,7 @@ class ForwardPasses(Policy):
 
     def set_smoothing(self, smoothing: Smoothing | None) -> None:
         """Tell passes in the sampler's arithmetic what the sampler's weights are smoothed with."""
+        self._smoothing = smoothing
         if self._as_sampler is not None:
             self._as_sampler.smoothing = smoothing
 
@@ -102,21 +108,36 @@ class ForwardPasses(Policy):
         with self._cache.looking(False):
             return self._logprobs(batch)
 
-    def estimate_bf16_floor(self, batch: Batch) -> Tensor | None:
+    def expected_logprobs(self, batch: Batch) -> Tensor | None:
+        """Logprobs that a right sampler of this format gives, to a rounding: by layers that are quantized as its own.
+
+        Token by token where the learner `mirrors_engine`; else as far from its own as the sampler's are, but elsewhere:
+        any other rounding moves codes. None where the format is not imitated: several at once, blocks, INT4, an FP8
+        cache.
+        """
+        if self._as_sampler is not None:
+            return self._logprobs_by(Arithmetic.sampler, batch)
+        if self._engine is None:
+            return None
+        with fake_quantized(self.numbered_modules, self.model, self.groups, self._engine, self._smoothing):
+            return self.logprobs_unseen(batch)
+
+    def estimate_bf16_floor(self, batch: Batch, expected_BT: Tensor | None) -> Tensor | None:
         """Logprobs as far from the sampler's as if it held BF16 weights; None where that cannot be told.
 
-        They come from the learner's own passes: with the sampler's arithmetic they are as far from the sampler's as the
-        engines differ otherwise, and to that comes what tensor parallelism adds to a BF16 engine on one rank.
+        They come from the learner's own passes: with the sampler's arithmetic (`expected_BT`) they are as far from the
+        sampler's as the engines differ otherwise, and to that comes what tensor parallelism adds to a BF16 engine on
+        one rank.
         """
-        if not self._mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
+        if not self.mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
             return None
-        found = self._logprobs_by(Arithmetic.plain, batch)
-        if self._as_sampler is None:
-            return found
+        if expected_BT is None:
+            return self._logprobs_by(Arithmetic.plain, batch)
         if self._engine_tp == self.layout.tp:
-            return self._logprobs_by(Arithmetic.sampler, batch)
+            return expected_BT
+        found = self._logprobs_by(Arithmetic.plain, batch)
         found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
-        return found.add_(self._logprobs_by(Arithmetic.sampler, batch))
+        return found.add_(expected_BT)
 
     def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
         present, self._arithmetic = self._arithmetic, arithmetic

@@ -173,17 +173,19 @@ def _product(input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, tp_group: 
     return _Wide.apply(input, weight, tp_group if allreduce_dgrad else None)
 
 
+def wide_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """The product of two BF16 matrices in FP32; on a GPU without an FP32 copy of either."""
+    if x_MK.is_cuda:
+        return torch.mm(x_MK, weight_NK.t(), out_dtype=torch.float32)
+    return x_MK.float().matmul(weight_NK.float().t())
+
+
 class _Wide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight_NK: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(input, weight_NK)
         ctx.group = group
-        rows_MK = input.flatten(0, -2)
-        if input.is_cuda:  # no FP32 copy of the weight
-            logits_MN = torch.mm(rows_MK, weight_NK.t(), out_dtype=torch.float32)
-        else:
-            logits_MN = rows_MK.float().matmul(weight_NK.float().t())
-        return logits_MN.view(*input.shape[:-1], -1)
+        return wide_product(input.flatten(0, -2), weight_NK).view(*input.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

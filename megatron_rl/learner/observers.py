@@ -88,15 +88,15 @@ def _plain(see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...
 
 
 def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None:
-    """See a norm inside the kernel that reads it: its output is computed once more. Not yet run on a GPU."""
     input_SH = args[0].detach().flatten(0, 1)
+    see(len(input_SH), lambda: fused_norm(linear, input_SH))
 
-    def output() -> Tensor:
-        wide_SH = input_SH.float()
-        scale_S1 = wide_SH.square().mean(-1, keepdim=True).add_(linear.eps).rsqrt_()
-        return wide_SH.mul_(scale_S1).mul_(linear.layer_norm_weight.float())
 
-    see(len(input_SH), output)
+def fused_norm(linear: Any, input: Tensor) -> Tensor:
+    """The norm inside a kernel of Transformer Engine that reads it, computed once more. Not yet run on a GPU."""
+    wide = input.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(linear.eps).rsqrt_()
+    return wide.mul_(scale).mul_(linear.layer_norm_weight.float())
 
 
 class CacheStats(Amax):

@@ -42,6 +42,7 @@ SCALES = ("tensorwise", "blockwise")
 PLACES = [(ranks, name, "dense") for ranks, layouts in LAYOUTS.items() for name in layouts]
 PLACES += [(ranks, f"experts_{name}", "experts") for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
 STEPS = 2
+EXPECTED = [(model, format) for model in ("qwen3", "qwen2", "qwen3_moe") for format in ("int8", "fp8")]
 
 
 def _job(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any) -> dict[str, Any]:
@@ -84,6 +85,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         *(_once(scored) for scored in (True, False)),
         *(_fp8(scales) for scales in SCALES),
         _job("offload", DENSE, kind="aside", offload="optimizer"),
+        *(_job(f"expected_{model}_{format}", MODELS[model], kind="noise", format=format) for model, format in EXPECTED),
     ]
     return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"), timeout=600)
 
@@ -125,6 +127,14 @@ def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: dict[str, Any]) -> None:
     """In a checkpoint that is taken meanwhile, which the job compares with one before; and it learns on."""
     assert len({*one["offload"]["kept"][0]}) == len(one["offload"]["steps"]) == 3
+
+
+@pytest.mark.parametrize(("model", "format"), EXPECTED)
+def test_what_a_format_does_is_expected_and_nothing_of_it_stays(model: str, format: str, one: dict[str, Any]) -> None:
+    """Hosts measured 1.5 to 12 times the noise without outliers; a wrong scale makes hundreds."""
+    found = one[f"expected_{model}_{format}"]
+    assert found["noise"] < found["expected"] < 40 * found["noise"]
+    assert found["same"]
 
 
 @pytest.mark.parametrize("family", MODELS)

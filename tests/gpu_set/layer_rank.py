@@ -23,13 +23,18 @@ from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, Q
 from megatron_rl.learner import limits
 from megatron_rl.learner import model as model_module
 from megatron_rl.learner import optimizer as optimizer_module
+from megatron_rl.learner.fake_quantized import Engine, fake_quantized
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.observers import fused_norm
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.weights import random_tensors
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import find, global_name, stage_params
 from megatron_rl.models.model import Model
+from megatron_rl.models.shards import local_shard
 from megatron_rl.models.table import Split
+from megatron_rl.quantization.quantize import dequantize, quantize
 from megatron_rl.weight_sync.source import ShardSource
 
 SIZES: dict[str, Any] = {
@@ -90,6 +95,60 @@ def sync(learner: Learner, quantization: QuantizationSection) -> dict[str, Any]:
     return {"failure": source.failure, "tensors": len(sent)}
 
 
+def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[float]]:
+    """What layers put out that imitate an engine, and what they would without: relative errors, by kind of layer.
+
+    Against weights that were quantized whole, multiplied in FP64 by inputs that an engine of `slices` ranks rounds.
+    """
+    get, place, layout = random_tensors(learner.model, 3), learner.place, learner.layout
+    engine, errors = Engine(format, (), slices), dict[str, list[float]]()
+    first = place.ep * len(layout.local_experts(learner.shape.experts, 0)) if learner.shape.experts else 0
+
+    def rounded(name: str) -> torch.Tensor:
+        made = quantize(get(name).bfloat16(), format)
+        return dequantize(made["weight"], made["weight_scale"])
+
+    def coded(x_MK: torch.Tensor) -> torch.Tensor:
+        largest = 127 if format == Format.int8 else 448
+        scale = x_MK.double().abs().amax(1, keepdim=True) / largest
+        codes = x_MK.double() / scale
+        return (codes.round() if format == Format.int8 else codes.to(torch.float8_e4m3fn).double()) * scale
+
+    with fake_quantized(learner.numbered_modules, learner.model, learner.groups, engine, None):
+        for name, layer in learner.modules[0].named_modules():
+            if "forward" not in vars(layer):
+                continue
+            grouped = hasattr(layer, "weight0")
+            sizes = [3, 0, 5, 6][: layer.num_gemms] if grouped else [14]
+            names = [f"{name}.weight{i if grouped else ''}" for i in range(len(sizes))]
+            params = [find(global_name(one, 0, first), learner.shape) for one in names]
+            ranks, mine = params[0].tensor_parallel(layout, place)
+            draw = torch.Generator().manual_seed(5)
+            row, width = params[0].row.split is Split.row, params[0].shapes[0][1]
+            x_MK = torch.randn(14, width, generator=draw).bfloat16()
+            scattered = bool(layer.sequence_parallel) and not grouped
+            given = x_MK.chunk(ranks, 1)[mine] if row else x_MK.chunk(ranks)[mine] if scattered else x_MK
+            out, _ = layer(given.contiguous().unsqueeze(1), *([sizes] if grouped else []))
+            read = fused_norm(layer, x_MK).bfloat16() if hasattr(layer, "layer_norm_weight") else x_MK
+            parts = [coded(part) for part in read.chunk(slices if row else 1, 1)]
+            for what, inputs in (("imitated", torch.cat(parts, 1)), ("plain", read.double())):
+                wanted = []
+                for param, some in zip(params, inputs.split(sizes), strict=True):
+                    hf = rounded if what == "imitated" else lambda one: get(one).bfloat16().float()
+                    own, some = local_shard(param.megatron, learner.shape, layout, place, hf), some
+                    if row and not grouped:  # the ranks' sum
+                        own = torch.cat([hf(one) for one in param.hf])
+                    elif row:
+                        some = some.chunk(ranks, 1)[mine]
+                    wanted.append(some @ own.double().t())
+                whole = torch.cat(wanted)
+                whole = whole.chunk(ranks)[mine] if row and scattered else whole
+                off = (out.squeeze(1).double() - whole).norm() / whole.norm()
+                errors.setdefault(what, []).append(float(off))
+    assert not any("forward" in vars(layer) for layer in learner.modules[0].modules())
+    return errors
+
+
 def fp8(learner: Learner) -> dict[str, Any]:
     """megatron-core's scales of this recipe, and packs that Transformer Engine accepts on this rank."""
     from learner_cases import make_batch
@@ -134,6 +193,8 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
             )
             made = learner_of(family, section(ranks), quantization)
             found[family] = {**parameters(made), **sync(made, quantization)}
+            cases = [(form, slices) for form in (Format.int8, Format.fp8) for slices in (1, 2, 4)]
+            found[family]["imitated"] = [imitated(made, *case) for case in cases]
             kinds = {type(one.optimizer).__name__ for one in made.optimizer.chained_optimizers}
             found[family]["optimizer"] = sorted(kinds)
         for recipe in (None, *limits.FP8_TOKENS):

@@ -50,6 +50,16 @@ def test_the_whole_learner_is_made_and_its_weights_can_be_sent(family: str, rank
     assert all(found[family]["optimizer"] == ["FusedAdam"] for found in ranks)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_compute_as_an_engine_of_their_format(family: str, ranks: list[dict[str, Any]]) -> None:
+    """INT8 and FP8, engines of one, two and four ranks: to the rounding of the outputs to BF16."""
+    for found in ranks:
+        for errors in found[family]["imitated"]:
+            assert len(errors["imitated"]) >= 4
+            assert max(errors["imitated"]) < 0.004
+            assert min(errors["plain"]) > 0.006
+
+
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [("None", "Float8Block"), ("blockwise", "Float8Block"), ("tensorwise", "Float8Current"), ("mxfp8", "MXFP8Block")],

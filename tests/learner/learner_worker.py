@@ -142,7 +142,8 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic is as before."""
     batch = make_batch()
-    own_BT, paired_BT = learner.logprobs(batch), learner.estimate_bf16_floor(batch)
+    own_BT, expected_BT = learner.logprobs(batch), learner.expected_logprobs(batch)
+    paired_BT = learner.estimate_bf16_floor(batch, expected_BT)
     return {
         "own": own_BT.tolist(),
         "paired": None if paired_BT is None else paired_BT.tolist(),
@@ -156,8 +157,10 @@ def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     before_BT = learner.logprobs(batch)
     learner.take_activation_amax(), learner.take_cache_amax()
     moved_BT, again_BT = (learner.logprobs_rounded_again(batch) for _ in range(2))
+    expected_BT = learner.expected_logprobs(batch)
     return {
         "noise": float((moved_BT - before_BT)[batch.mask_BT].abs().mean()),
+        "expected": None if expected_BT is None else float((expected_BT - before_BT)[batch.mask_BT].abs().mean()),
         "repeats": torch.equal(moved_BT, again_BT),
         "seen": bool(learner.take_activation_amax().any() or learner.take_cache_amax().any()),
         "same": torch.equal(before_BT, learner.logprobs(batch)),

@@ -18,6 +18,7 @@ import torch
 from outliers import with_outliers
 from safetensors.torch import load_file, save_file
 from tiny_engine import TinyModel, make_config, make_live, startable
+from transformers import Qwen3Config
 
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
 from megatron_rl.learner import host  # noqa: F401 - before megatron
@@ -29,7 +30,7 @@ from megatron_rl.types import Batch, SamplingParams, Scored, collate
 from megatron_rl.weight_sync import probe
 
 SEED = 3
-OUTLIERS = 64  # times as large as the other activations
+OUTLIERS = {(256, 4): (1, 16, 32, 64), (640, 6): (32,)}  # width and layers; times as large as the other activations
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")
 LINEAR = (*LINEAR, "mlp.up_proj", "mlp.down_proj")
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -55,24 +56,42 @@ class Faulty(TinyModel):
 
 @dataclass(frozen=True)
 class Outlying(TinyModel):
-    """The same function with outliers in its activations; of which one tensor may be wrong."""
+    """A stored model, of which one tensor may be wrong."""
 
     victim: str = ""
+    change: str = ""
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        assert seed == SEED
         weights = load_file(self.folder / "model.safetensors")
-        return {name: weight.roll(1, 0) if name == self.victim else weight for name, weight in weights.items()}
+        return {name: CHANGES[self.change](one) if name == self.victim else one for name, one in weights.items()}
+
+
+def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:
+    """As wide as asked for, of weights that are as large as trained ones are."""
+    hf = Qwen3Config(
+        vocab_size=1000, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, head_dim=64,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=64,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    hf.save_pretrained(folder)
+    model = TinyModel(folder, hf)
+    named = {name: one.bfloat16() for name, one in model.untrained.items() if name != "lm_head.weight"}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    return model
 
 
 class Case:
-    def __init__(self, folder: Path, format: Format) -> None:
+    def __init__(self, folder: Path, format: Format, size: tuple[int, int] | None = None) -> None:
         folder.mkdir()
         self.live = make_live(folder, format, tied=True)
+        if size:
+            self.live.model = make_random(folder / "hf", *size)
         self.right = self.live.model
         with startable():
             self.live.sampler.start()
-        save_file(self.right.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"})
+        if not size:
+            save_file(self.right.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"})
 
     @contextmanager
     def learner(self, folder: Path | None = None, **section: Any) -> Iterator[Learner]:
@@ -96,13 +115,16 @@ class Case:
             found[KERNELS] = self._answers(self.right, KERNELS)
         return found
 
-    def outlying(self) -> tuple[Path, dict[str, Batch]]:
-        """Answers of the model with outliers, right and with one wrong matrix."""
-        folder = self.right.folder.with_name("outliers")
-        with_outliers(self.right.folder, folder, OUTLIERS, 2)
-        victim = "model.layers.1.self_attn.q_proj.weight"
-        models = {RIGHT: Outlying(folder, self.right.hf), victim: Outlying(folder, self.right.hf, victim)}
-        return folder, {fault: self._answers(model) for fault, model in models.items()}
+    def outlying(self, factor: int) -> tuple[Path, dict[str, Batch]]:
+        """Answers of the model with outliers, right and with one wrong matrix in three places."""
+        folder, layers = self.right.folder.with_name(f"outliers_{factor}"), self.right.hf.num_hidden_layers
+        with_outliers(self.right.folder, folder, factor, 2 if self.right.hf.hidden_size == 256 else 4)
+        found = {RIGHT: self._answers(Outlying(folder, self.right.hf))}
+        victims = zip((0, layers // 2, layers - 1), ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"), strict=True)
+        for (layer, module), change in zip(victims, cycle(CHANGES), strict=False):
+            victim = f"model.layers.{layer}.{module}.weight"
+            found[victim] = self._answers(Outlying(folder, self.right.hf, victim, change))
+        return folder, found
 
     def _answers(self, model: TinyModel, fault: str | None = None) -> Batch:
         self.live.model = model
@@ -113,12 +135,12 @@ class Case:
 
 def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
     logprobs_BT = learner.logprobs(batch)
-    about = probe_of(int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT)
-    floor = probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch))
-    about = replace(about, floor=floor.get("sync/probe_floor"))
+    expected_BT = learner.expected_logprobs(batch)
+    about = probe_of(int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT, expected_BT)
     given = (batch.sampler_logprobs_BT, logprobs_BT, batch.mask_BT)
     budget = about.budget_of(format).nats
     found = {"noise": about.noise, "budget": budget, "d": probe.compare(*given, budget).mean_abs}
+    found |= {"expected": about.expected, "unexplained": about.unexplained}
     try:
         probe.check(*given, format, about)
     except probe.SyncMismatch as error:
@@ -132,17 +154,21 @@ def main() -> None:
         case = Case(out / format.value, format)
         with closing(case.live.sampler):
             answers = case.answers()
-            folder, outlying = case.outlying() if format == Format.int8 else (None, {})
         for forward in Forward if format == Format.int8 else (Forward.bf16,):
             with case.learner(forward=forward) as learner:
                 found[f"{format} {forward}"] = {
                     fault: probed(learner, batch, format) for fault, batch in answers.items()
                 }
-        for precision in Precision if outlying else ():
-            with case.learner(folder, precision=precision) as learner:
-                found[f"outliers {precision}"] = {
-                    fault: probed(learner, batch, format) for fault, batch in outlying.items()
-                }
+        for size, factors in OUTLIERS.items():
+            case = Case(out / f"{format.value}_{size[0]}", format, size)
+            with closing(case.live.sampler):
+                outlying = {factor: case.outlying(factor) for factor in factors}
+            for factor, (folder, answers) in outlying.items():
+                for precision in Precision:
+                    with case.learner(folder, precision=precision) as learner:
+                        found[f"outliers {format} {size[0]} {factor} {precision}"] = {
+                            fault: probed(learner, batch, format) for fault, batch in answers.items()
+                        }
     (out / "found.json").write_text(json.dumps(found))
 
 

@@ -67,20 +67,31 @@ def test_budget_depends_on_the_format_and_can_be_set() -> None:
         run(logprobs() + 0.05, budget=0.04)
 
 
-def test_between_the_budget_of_int8_and_its_end_the_run_goes_on_unless_the_format_is_not_why() -> None:
+def test_between_the_budget_of_int8_and_its_end_the_run_goes_on_where_nothing_more_is_known() -> None:
     beyond = logprobs() + 0.2
     result = run(beyond)
     assert result.mean_abs > result.budget
-    assert run(beyond, floor=0.01).mean_abs == result.mean_abs, "all but a rounding is the format's"
-    with pytest.raises(SyncMismatch, match=r"own arithmetic the learner is off by 0\.15\. A moderate"):
-        run(beyond, floor=0.15)
-    for ends in ({"sampler_BT": logprobs() + 0.41}, {"format": Format.fp8}, {"budget": 0.19}, {"floor": math.nan}):
+    for ends in ({"sampler_BT": logprobs() + 0.41}, {"format": Format.fp8}, {"budget": 0.19}):
         with pytest.raises(SyncMismatch):
             run(**{"sampler_BT": beyond} | ends)
     some = beyond.clone()
     some[0, :9] = math.nan
-    with pytest.raises(SyncMismatch, match="NaN"):
-        run(some)
+    for known in ({}, {"expected": 0.2}, {"expected": 0.2, "unexplained": 0.0}):
+        with pytest.raises(SyncMismatch, match="NaN"):
+            run(some, **known)
+
+
+def test_a_learner_that_rounds_as_the_format_does_knows_what_it_may_do() -> None:
+    """`expected`: of right samplers 0.91 to 1.09 times the difference, at any size of outliers."""
+    for nats in (0.01, 0.05, 0.2, 2.0):
+        assert run(logprobs() + nats, expected=nats / 1.05).mean_abs == pytest.approx(nats, rel=1e-4)
+        assert run(logprobs() + nats, expected=nats, unexplained=0.04, format=Format.fp8)
+    with pytest.raises(SyncMismatch, match=r"the learner differs by 0\.12 from itself\. A moderate"):
+        run(logprobs() + 0.2, expected=0.12)
+    for nats, left in ((0.01, 0.05), (0.2, 0.15), (0.2, math.nan)):
+        with pytest.raises(SyncMismatch, match=rf"0\.2 from itself, by {left:.3g} from the sampler \(at most 0\.048"):
+            run(logprobs() + nats, expected=0.2, unexplained=left)
+    assert run(logprobs() + 0.05, budget=0.06, expected=0.0, unexplained=1.0), "nats that are set say it all"
 
 
 def test_the_noise_is_the_learner_s_own_and_no_sampler_raises_it() -> None:

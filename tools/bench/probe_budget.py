@@ -2,11 +2,13 @@
 """What the factors of `sync.probe_budget: auto` rest on: sampler against learner, beside one rounding more.
 
     python tools/bench/probe_budget.py MODEL ... [--formats bf16 int8 fp8] [--prompts 16] [--samples 4] [--tokens 48]
-    python tools/bench/probe_budget.py --random 640 6 --tokens 32 --samples 2
+    python tools/bench/probe_budget.py --random 640 6 --outliers 1 32 --tokens 32 --samples 2
 
-MODEL: a Hugging Face folder; `--random HIDDEN LAYERS` makes one. Each format is served as a sync brings it and answers
-random prompts; learners of one rank compute the same tokens: in BF16, in FP32 (whose roundings are none of the
-engine's), and as the sampler. Of each: mean |d|, the noise (learner/weights.py), and how many times it d is.
+MODEL: a Hugging Face folder; `--random HIDDEN LAYERS` makes one; `--outliers` makes copies of the same function in
+which four channels of each norm are so many times as large (tools/outliers.py). Each format is served as a sync brings
+it and answers random prompts; learners of one rank compute the same tokens: in BF16, in FP32 (whose roundings are none
+of the engine's), and as the sampler. Of each: mean |d|, the noise (learner/weights.py) and how many times it d is; what
+rounding as the format does changes of the learner's own logprobs (`expected`), and how far it is then from the sampler.
 `--head fp32`: logits in FP32 on both sides. With `--fault`, weights of layers are put wrong in the engine, one layer at
 a time: what has to be found.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -35,6 +38,9 @@ from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Batch, Prompt, SamplingParams, Scored, collate
 from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights, settings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from outliers import with_outliers
 
 LEARNERS = {
     "bf16": (),
@@ -66,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--random", type=int, nargs=2, metavar=("HIDDEN", "LAYERS"))
+    parser.add_argument("--outliers", type=int, nargs="+", default=[], metavar="FACTOR", help="in 4 channels of a norm")
     parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "fp8"])
     parser.add_argument("--learners", nargs="+", default=list(LEARNERS), choices=list(LEARNERS))
     parser.add_argument("--prompts", type=int, default=16)
@@ -74,11 +81,17 @@ def main() -> None:
     parser.add_argument("--head", choices=("bf16", "fp32"), default="bf16", help="of the logits")
     parser.add_argument("--fault", action="store_true")
     options = parser.parse_args()
-    print(f"{'model':<24}{'sampler':<8}{'weights':<44}{'learner':<12}{'mean |d|':>10}{'noise':>10}{'times':>8}")
+    print(
+        f"{'model':<24}{'sampler':<8}{'weights':<44}{'learner':<12}{'mean |d|':>10}{'noise':>10}"
+        f"{'times':>8}{'expected':>10}{'left':>10}"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         models = [*options.models]
         if options.random:
             models.append(make_random(Path(scratch) / "random_{}x{}".format(*options.random), *options.random))
+        for origin, factor in [(origin, factor) for origin in models for factor in options.outliers]:
+            models.append(Path(scratch) / f"{origin.name}_x{factor}")
+            with_outliers(origin, models[-1], factor, 4)
         for folder in models:
             measure(StoredModel(folder.resolve(), folder.resolve(), folder.name), options)
 
@@ -103,10 +116,10 @@ def measure(stored: StoredModel, options: argparse.Namespace) -> None:
         formats = [format for format in options.formats if kind != "as_sampler" or format == "int8"]
         for format in formats:
             mine = {what: batch for (of, what), batch in answers.items() if of == format}
-            for what, (d, noise) in compared(stored, format, kind, options.head, mine).items():
+            for what, (d, noise, expected, left) in compared(stored, format, kind, options.head, mine).items():
                 print(
                     f"{stored.label:<24}{format:<8}{what or 'right':<44}{kind:<12}{d:>10.2e}{noise:>10.2e}"
-                    f"{d / noise if noise else 0:>8.2f}",
+                    f"{d / noise if noise else 0:>8.2f}{expected:>10.2e}{left:>10.2e}",
                     flush=True,
                 )
 
@@ -151,7 +164,7 @@ def served(stored: StoredModel, options: argparse.Namespace) -> Iterator[tuple[s
 
 def compared(
     stored: StoredModel, format: str, kind: str, head: str, answers: Mapping[str, Batch]
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float, ...]]:
     with alone():
         from megatron_rl.learner.learner import Learner
         from megatron_rl.learner.policy import Sections
@@ -165,14 +178,15 @@ def compared(
             return {what: _one(learner, batch) for what, batch in answers.items()}
 
 
-def _one(learner: Any, batch: Batch) -> tuple[float, float]:
-    own_BT = learner.logprobs(batch)
+def _one(learner: Any, batch: Batch) -> tuple[float, ...]:
+    own_BT, sampler_BT = learner.logprobs(batch), batch.sampler_logprobs_BT
     noise_BT = learner.logprobs_rounded_again(batch)
+    expected_BT = learner.expected_logprobs(batch)
     assert torch.equal(own_BT, learner.logprobs(batch)), "something of the rounding was left behind"
-    d, noise = (
-        (own_BT - other_BT)[batch.mask_BT].double().abs().mean() for other_BT in (batch.sampler_logprobs_BT, noise_BT)
-    )
-    return float(d), float(noise)
+    pairs = [(own_BT, sampler_BT), (own_BT, noise_BT)]
+    pairs += [(own_BT, expected_BT), (expected_BT, sampler_BT)] if expected_BT is not None else []
+    found = [float((one_BT - other_BT)[batch.mask_BT].double().abs().mean()) for one_BT, other_BT in pairs]
+    return (*found, math.nan, math.nan)[:4]
 
 
 def _quiet(line: str) -> None:

@@ -1,0 +1,133 @@
+"""Fake-quantized forward passes of Transformer Engine's linear layers: the logprobs that a right engine would give.
+
+Weights are quantized as a sync quantizes them, inputs per token as vLLM's kernels do. INT8 and FP8 codes are exact in
+BF16; their products are summed in FP32, then scaled. Nothing is kept longer than a layer's turn: a second copy of all
+weights has no room beside an optimizer. Without gradients. Not yet run on a GPU.
+
+M tokens, K input features held here, N output features held here, S slices of the inputs, each an engine rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_rl.config.schema import Format
+from megatron_rl.learner.linear import wide_product
+from megatron_rl.learner.observers import fused_norm
+from megatron_rl.models.mapping import Param, find, global_name
+from megatron_rl.models.model import Model
+from megatron_rl.models.shards import ShardGroups
+from megatron_rl.models.table import Split
+from megatron_rl.quantization.formats import QUANTIZED, is_quantized
+from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
+from megatron_rl.quantization.quantize import quantize, row_amax
+from megatron_rl.quantization.smoothing import Smoothing
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What has to be known of an engine whose rounding is imitated."""
+
+    format: Format
+    ignore: tuple[str, ...]
+    tensor_parallel: int
+
+
+@contextmanager
+def fake_quantized(
+    modules: Iterable[tuple[int, Any]], model: Model, groups: ShardGroups, engine: Engine, smoothing: Smoothing | None
+) -> Iterator[None]:
+    """Until it ends, layers that the engine holds quantized compute as it does. `modules`: with their first layers."""
+    first_expert = model.layout.local_experts(model.shape.experts, groups.place.ep).start if model.shape.experts else 0
+    replaced = []
+    try:
+        for first_layer, module in modules:
+            for name, layer in module.named_modules():
+                own = [weight for weight, _ in layer.named_parameters(recurse=False) if weight.startswith("weight")]
+                if not own or not hasattr(layer, "te_return_bias"):
+                    continue
+                params = [
+                    find(global_name(f"{name}.{weight}", first_layer, first_expert), model.shape) for weight in own
+                ]
+                if all(is_quantized(hf, engine.format, engine.ignore) for param in params for hf in param.hf):
+                    weights = tuple(zip(own, params, strict=True))
+                    layer.forward = partial(_forward, _Imitated(layer, weights, model, groups, engine, smoothing))
+                    replaced.append(layer)
+        yield
+    finally:
+        for layer in replaced:
+            del layer.forward  # what its class says
+
+
+@dataclass(frozen=True)
+class _Imitated:
+    layer: Any
+    weights: tuple[tuple[str, Param], ...]  # several: experts
+    model: Model
+    groups: ShardGroups
+    engine: Engine
+    smoothing: Smoothing | None
+
+
+@torch.no_grad()
+def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -> tuple[Tensor, Tensor | None]:
+    layer = one.layer
+    rows = fused_norm(layer, input).to(input.dtype) if hasattr(layer, "layer_norm_weight") else input
+    if layer.sequence_parallel and layer.parallel_mode == "column":
+        rows = gather_from_sequence_parallel_region(rows, group=layer._tp_group)
+    flat_MK = rows.flatten(0, -2)
+    parts = flat_MK.split(m_splits) if m_splits is not None else (flat_MK,)
+    outs = [_product(one, name, param, x_MK) for (name, param), x_MK in zip(one.weights, parts, strict=True)]
+    out = torch.cat(outs).view(*rows.shape[:-1], -1)
+    if layer.use_bias:
+        out += layer.bias
+    out = out.to(input.dtype)  # ranks of an engine round what they add
+    if layer.parallel_mode == "row" and layer.sequence_parallel:
+        out = reduce_scatter_to_sequence_parallel_region(out, group=layer._tp_group)
+    elif layer.parallel_mode == "row" and layer.tp_size > 1:
+        dist.all_reduce(out, group=layer._tp_group)
+    return out, None
+
+
+def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
+    """What one weight makes of its tokens, in FP32."""
+    weight_NK, norm = getattr(one.layer, name).detach(), param.row.norm
+    if one.smoothing is not None and norm is not None:
+        folded_NK = one.smoothing.fold(param, weight_NK)
+        if folded_NK is not weight_NK:
+            x_MK, weight_NK = x_MK / one.smoothing.scales_LNH[param.layer, norm].to(x_MK), folded_NK
+    ranks, mine, slices, amax_N = 1, 0, 1, None
+    group = one.groups.expert_tensor if param.row.expert else one.groups.tensor
+    if param.row.split is Split.row:
+        ranks, mine = param.tensor_parallel(one.model.layout, one.groups.place)
+        slices = one.engine.tensor_parallel
+        if ranks > 1:
+            amax_N = row_amax(weight_NK)
+            group.max_(amax_N)
+    made = quantize(weight_NK, one.engine.format, amax_N)
+    codes_NK, scale_N1 = made["weight"].to(torch.bfloat16), made["weight_scale"]
+    kind = Int8Weight if QUANTIZED[one.engine.format].integer else Fp8Weight
+    here = max(1, slices // ranks)
+    out_MN = x_MK.new_zeros((len(x_MK), len(weight_NK)), dtype=torch.float32)
+    for some_NK, some_MK in zip(codes_NK.chunk(here, 1), x_MK.chunk(here, 1), strict=True):
+        amax_M1 = None
+        if slices < ranks:  # several ranks hold parts of one slice
+            amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
+            amax_SM1[mine * slices // ranks] = some_MK.float().abs().amax(1, keepdim=True)
+            group.max_(amax_SM1)
+            amax_M1 = amax_SM1[mine * slices // ranks]
+        codes_MK, scale_M1 = kind.codes(some_MK, amax_M1)
+        out_MN.addcmul_(wide_product(codes_MK.to(torch.bfloat16), some_NK), scale_M1)
+    return out_MN.mul_(scale_N1.t())
