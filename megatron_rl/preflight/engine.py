@@ -189,9 +189,9 @@ def transport(
             )
         return
     if shared:
-        each, count = sampler.tensor_parallel, max(sampler.fleet.replicas, 1)
-        own = [",".join(str(local + i * each + number) for number in range(each)) for i in range(count)]
-        free = own if is_fleet(sampler) else repr(own[0])
+        each, count = sampler.tensor_parallel, sampler.fleet.replicas if is_fleet(sampler) else sampler.engines
+        own = [",".join(str(local + i * each + number) for number in range(each)) for i in range(max(count, 1))]
+        free = own if is_fleet(sampler) else repr(",".join(own))
         yield (
             f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner both take "
             f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices={free}), or use ipc"

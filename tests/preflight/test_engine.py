@@ -87,6 +87,8 @@ def test_nccl_wants_gpus_of_its_own():
     (found,) = transport(Transport.nccl, learner, tensor_parallel=2)
     assert "both take 0,1" in found
     assert "sampler.devices='4,5'" in found
+    found = transport(Transport.nccl, learner, engines=2, tensor_parallel=2, devices="2,3,4,5")
+    assert any("both take 2,3; give the engine GPUs of its own (sampler.devices='4,5,6,7')" in one for one in found)
     assert transport(Transport.nccl, learner, tensor_parallel=2, devices="4,5") == []
     (found,) = transport(Transport.nccl, learner, fleet=FleetSection(replicas=2), devices=["3", "4"])
     assert "both take 3; give the engine GPUs of its own (sampler.devices=['4', '5'])" in found
