@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a node with GPUs: installs the gpu set, runs tests/gpu, measures a sync, and takes two steps of every
 # recipe that fits this node. A part that fails does not stop the others.
-#   tools/first_hour.sh [part ...]      parts: machine install imports tests quickstart sync recipes
+#   tools/first_hour.sh [part ...]      parts: machine install imports tests quickstart sync turns recipes
 # What came of it is one file to send back, first_hour.md, and a log of each part in first_hour/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -47,34 +47,49 @@ quickstart() { part quickstart "$BIN/megatron-rl" quickstart run.steps=20; }
 
 sync() { part sync "$BIN/python" tools/bench/sync.py --formats none int8 fp8 --repeats 3; }
 
-# With the recipe's own layout and formats, and a small random model of its family where its own is not here.
+two_steps() {  # RECIPE NAME [KEY=VALUE ...]: with a small random model of its family where its own is not here
+  local recipe=$1 name=$2 model shrunk
+  shift 2
+  model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1])).model.path)' "$recipe")
+  shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.minutes=0 log.export=false
+    rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false)
+  if [[ ! -d $model ]]; then
+    "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || return
+    shrunk+=("model.path=data/first_hour/$name/model" model.init=random "data.train=data/first_hour/$name/train.jsonl"
+      data.eval=null data.prompt_key=prompt data.answer_key=answer data.template=null reward.name=exact_match
+      rollout.max_prompt_tokens=12 rollout.max_response_tokens=8 reward.overlong_buffer=0)
+  fi
+  if "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" "$@" --dry-run >"first_hour/$name.plan" 2>&1; then
+    part "$name" "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" "$@"
+  else
+    echo "- $name is left out: $(grep -m1 "error" "first_hour/$name.plan")" >>"$report"
+  fi
+}
+
+# What a node in turns is made of, one thing more each time: what sleeps, what makes room, what hands weights over.
+turns() {
+  local one=recipes/grpo-qwen3_0.6b-1n1g-int8.yaml
+  two_steps "$one" turns_kept sampler.sleep=offload
+  two_steps "$one" turns_discarded sampler.sleep=discard
+  two_steps "$one" turns_optimizer sampler.sleep=discard learner.offload=optimizer
+  two_steps "$one" turns_ipc sampler.sleep=discard learner.offload=optimizer sync.transport=ipc
+  two_steps recipes/grpo-qwen3_1.7b-1n8g-int8.yaml turns_engines learner.offload=optimizer
+}
+
+# From one GPU to as many as fit here, with each recipe's own layout and formats.
 recipes() {
-  local recipe name model shrunk
-  for recipe in recipes/*-*.yaml; do
-    name=$(basename "$recipe" .yaml)
-    model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1])).model.path)' "$recipe")
-    shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.minutes=0 log.export=false
-      rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false)
-    if [[ ! -d $model ]]; then
-      "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || continue
-      shrunk+=("model.path=data/first_hour/$name/model" model.init=random "data.train=data/first_hour/$name/train.jsonl"
-        data.eval=null data.prompt_key=prompt data.answer_key=answer data.template=null reward.name=exact_match
-        rollout.max_prompt_tokens=12 rollout.max_response_tokens=8 reward.overlong_buffer=0)
-    fi
-    if "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" --dry-run >"first_hour/$name.plan" 2>&1; then
-      part "$name" "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}"
-    else
-      echo "- $name is left out: $(grep -m1 "error" "first_hour/$name.plan")" >>"$report"
-    fi
+  local recipe
+  for recipe in $(printf '%s\n' recipes/*-*.yaml | sort -t- -k3,3V -k2,2V); do
+    two_steps "$recipe" "$(basename "$recipe" .yaml)"
   done
 }
 
 chosen=("$@")
-((${#chosen[@]})) || chosen=(machine install imports tests quickstart sync recipes)
+((${#chosen[@]})) || chosen=(machine install imports tests quickstart sync turns recipes)
 echo "# The first hour" >"$report"
 for each in "${chosen[@]}"; do
   case $each in
-    machine | install | imports | tests | quickstart | sync | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
+    machine | install | imports | tests | quickstart | sync | turns | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
     *) echo "first_hour: no part $each; see the head of $0" >&2; exit 2 ;;
   esac
 done
