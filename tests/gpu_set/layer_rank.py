@@ -128,6 +128,8 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
             x_MK = torch.randn(14, width, generator=draw).bfloat16()
             scattered = bool(layer.sequence_parallel) and not grouped
             given = x_MK.chunk(ranks, 1)[mine] if row else x_MK.chunk(ranks)[mine] if scattered else x_MK
+            if layer.use_bias:
+                layer.bias.data.normal_(generator=draw)
             out, _ = layer(given.contiguous().unsqueeze(1), *([sizes] if grouped else []))
             read = fused_norm(layer, x_MK).bfloat16() if hasattr(layer, "layer_norm_weight") else x_MK
             parts = [coded(part) for part in read.chunk(slices if row else 1, 1)]
@@ -141,7 +143,7 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
                     elif row:
                         some = some.chunk(ranks, 1)[mine]
                     wanted.append(some @ own.double().t())
-                whole = torch.cat(wanted)
+                whole = torch.cat(wanted) + (layer.bias.detach().double() if layer.use_bias else 0)
                 whole = whole.chunk(ranks)[mine] if row and scattered else whole
                 off = (out.squeeze(1).double() - whole).norm() / whole.norm()
                 errors.setdefault(what, []).append(float(off))
