@@ -35,6 +35,8 @@ from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 
+ROWS = 4096  # of tokens, whose outputs are held in FP32 at once
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -90,10 +92,7 @@ def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -
     flat_MK = rows.flatten(0, -2)
     parts = flat_MK.split(m_splits) if m_splits is not None else (flat_MK,)
     outs = [_product(one, name, param, x_MK) for (name, param), x_MK in zip(one.weights, parts, strict=True)]
-    out = torch.cat(outs).view(*rows.shape[:-1], -1)
-    if layer.use_bias:
-        out += layer.bias
-    out = out.to(input.dtype)  # ranks of an engine round what they add
+    out = torch.cat(outs).view(*rows.shape[:-1], -1)  # rounded: what ranks of an engine add is
     if layer.parallel_mode == "row" and layer.sequence_parallel:
         out = reduce_scatter_to_sequence_parallel_region(out, group=layer._tp_group)
     elif layer.parallel_mode == "row" and layer.tp_size > 1:
@@ -102,7 +101,7 @@ def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -
 
 
 def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
-    """What one weight makes of its tokens, in FP32."""
+    """What one weight makes of its tokens."""
     weight_NK, norm = getattr(one.layer, name).detach(), param.row.norm
     if one.smoothing is not None and norm is not None:
         folded_NK = one.smoothing.fold(param, weight_NK)
@@ -120,14 +119,20 @@ def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
     codes_NK, scale_N1 = made["weight"].to(torch.bfloat16), made["weight_scale"]
     kind = Int8Weight if QUANTIZED[one.engine.format].integer else Fp8Weight
     here = max(1, slices // ranks)
-    out_MN = x_MK.new_zeros((len(x_MK), len(weight_NK)), dtype=torch.float32)
-    for some_NK, some_MK in zip(codes_NK.chunk(here, 1), x_MK.chunk(here, 1), strict=True):
-        amax_M1 = None
-        if slices < ranks:  # several ranks hold parts of one slice
-            amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
-            amax_SM1[mine * slices // ranks] = some_MK.float().abs().amax(1, keepdim=True)
-            group.max_(amax_SM1)
-            amax_M1 = amax_SM1[mine * slices // ranks]
-        codes_MK, scale_M1 = kind.codes(some_MK, amax_M1)
-        out_MN.addcmul_(wide_product(codes_MK.to(torch.bfloat16), some_NK), scale_M1)
-    return out_MN.mul_(scale_N1.t())
+    out_MN = x_MK.new_empty((len(x_MK), len(weight_NK)))
+    for rows_MK, out in zip(x_MK.split(ROWS), out_MN.split(ROWS), strict=True):
+        wide_MN = None
+        for some_MK, some_NK in zip(rows_MK.chunk(here, 1), codes_NK.chunk(here, 1), strict=True):
+            amax_M1 = None
+            if slices < ranks:  # several ranks hold parts of one slice
+                amax_SM1 = x_MK.new_zeros((slices, len(rows_MK), 1), dtype=torch.float32)
+                amax_SM1[mine * slices // ranks] = some_MK.float().abs().amax(1, keepdim=True)
+                group.max_(amax_SM1)
+                amax_M1 = amax_SM1[mine * slices // ranks]
+            codes_MK, scale_M1 = kind.codes(some_MK, amax_M1)
+            part_MN = wide_product(codes_MK.to(torch.bfloat16), some_NK).mul_(scale_M1)
+            wide_MN = part_MN if wide_MN is None else wide_MN.add_(part_MN)
+        assert wide_MN is not None
+        wide_MN.mul_(scale_N1.t())
+        out.copy_(wide_MN.add_(one.layer.bias) if one.layer.use_bias else wide_MN)
+    return out_MN

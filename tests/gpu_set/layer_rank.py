@@ -20,6 +20,7 @@ from megatron_rl.learner import host  # before megatron
 
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # isort: skip
 from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, QuantizationSection
+from megatron_rl.learner import fake_quantized as fake_quantized_module
 from megatron_rl.learner import limits
 from megatron_rl.learner import model as model_module
 from megatron_rl.learner import optimizer as optimizer_module
@@ -186,6 +187,7 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
         pretended.pretend(patch, pretended.H100, count=ranks)
         for module in (model_module, optimizer_module):  # layers and sums as on a GPU
             patch.setattr(module, "host", SimpleNamespace(ON_HOST=False))
+        patch.setattr(fake_quantized_module, "ROWS", 5)  # a layer's tokens in several blocks
         for number, family in enumerate(FAMILIES):
             format = list(Format)[number % len(Format)]
             quantization = QuantizationSection(

@@ -47,6 +47,7 @@ from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
+from megatron_rl.processes.threads import in_thread
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -171,8 +172,9 @@ def answers_meanwhile(
     write_version(to, version, tensors, format="")
     idle = Answers.ask(sampler, lambda count: count < 20)
     sampler.start_weight_update()
-    sampler.update_weights(update_info(to, version, 1, background=True))
-    meanwhile = Answers.ask(sampler, lambda count: sampler.health()["building"])
+    staged = in_thread("staged", lambda: sampler.update_weights(update_info(to, version, 1, background=True)))
+    meanwhile = Answers.ask(sampler, lambda count: not staged.done())
+    staged.result()
     sampler.finish_weight_update(str(version))
     remove_version(to, version)
     return [idle, meanwhile]
