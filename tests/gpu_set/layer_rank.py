@@ -130,7 +130,7 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
             scattered = bool(layer.sequence_parallel) and not grouped
             given = x_MK.chunk(ranks, 1)[mine] if row else x_MK.chunk(ranks)[mine] if scattered else x_MK
             if layer.use_bias:
-                layer.bias.data.normal_(generator=draw)
+                layer.bias.data.normal_(0, 0.1, generator=draw)
             out, _ = layer(given.contiguous().unsqueeze(1), *([sizes] if grouped else []))
             read = fused_norm(layer, x_MK).bfloat16() if hasattr(layer, "layer_norm_weight") else x_MK
             parts = [coded(part) for part in read.chunk(slices if row else 1, 1)]
