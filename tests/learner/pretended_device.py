@@ -1,95 +1,258 @@
-"""A device that only pretends: host memory whose tensors refuse to meet others, as those of a GPU do.
+"""A device that only pretends: host memory whose tensors claim to lie on a GPU, and refuse to meet others as its do.
 
-`on_device(learner)` puts everything around the model there: packs, logits, the loss, what is collected of it. The
-model itself, its gradients and its optimizer stay on the host. Values are real, so that every branch is taken.
+Its tensors are ordinary ones, so that views, `.data`, autograd and what C++ does with them alias as ever. A mark on
+their storage says that they lie there: questions (`.device`, `device=`, `.cpu()`) are answered by it, and every
+operation, collectives among them, compares the marks of what it is given and marks what it makes. While `on_device()`
+is open a learner is built and used as on a GPU; what computes inside it are the host's layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_rl.learner.learner import Learner
+from megatron_rl.learner import host, layers, model, policy
 from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.parallel import LearnerRank
+from megatron_rl.quantization import vllm_operators
 
-DEVICE = torch.device("meta")  # of those that torch has without hardware: elsewhere its tensors hold nothing
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+_MARK = "there"
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
-_INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)  # by what lies anywhere
+_INDEXED = (
+    _ATEN.index.Tensor,
+    _ATEN.index_put_.default,
+    _ATEN._index_put_impl_.default,
+)  # by what lies anywhere
+_BYTES = (Tensor.numpy, Tensor.__array__)
+_of_hosts: set[str] = set()  # names of the groups that speak gloo alone
+_on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
 
 
-class There(Tensor):
-    """A tensor on the device; `held` has its values."""
-
-    held: Tensor
-
-    @staticmethod
-    def __new__(cls, held: Tensor) -> There:
-        place = {"strides": held.stride(), "storage_offset": held.storage_offset()}
-        made = Tensor._make_wrapper_subclass(cls, held.size(), **place, dtype=held.dtype, device=DEVICE)
-        made.held = held
-        return made
-
-    def tolist(self) -> Any:
-        return self.held.tolist()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+def lies_there(tensor: Tensor) -> bool:
+    return bool(getattr(tensor.untyped_storage(), _MARK, False))
 
 
-class _Device(TorchDispatchMode):
-    """Makes what is asked for there, which no tensor among the arguments would show."""
+_ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.device.__get__: lambda tensor: DEVICE if lies_there(tensor) else HOST,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lies_there,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda tensor: not lies_there(tensor),  # type: ignore[attr-defined]
+}
+
+
+@dataclass
+class _Call:
+    """What Python has asked for, while torch works at it."""
+
+    there: bool | None = None  # where the result is wanted, if that was said
+    given: Any = ()
+
+
+class _Asked(TorchFunctionMode):
+    """Answers where a tensor lies, and lets torch, which has no such device, make on the host what is asked for."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _ANSWERS:
+            return _ANSWERS[func](args[0])
+        if func in _BYTES and not kwargs.get("force") and lies_there(args[0]):
+            raise TypeError(f"{func}: memory of the device is not the host's")
+        there = _wanted(func, args, kwargs)
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = HOST
+        before, call = vars(self._call).copy(), self._call
+        call.there, call.given = there, (args, kwargs)
+        try:
+            out = func(*(HOST if _is_place(func, value) else value for value in args), **kwargs)
+            if there is None:
+                return out
+            # torch has seen no reason to copy
+            return tree_map_only(
+                Tensor, lambda made: made if lies_there(made) == there else _ATEN._to_copy.default(made), out
+            )
+        finally:
+            vars(call).update(before)
+
+
+def _is_place(func: Any, value: Any) -> bool:
+    return isinstance(value, torch.device) or (func is Tensor.to and isinstance(value, str))
+
+
+def _wanted(func: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
+    if func is Tensor.cpu:
+        return False
+    named = next((value for value in args[1:] if _is_place(func, value)), kwargs.get("device"))
+    if func is Tensor.to and named is None:
+        like = next((value for value in (*args[1:], kwargs.get("other")) if isinstance(value, Tensor)), None)
+        return None if like is None else lies_there(like)
+    return None if named is None else torch.device(named).type != "cpu"
+
+
+class _Run(TorchDispatchMode):
+    """Looks at what each operation is given, and marks what it makes."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func.namespace == "_C":  # vLLM's kernels for hosts
+            return func(*args, **kwargs)
+        tensors = _tensors([args, kwargs])
+        there, changes = [lies_there(tensor) for tensor in tensors], func._schema.is_mutable
+        if func in _COPIES:
+            if changes and there == [False, True] and (kwargs.get("non_blocking") or True in args[2:]):
+                _on_its_way.append((args[0], args[1].clone()))
+                return args[0].zero_()
+        elif any(there):
+            _compare(func, args, kwargs, changes)
+        out = func(*args, **kwargs)
+        stays = (
+            there[0] if func in _COPIES else any(there) if tensors else any(map(lies_there, _tensors(self._call.given)))
+        )
+        if not changes and (stays if self._call.there is None else self._call.there):
+            for made in _tensors(out):
+                setattr(made.untyped_storage(), _MARK, True)
+        return out
+
+    def _makes_there(self, func: Any, there: list[bool]) -> bool:
+        if self._call.there is not None:
+            return self._call.there
+        if not there:
+            return any(map(lies_there, _tensors(self._call.given)))
+        return there[0] if func in _COPIES else any(there)
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    wanted = kwargs.get("device")
-    read = [args[0], *args[2:]] if func in _INDEXED else [args, kwargs]
-    tensors = [value for value in tree_leaves(read) if isinstance(value, Tensor)]
-    there = [isinstance(tensor, There) for tensor in tensors]
-    if any(there) and func not in _COPIES and any(tensor.dim() and type(tensor) is not There for tensor in tensors):
-        raise RuntimeError(f"{func}: values of the host and of the device in one operation")
-    stays = any(there[:1] if func in _COPIES else there) if wanted is None else wanted == DEVICE
-    given = kwargs if wanted is None else kwargs | {"device": torch.device("cpu")}
-    plain_args, plain = tree_map_only(There, lambda tensor: tensor.held, (args, given))
-    out = func(*plain_args, **plain)
-    if func._schema.is_mutable and isinstance(out, Tensor):
-        return kwargs.get("out", args[0])
-    return tree_map_only(Tensor, There, out) if stays else out
+def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:
+    """Raise where one of them lies on the host: but for a number that is only read, and for indices."""
+    collective = func.namespace == "c10d"
+    read = [args[0], *args[2:]] if func in _INDEXED and lies_there(args[0]) else [args, kwargs]
+    for tensor in _tensors(read):
+        if not lies_there(tensor) and (tensor.dim() or collective or (changes and tensor is args[0])):
+            raise RuntimeError(f"{func}: values of the host and of the device in one operation")
+    if collective:
+        place = [argument.name for argument in func._schema.arguments].index("process_group")
+        if dist.ProcessGroup.unbox(args[place]).group_name in _of_hosts:
+            raise RuntimeError(f"{func}: values of the device for a group of hosts")
 
 
-class _Arrives(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, held: Tensor) -> There:
-        return There(held.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: There) -> Tensor:
-        return grad.held
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
 
 
 @contextmanager
-def on_device(learner: Learner) -> Iterator[None]:
-    """Until it ends, nothing that the learner does may read a value of one side into a tensor of the other."""
-    learner.device = DEVICE
-    for module in learner.modules:
-        module.forward = partial(_forward, module.forward)  # type: ignore[method-assign]
-    with _Device():
+def _looking() -> Iterator[None]:
+    call = _Call()
+    with _Run(call), _Asked(call):
         yield
 
 
-def _forward(plain: Any, pack: Pack) -> Tensor:
-    here = {name: value.held for name, value in vars(pack).items() if isinstance(value, There)}
-    assert here, "a pack that nobody has moved"
-    return _Arrives.apply(plain(pack=replace(pack, **here)))
+def _synchronize(device: Any = None) -> None:
+    while _on_its_way:
+        to, values = _on_its_way.pop(0)
+        to.copy_(values)
+
+
+class _Event(host._Inert):
+    """An event of the device's stream, which is always through with everything."""
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.at - self.at) * 1000
+
+
+def _blindly(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for hosts that asks where its tensors lie: here, where it is run."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """By its name, as the optimizers and the clipping of gradients look at it."""
+    with torch._C.DisableTorchFunction():
+        answer = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    named = isinstance(answer, str) and lies_there(tensor)
+    return answer.replace("torch.", "torch.cuda.", 1) if named else answer
+
+
+def _rank(*args: Any) -> LearnerRank:
+    """The rank of a learner on a GPU, but that gloo has to stand for NCCL."""
+    join, form = dist.init_process_group, dist.new_group
+
+    def formed(*args: Any, **kwargs: Any) -> Any:
+        group = form(*args, **kwargs)
+        if kwargs.get("backend") == "gloo" and isinstance(group, dist.ProcessGroup):
+            _of_hosts.add(group.group_name)
+        return group
+
+    with (
+        patch.object(host, "ON_HOST", False),
+        patch.object(dist, "init_process_group", lambda backend, **kwargs: join("gloo", **kwargs)),
+        patch.object(dist, "new_group", formed),
+    ):
+        return LearnerRank(*args)
+
+
+def _rows(pack: Pack) -> layers.PackedRows:
+    """Those of the host's attention, with what it alone reads of a pack moved, too."""
+    return layers.PackedRows(
+        replace(
+            pack, **{name: getattr(pack, name).to(DEVICE) for name in ("padded_index_X", "packed_index_S", "blanks")}
+        )
+    )
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Until it ends, learners are built there, and nothing may read a value of one side into a tensor of the other."""
+    _of_hosts.clear()
+    plain_run, generator = threading.Thread.run, torch.Generator
+
+    def run(thread: threading.Thread) -> None:
+        with _looking():
+            plain_run(thread)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (host, "_on_host", lambda device: device),
+            (torch.cuda, "current_device", lambda: DEVICE),
+            (torch.cuda, "synchronize", _synchronize),
+            (torch.cuda, "Event", _Event),
+            (torch, "Generator", lambda device=HOST: generator()),
+            (Tensor, "type", _type),
+            (Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.to(DEVICE)),
+            (policy, "LearnerRank", _rank),
+            (model, "PackedRows", _rows),
+            (layers, "narrowed", _blindly(layers.narrowed)),
+            (vllm_operators, "rotary", _blindly(vllm_operators.rotary)),
+            (threading.Thread, "run", run),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(_looking())
+        yield

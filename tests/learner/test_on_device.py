@@ -19,18 +19,22 @@ JOBS: dict[str, dict[str, Any]] = {
     "noise": {"kind": "noise", "precision": "bf16"},
     "not a number": {"kind": "nonfinite", "on_nonfinite": "skip"},
     "emptiness": {"kind": "emptiness"},
+    "whole": {"kind": "whole", "precision": "bf16", "offload": "optimizer", "smoothing": 0.5, "kv_cache": "fp8"},
     **{loss: {"steps": 1, "loss": loss} for loss in ("gspo", "cross_entropy", "cispo", "sapo")},
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("one")
     jobs = [
-        {**job, "name": f"{name} {at}", "hf": cases.QWEN3, "layout": PACKS, "on_device": at == "device"}
+        {"hf": cases.QWEN3, "layout": PACKS, **job, "name": f"{name} {at}", "on_device": at == "device"}
         for name, job in JOBS.items()
         for at in ("host", "device")
     ]
-    return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one"))
+    for job in jobs:
+        job["root"] = str(folder / job["name"])
+    return cases.run_ranks(1, jobs, folder)
 
 
 @pytest.mark.parametrize("name", JOBS)
