@@ -1,14 +1,15 @@
-"""A job of the learner's workers: all that a run does with a learner, once, and where its tensors lie meanwhile."""
+"""Jobs of the learner's workers on a device: all that a run does with a learner, once; and what a device refuses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from learner_cases import make_batch, make_targets
 from push_rank import Receiver
 from torch import Tensor
@@ -90,7 +91,7 @@ def _carried(learner: Learner, whole: WholeSource) -> dict[str, float]:
 def _require_there(learner: Learner) -> None:
     """Weights, gradients and optimizer say that they are on the learner's device."""
     found = list(_held(learner))
-    assert len(found) > 4 * len(list(learner.named_parameters()))
+    assert {"a master", "exp_avg", "exp_avg_sq"} <= {name for name, _ in found}
     assert {values.device for _, values in found} == {learner.device}, [
         name for name, values in found if values.device != learner.device
     ]
@@ -111,3 +112,56 @@ def _held(learner: Learner) -> Iterator[tuple[str, Tensor]]:
                     for name, value in each.optimizer.state[master].items()
                     if isinstance(value, torch.Tensor) and value.dim()
                 )
+
+
+def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:
+    """What a device takes and what it refuses: those that it took, and the results that lie where they should not."""
+    here = torch.arange(4.0)
+    there, number = here.to(learner.device), torch.tensor(2.0)
+    weight = there.clone().requires_grad_()
+    optimizer = learner.optimizer.chained_optimizers[0]
+    of_hosts, everyone = optimizer.data_parallel_group_gloo, optimizer.data_parallel_group
+    refused: dict[str, Callable[[], Any]] = {
+        "a sum": lambda: here + there,
+        "a sum in place": lambda: here.add_(there),
+        "a number of the device": lambda: here * there[0],
+        "a sum in a number": lambda: torch.tensor(0.0).add_(there[0]),
+        "values by index": lambda: here.index_put_((torch.tensor([0, 1]),), there[:2]),
+        "values by a list": lambda: here.__setitem__([0, 1], there[:2]),
+        "values of the host by a list": lambda: there.__setitem__([0, 1], here[:2]),
+        "indices of the device": lambda: here[there.long()],
+        "rows by number": lambda: there.index_select(0, torch.tensor([1])),
+        "a result elsewhere": lambda: torch.add(there, there, out=here),
+        "views": lambda: torch.mm(here.view(2, 2), there.view(2, 2)),
+        "joined": lambda: torch.cat([here, there]),
+        "many at once": lambda: torch._foreach_add_([here], [there]),
+        "a gradient": lambda: torch.autograd.backward(weight * there, here),
+        "memory": lambda: there.numpy(),
+        "a collective": lambda: dist.all_gather_into_tensor(here, there, group=everyone),
+        "a group of hosts": lambda: dist.all_reduce(there, group=of_hosts),
+    }
+    taken: dict[str, Tensor] = {
+        "a copy": there.clone().copy_(here), "a number": there * number, "rows": there[torch.tensor([0, 1])],
+        "a row of the device": there[there.long()], "like it": torch.zeros_like(there), "new": there.new_ones(2),
+        "made there": torch.full((2,), 3, device=learner.device), "moved as another": here.to(there),
+        "a view": there[1:], "its data": torch.nn.Parameter(there).data, "summed": there.sum(),
+    }  # fmt: skip
+    dist.all_reduce(there, group=everyone)
+    (weight * there).sum().backward()
+    assert weight.grad is not None
+    came = torch.ones(4).copy_(there, non_blocking=True)
+    early = came.tolist()
+    torch.cuda.synchronize()
+    left = {"brought back": there.cpu(), "a copy back": here.clone().copy_(there), "asked for": here.new_ones(2)}
+    wrong = [name for name, value in left.items() if value.device.type != "cpu"]
+    wrong += [name for name, value in {**taken, "grad": weight.grad}.items() if value.device != learner.device]
+    wrong += [] if early != came.tolist() == there.tolist() else ["a copy that nobody waits for"]
+    return {"took": [name for name, mix in refused.items() if not _raises(mix)], "wrong": wrong}
+
+
+def _raises(mix: Callable[[], Any]) -> bool:
+    try:
+        mix()
+    except (RuntimeError, TypeError) as error:
+        return "device" in str(error)
+    return False

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from device_worker import whole
+from device_worker import mixes, whole
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from pretended_device import on_device
@@ -402,7 +402,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     kind.__name__: kind
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
-        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole,
+        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
     )
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatron_rl.learner import host, layers, model, policy
 from megatron_rl.learner.packing import Pack
@@ -54,20 +55,18 @@ _ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
 }
 
 
-@dataclass
-class _Call:
+class _Call(threading.local):
     """What Python has asked for, while torch works at it."""
 
     there: bool | None = None  # where the result is wanted, if that was said
     given: Any = ()
 
 
+_call = _Call()
+
+
 class _Asked(TorchFunctionMode):
     """Answers where a tensor lies, and lets torch, which has no such device, make on the host what is asked for."""
-
-    def __init__(self, call: _Call) -> None:
-        super().__init__()
-        self._call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -79,8 +78,8 @@ class _Asked(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is not None:
             kwargs["device"] = HOST
-        before, call = vars(self._call).copy(), self._call
-        call.there, call.given = there, (args, kwargs)
+        before = _call.there, _call.given
+        _call.there, _call.given = there, (args, kwargs)
         try:
             out = func(*(HOST if _is_place(func, value) else value for value in args), **kwargs)
             if there is None:
@@ -90,7 +89,7 @@ class _Asked(TorchFunctionMode):
                 Tensor, lambda made: made if lies_there(made) == there else _ATEN._to_copy.default(made), out
             )
         finally:
-            vars(call).update(before)
+            _call.there, _call.given = before
 
 
 def _is_place(func: Any, value: Any) -> bool:
@@ -110,10 +109,6 @@ def _wanted(func: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
 class _Run(TorchDispatchMode):
     """Looks at what each operation is given, and marks what it makes."""
 
-    def __init__(self, call: _Call) -> None:
-        super().__init__()
-        self._call = call
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "_C":  # vLLM's kernels for hosts
@@ -127,20 +122,20 @@ class _Run(TorchDispatchMode):
         elif any(there):
             _compare(func, args, kwargs, changes)
         out = func(*args, **kwargs)
-        stays = (
-            there[0] if func in _COPIES else any(there) if tensors else any(map(lies_there, _tensors(self._call.given)))
-        )
-        if not changes and (stays if self._call.there is None else self._call.there):
+        stays = there[0] if func in _COPIES else any(there) if tensors else any(map(lies_there, _tensors(_call.given)))
+        if not changes and (stays if _call.there is None else _call.there):
             for made in _tensors(out):
                 setattr(made.untyped_storage(), _MARK, True)
         return out
 
-    def _makes_there(self, func: Any, there: list[bool]) -> bool:
-        if self._call.there is not None:
-            return self._call.there
-        if not there:
-            return any(map(lies_there, _tensors(self._call.given)))
-        return there[0] if func in _COPIES else any(there)
+
+def _makes_there(func: Any, there: list[bool]) -> bool:
+    """Whether what it makes lies there. `there`: what it is given."""
+    if _call.there is not None:
+        return _call.there
+    if not there:
+        return any(map(lies_there, _tensors(_call.given)))
+    return there[0] if func in _COPIES else any(there)
 
 
 def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:
@@ -157,14 +152,22 @@ def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> Non
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 @contextmanager
 def _looking() -> Iterator[None]:
-    call = _Call()
-    with _Run(call), _Asked(call):
+    with _Run(), _Asked():
         yield
+
+
+def _backward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's way back through a graph, which asks for things, too, while `torch.autograd.backward` itself is asked."""
+    with _Asked():
+        return plain(*args, **kwargs)
 
 
 def _synchronize(device: Any = None) -> None:
@@ -247,6 +250,7 @@ def on_device() -> Iterator[None]:
             (torch, "Generator", lambda device=HOST: generator()),
             (Tensor, "type", _type),
             (Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.to(DEVICE)),
+            (torch.autograd, "_engine_run_backward", partial(_backward, torch.autograd._engine_run_backward)),
             (policy, "LearnerRank", _rank),
             (model, "PackedRows", _rows),
             (layers, "narrowed", _blindly(layers.narrowed)),
