@@ -139,6 +139,7 @@ def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:
         "memory": lambda: there.numpy(),
         "a collective": lambda: dist.all_gather_into_tensor(here, there, group=everyone),
         "a group of hosts": lambda: dist.all_reduce(there, group=of_hosts),
+        "a group of devices": lambda: dist.all_reduce(here, group=everyone),
     }
     taken: dict[str, Tensor] = {
         "a copy": there.clone().copy_(here), "a number": there * number, "rows": there[torch.tensor([0, 1])],

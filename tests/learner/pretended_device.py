@@ -40,7 +40,7 @@ _INDEXED = (
     _ATEN._index_put_impl_.default,
 )  # by what lies anywhere
 _BYTES = (Tensor.numpy, Tensor.__array__)
-_of_hosts: set[str] = set()  # names of the groups that speak gloo alone
+_speaks: dict[str, bool] = {}  # by name of a group of megatron-core's: whether it is for devices, or for hosts
 _on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
 
 
@@ -121,6 +121,8 @@ class _Run(TorchDispatchMode):
                 return args[0].zero_()
         elif any(there):
             _compare(func, args, kwargs, changes)
+        if func.namespace == "c10d":
+            _require_its_group(func, args, any(there))
         out = func(*args, **kwargs)
         stays = there[0] if func in _COPIES else any(there) if tensors else any(map(lies_there, _tensors(_call.given)))
         if not changes and (stays if _call.there is None else _call.there):
@@ -140,15 +142,19 @@ def _makes_there(func: Any, there: list[bool]) -> bool:
 
 def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:
     """Raise where one of them lies on the host: but for a number that is only read, and for indices."""
-    collective = func.namespace == "c10d"
     read = [args[0], *args[2:]] if func in _INDEXED and lies_there(args[0]) else [args, kwargs]
     for tensor in _tensors(read):
-        if not lies_there(tensor) and (tensor.dim() or collective or (changes and tensor is args[0])):
+        number = not tensor.dim() and func.namespace != "c10d" and not (changes and tensor is args[0])
+        if not lies_there(tensor) and not number:
             raise RuntimeError(f"{func}: values of the host and of the device in one operation")
-    if collective:
-        place = [argument.name for argument in func._schema.arguments].index("process_group")
-        if dist.ProcessGroup.unbox(args[place]).group_name in _of_hosts:
-            raise RuntimeError(f"{func}: values of the device for a group of hosts")
+
+
+def _require_its_group(func: Any, args: Any, there: bool) -> None:
+    """Raise where a group is not for such values. The world's is for both: NCCL moves the device's, gloo the host's."""
+    place = [argument.name for argument in func._schema.arguments].index("process_group")
+    if _speaks.get(dist.ProcessGroup.unbox(args[place]).group_name, there) != there:
+        mine, its = ("device", "hosts") if there else ("host", "devices")
+        raise RuntimeError(f"{func}: values of the {mine} for a group of {its}")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -210,8 +216,8 @@ def _rank(*args: Any) -> LearnerRank:
 
     def formed(*args: Any, **kwargs: Any) -> Any:
         group = form(*args, **kwargs)
-        if kwargs.get("backend") == "gloo" and isinstance(group, dist.ProcessGroup):
-            _of_hosts.add(group.group_name)
+        if isinstance(group, dist.ProcessGroup):
+            _speaks[group.group_name] = kwargs.get("backend") != "gloo"
         return group
 
     with (
@@ -234,7 +240,7 @@ def _rows(pack: Pack) -> layers.PackedRows:
 @contextmanager
 def on_device() -> Iterator[None]:
     """Until it ends, learners are built there, and nothing may read a value of one side into a tensor of the other."""
-    _of_hosts.clear()
+    _speaks.clear()
     plain_run, generator = threading.Thread.run, torch.Generator
 
     def run(thread: threading.Thread) -> None:
