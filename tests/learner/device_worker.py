@@ -136,6 +136,7 @@ def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:
         "joined": lambda: torch.cat([here, there]),
         "many at once": lambda: torch._foreach_add_([here], [there]),
         "a gradient": lambda: torch.autograd.backward(weight * there, here),
+        "random numbers": lambda: there.random_(0, 2, generator=torch.Generator()),
         "memory": lambda: there.numpy(),
         "a collective": lambda: dist.all_gather_into_tensor(here, there, group=everyone),
         "a group of hosts": lambda: dist.all_reduce(there, group=of_hosts),

@@ -34,11 +34,8 @@ HOST, DEVICE = torch.device("cpu"), torch.device("cuda", int(os.environ.get("LOC
 _MARK = "there"
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
-_INDEXED = (
-    _ATEN.index.Tensor,
-    _ATEN.index_put_.default,
-    _ATEN._index_put_impl_.default,
-)  # by what lies anywhere
+# where the device's values are found or put by indices, which may lie anywhere
+_INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _BYTES = (Tensor.numpy, Tensor.__array__)
 _speaks: dict[str, bool] = {}  # by name of a group of megatron-core's: whether it is for devices, or for hosts
 _on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
@@ -72,8 +69,13 @@ class _Asked(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _ANSWERS:
             return _ANSWERS[func](args[0])
+        if func is torch.device:
+            return func(*args, **kwargs)
         if func in _BYTES and not kwargs.get("force") and lies_there(args[0]):
             raise TypeError(f"{func}: memory of the device is not the host's")
+        drawn = kwargs.get("generator")
+        if isinstance(drawn, _Generator) and args and drawn.there != any(map(lies_there, _tensors(args))):
+            raise RuntimeError(f"{func}: random numbers of another device")
         there = _wanted(func, args, kwargs)
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is not None:
@@ -82,14 +84,14 @@ class _Asked(TorchFunctionMode):
         _call.there, _call.given = there, (args, kwargs)
         try:
             out = func(*(HOST if _is_place(func, value) else value for value in args), **kwargs)
-            if there is None:
-                return out
-            # torch has seen no reason to copy
-            return tree_map_only(
-                Tensor, lambda made: made if lies_there(made) == there else _ATEN._to_copy.default(made), out
-            )
+            return out if there is None else tree_map_only(Tensor, partial(_moved, there), out)
         finally:
             _call.there, _call.given = before
+
+
+def _moved(there: bool, made: Tensor) -> Tensor:
+    """Copied, where torch has seen no reason to."""
+    return made if lies_there(made) == there else _ATEN._to_copy.default(made)
 
 
 def _is_place(func: Any, value: Any) -> bool:
@@ -124,8 +126,7 @@ class _Run(TorchDispatchMode):
         if func.namespace == "c10d":
             _require_its_group(func, args, any(there))
         out = func(*args, **kwargs)
-        stays = there[0] if func in _COPIES else any(there) if tensors else any(map(lies_there, _tensors(_call.given)))
-        if not changes and (stays if _call.there is None else _call.there):
+        if not changes and _makes_there(func, there):
             for made in _tensors(out):
                 setattr(made.untyped_storage(), _MARK, True)
         return out
@@ -192,6 +193,17 @@ class _Event(host._Inert):
         return (end.at - self.at) * 1000
 
 
+class _Generator(torch.Generator):
+    """Random numbers of the device: those of the host."""
+
+    there: bool
+
+    def __new__(cls, device: Any = HOST) -> _Generator:
+        made = super().__new__(cls, HOST)
+        made.there = torch.device(device).type != "cpu"
+        return made
+
+
 def _blindly(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for hosts that asks where its tensors lie: here, where it is run."""
 
@@ -230,18 +242,15 @@ def _rank(*args: Any) -> LearnerRank:
 
 def _rows(pack: Pack) -> layers.PackedRows:
     """Those of the host's attention, with what it alone reads of a pack moved, too."""
-    return layers.PackedRows(
-        replace(
-            pack, **{name: getattr(pack, name).to(DEVICE) for name in ("padded_index_X", "packed_index_S", "blanks")}
-        )
-    )
+    moved = {name: getattr(pack, name).to(DEVICE) for name in ("padded_index_X", "packed_index_S", "blanks")}
+    return layers.PackedRows(replace(pack, **moved))
 
 
 @contextmanager
 def on_device() -> Iterator[None]:
     """Until it ends, learners are built there, and nothing may read a value of one side into a tensor of the other."""
     _speaks.clear()
-    plain_run, generator = threading.Thread.run, torch.Generator
+    plain_run = threading.Thread.run
 
     def run(thread: threading.Thread) -> None:
         with _looking():
@@ -253,7 +262,7 @@ def on_device() -> Iterator[None]:
             (torch.cuda, "current_device", lambda: DEVICE),
             (torch.cuda, "synchronize", _synchronize),
             (torch.cuda, "Event", _Event),
-            (torch, "Generator", lambda device=HOST: generator()),
+            (torch, "Generator", _Generator),
             (Tensor, "type", _type),
             (Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.to(DEVICE)),
             (torch.autograd, "_engine_run_backward", partial(_backward, torch.autograd._engine_run_backward)),
