@@ -45,7 +45,8 @@ class CacheScales:
                 "quantization.kv_cache=fp8: the learner has made no forward pass to measure keys and values on; "
                 "score a batch before the first sync"
             )
-        self._scales_L2 = made_L2 if self._scales_L2 is None else torch.where(amax_L2 > 0, made_L2, self._scales_L2)
+        kept_L2 = made_L2 if self._scales_L2 is None else self._scales_L2.to(made_L2)  # a checkpoint's are on the host
+        self._scales_L2 = torch.where(amax_L2 > 0, made_L2, kept_L2)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._scales_L2 is None else {"cache_scales": self._scales_L2}

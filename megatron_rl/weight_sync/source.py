@@ -96,7 +96,8 @@ class ShardSource:
     def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
         if self._cache_scales is not None and self.failure is None:
-            yield from self._cache_scales.values()
+            # those of a checkpoint come from the host
+            yield from ((name, scale.to(device)) for name, scale in self._cache_scales.values())
         else:
             yield from ((scale.name, torch.zeros(scale.shape, device=device)) for scale in self._scale_tensors)
 

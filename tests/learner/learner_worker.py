@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from device_worker import mixes, whole
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from pretended_device import on_device
@@ -404,7 +405,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     kind.__name__: kind
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
-        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through,
+        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
     )
 }  # fmt: skip
 
@@ -419,11 +420,11 @@ def main() -> None:
         if "poisoned" in job:  # what nobody has written is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True
-        learner = build(job)
-        with on_device(learner) if job.get("on_device") else nullcontext():
+        with on_device() if job.get("on_device") else nullcontext():
+            learner = build(job)
             results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)
-        if job.get("kind") != "dead_rank":
-            learner.close()
+            if job.get("kind") != "dead_rank":
+                learner.close()
         del learner
         gc.collect()  # only with it do the fifty threads of its process groups end; sixty learners have thousands
     if os.environ["RANK"] == "0":

@@ -1,95 +1,277 @@
-"""A device that only pretends: host memory whose tensors refuse to meet others, as those of a GPU do.
+"""A device that only pretends: host memory whose tensors claim to lie on a GPU, and refuse to meet others as its do.
 
-`on_device(learner)` puts everything around the model there: packs, logits, the loss, what is collected of it. The
-model itself, its gradients and its optimizer stay on the host. Values are real, so that every branch is taken.
+Its tensors are ordinary ones, so that views, `.data`, autograd and what C++ does with them alias as ever. A mark on
+their storage says that they lie there: questions (`.device`, `device=`, `.cpu()`) are answered by it, and every
+operation, collectives among them, compares the marks of what it is given and marks what it makes. While `on_device()`
+is open a learner is built and used as on a GPU; what computes inside it are the host's layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from megatron_rl.learner.learner import Learner
+from megatron_rl.learner import host, layers, model, policy
 from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.parallel import LearnerRank
+from megatron_rl.quantization import vllm_operators
 
-DEVICE = torch.device("meta")  # of those that torch has without hardware: elsewhere its tensors hold nothing
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+_MARK = "there"
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
-_INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)  # by what lies anywhere
+# where the device's values are found or put by indices, which may lie anywhere
+_INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
+_BYTES = (Tensor.numpy, Tensor.__array__)
+_speaks: dict[str, bool] = {}  # by name of a group of megatron-core's: whether it is for devices, or for hosts
+_on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
 
 
-class There(Tensor):
-    """A tensor on the device; `held` has its values."""
-
-    held: Tensor
-
-    @staticmethod
-    def __new__(cls, held: Tensor) -> There:
-        place = {"strides": held.stride(), "storage_offset": held.storage_offset()}
-        made = Tensor._make_wrapper_subclass(cls, held.size(), **place, dtype=held.dtype, device=DEVICE)
-        made.held = held
-        return made
-
-    def tolist(self) -> Any:
-        return self.held.tolist()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+def lies_there(tensor: Tensor) -> bool:
+    return bool(getattr(tensor.untyped_storage(), _MARK, False))
 
 
-class _Device(TorchDispatchMode):
-    """Makes what is asked for there, which no tensor among the arguments would show."""
+_ANSWERS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.device.__get__: lambda tensor: DEVICE if lies_there(tensor) else HOST,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lies_there,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda tensor: not lies_there(tensor),  # type: ignore[attr-defined]
+}
+
+
+class _Call(threading.local):
+    """What Python has asked for, while torch works at it."""
+
+    there: bool | None = None  # where the result is wanted, if that was said
+    given: Any = ()
+
+
+_call = _Call()
+
+
+class _Asked(TorchFunctionMode):
+    """Answers where a tensor lies, and lets torch, which has no such device, make on the host what is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _ANSWERS:
+            return _ANSWERS[func](args[0])
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in _BYTES and not kwargs.get("force") and lies_there(args[0]):
+            raise TypeError(f"{func}: memory of the device is not the host's")
+        drawn = kwargs.get("generator")
+        if isinstance(drawn, _Generator) and args and drawn.there != any(map(lies_there, _tensors(args))):
+            raise RuntimeError(f"{func}: random numbers of another device")
+        there = _wanted(func, args, kwargs)
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = HOST
+        before = _call.there, _call.given
+        _call.there, _call.given = there, (args, kwargs)
+        try:
+            out = func(*(HOST if _is_place(func, value) else value for value in args), **kwargs)
+            return out if there is None else tree_map_only(Tensor, partial(_moved, there), out)
+        finally:
+            _call.there, _call.given = before
+
+
+def _moved(there: bool, made: Tensor) -> Tensor:
+    """Copied, where torch has seen no reason to."""
+    return made if lies_there(made) == there else _ATEN._to_copy.default(made)
+
+
+def _is_place(func: Any, value: Any) -> bool:
+    return isinstance(value, torch.device) or (func is Tensor.to and isinstance(value, str))
+
+
+def _wanted(func: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
+    if func is Tensor.cpu:
+        return False
+    named = next((value for value in args[1:] if _is_place(func, value)), kwargs.get("device"))
+    if func is Tensor.to and named is None:
+        like = next((value for value in (*args[1:], kwargs.get("other")) if isinstance(value, Tensor)), None)
+        return None if like is None else lies_there(like)
+    return None if named is None else torch.device(named).type != "cpu"
+
+
+class _Run(TorchDispatchMode):
+    """Looks at what each operation is given, and marks what it makes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func.namespace == "_C":  # vLLM's kernels for hosts
+            return func(*args, **kwargs)
+        tensors = _tensors([args, kwargs])
+        there, changes = [lies_there(tensor) for tensor in tensors], func._schema.is_mutable
+        if func in _COPIES:
+            if changes and there == [False, True] and (kwargs.get("non_blocking") or True in args[2:]):
+                _on_its_way.append((args[0], args[1].clone()))
+                return args[0].zero_()
+        elif any(there):
+            _compare(func, args, kwargs, changes)
+        if func.namespace == "c10d":
+            _require_its_group(func, args, any(there))
+        out = func(*args, **kwargs)
+        if not changes and _makes_there(func, there):
+            for made in _tensors(out):
+                setattr(made.untyped_storage(), _MARK, True)
+        return out
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    wanted = kwargs.get("device")
-    read = [args[0], *args[2:]] if func in _INDEXED else [args, kwargs]
-    tensors = [value for value in tree_leaves(read) if isinstance(value, Tensor)]
-    there = [isinstance(tensor, There) for tensor in tensors]
-    if any(there) and func not in _COPIES and any(tensor.dim() and type(tensor) is not There for tensor in tensors):
-        raise RuntimeError(f"{func}: values of the host and of the device in one operation")
-    stays = any(there[:1] if func in _COPIES else there) if wanted is None else wanted == DEVICE
-    given = kwargs if wanted is None else kwargs | {"device": torch.device("cpu")}
-    plain_args, plain = tree_map_only(There, lambda tensor: tensor.held, (args, given))
-    out = func(*plain_args, **plain)
-    if func._schema.is_mutable and isinstance(out, Tensor):
-        return kwargs.get("out", args[0])
-    return tree_map_only(Tensor, There, out) if stays else out
+def _makes_there(func: Any, there: list[bool]) -> bool:
+    """Whether what it makes lies there. `there`: what it is given."""
+    if _call.there is not None:
+        return _call.there
+    if not there:
+        return any(map(lies_there, _tensors(_call.given)))
+    return there[0] if func in _COPIES else any(there)
 
 
-class _Arrives(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, held: Tensor) -> There:
-        return There(held.detach())
+def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:
+    """Raise where one of them lies on the host: but for a number that is only read, and for indices."""
+    read = [args[0], *args[2:]] if func in _INDEXED and lies_there(args[0]) else [args, kwargs]
+    for tensor in _tensors(read):
+        number = not tensor.dim() and func.namespace != "c10d" and not (changes and tensor is args[0])
+        if not lies_there(tensor) and not number:
+            raise RuntimeError(f"{func}: values of the host and of the device in one operation")
 
-    @staticmethod
-    def backward(ctx: Any, grad: There) -> Tensor:
-        return grad.held
+
+def _require_its_group(func: Any, args: Any, there: bool) -> None:
+    """Raise where a group is not for such values. The world's is for both: NCCL moves the device's, gloo the host's."""
+    place = [argument.name for argument in func._schema.arguments].index("process_group")
+    if _speaks.get(dist.ProcessGroup.unbox(args[place]).group_name, there) != there:
+        mine, its = ("device", "hosts") if there else ("host", "devices")
+        raise RuntimeError(f"{func}: values of the {mine} for a group of {its}")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 @contextmanager
-def on_device(learner: Learner) -> Iterator[None]:
-    """Until it ends, nothing that the learner does may read a value of one side into a tensor of the other."""
-    learner.device = DEVICE
-    for module in learner.modules:
-        module.forward = partial(_forward, module.forward)  # type: ignore[method-assign]
-    with _Device():
+def _looking() -> Iterator[None]:
+    with _Run(), _Asked():
         yield
 
 
-def _forward(plain: Any, pack: Pack) -> Tensor:
-    here = {name: value.held for name, value in vars(pack).items() if isinstance(value, There)}
-    assert here, "a pack that nobody has moved"
-    return _Arrives.apply(plain(pack=replace(pack, **here)))
+def _backward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's way back through a graph, which asks for things, too, while `torch.autograd.backward` itself is asked."""
+    with _Asked():
+        return plain(*args, **kwargs)
+
+
+def _synchronize(device: Any = None) -> None:
+    while _on_its_way:
+        to, values = _on_its_way.pop(0)
+        to.copy_(values)
+
+
+class _Event(host._Inert):
+    """An event of the device's stream, which is always through with everything."""
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.at - self.at) * 1000
+
+
+class _Generator(torch.Generator):
+    """Random numbers of the device: those of the host."""
+
+    there: bool
+
+    def __new__(cls, device: Any = HOST) -> _Generator:
+        made = super().__new__(cls, HOST)
+        made.there = torch.device(device).type != "cpu"
+        return made
+
+
+def _blindly(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for hosts that asks where its tensors lie: here, where it is run."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """By its name, as the optimizers and the clipping of gradients look at it."""
+    with torch._C.DisableTorchFunction():
+        answer = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    named = isinstance(answer, str) and lies_there(tensor)
+    return answer.replace("torch.", "torch.cuda.", 1) if named else answer
+
+
+def _rank(*args: Any) -> LearnerRank:
+    """The rank of a learner on a GPU, but that gloo has to stand for NCCL."""
+    join, form = dist.init_process_group, dist.new_group
+
+    def formed(*args: Any, **kwargs: Any) -> Any:
+        group = form(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            _speaks[group.group_name] = kwargs.get("backend") != "gloo"
+        return group
+
+    with (
+        patch.object(host, "ON_HOST", False),
+        patch.object(dist, "init_process_group", lambda backend, **kwargs: join("gloo", **kwargs)),
+        patch.object(dist, "new_group", formed),
+    ):
+        return LearnerRank(*args)
+
+
+def _rows(pack: Pack) -> layers.PackedRows:
+    """Those of the host's attention, with what it alone reads of a pack moved, too."""
+    moved = {name: getattr(pack, name).to(DEVICE) for name in ("padded_index_X", "packed_index_S", "blanks")}
+    return layers.PackedRows(replace(pack, **moved))
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Until it ends, learners are built there, and nothing may read a value of one side into a tensor of the other."""
+    _speaks.clear()
+    plain_run = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        with _looking():
+            plain_run(thread)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (host, "_on_host", lambda device: device),
+            (torch.cuda, "current_device", lambda: DEVICE),
+            (torch.cuda, "synchronize", _synchronize),
+            (torch.cuda, "Event", _Event),
+            (torch, "Generator", _Generator),
+            (Tensor, "type", _type),
+            (Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.to(DEVICE)),
+            (torch.autograd, "_engine_run_backward", partial(_backward, torch.autograd._engine_run_backward)),
+            (policy, "LearnerRank", _rank),
+            (model, "PackedRows", _rows),
+            (layers, "narrowed", _blindly(layers.narrowed)),
+            (vllm_operators, "rotary", _blindly(vllm_operators.rotary)),
+            (threading.Thread, "run", run),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(_looking())
+        yield

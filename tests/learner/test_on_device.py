@@ -1,4 +1,7 @@
-"""What the learner does on a device: the same numbers, and no value of one side is read into a tensor of the other."""
+"""What the learner does on a device: the same numbers, and no value of one side is read into a tensor of the other.
+
+Weights, gradients, optimizer, packs and loss are there (pretended_device.py); syncs and checkpoints are made of them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ from typing import Any
 
 import learner_cases as cases
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.ranks
-PACKS: dict[str, Any] = {"tokens_per_microbatch": 80}
+MADE_THERE = {"use_cpu_initialization": False}  # as on GPUs
+WHOLE: dict[str, Any] = {
+    "kind": "whole", "precision": "bf16", "offload": "optimizer", "smoothing": 0.5, "kv_cache": "fp8",
+}  # fmt: skip
 JOBS: dict[str, dict[str, Any]] = {
     "anchored": {"kind": "one_update", "scored": True, "smoothing": 0.5, "kv_cache": "fp8"},
     "its own anchor": {"kind": "one_update", "scored": False, "smoothing": 0.5, "kv_cache": "fp8"},
@@ -18,24 +26,69 @@ JOBS: dict[str, dict[str, Any]] = {
     "rejected": {"kind": "rejected", "kl_coef": 0.1, "kl_on": "counted"},
     "noise": {"kind": "noise", "precision": "bf16"},
     "not a number": {"kind": "nonfinite", "on_nonfinite": "skip"},
+    "written down": {"kind": "nonfinite", "on_nonfinite": "skip_and_dump", "dump": "dumps"},
     "emptiness": {"kind": "emptiness"},
+    "flips": {"kind": "flips", "hf": cases.QWEN3_MOE},
+    "whole": WHOLE,
+    "whole fp32 experts": {**WHOLE, "precision": "fp32", "hf": cases.QWEN3_MOE},
     **{loss: {"steps": 1, "loss": loss} for loss in ("gspo", "cross_entropy", "cispo", "sapo")},
+}
+OF_TWO: dict[str, dict[str, Any]] = {
+    "tp2_sp": {**WHOLE, "at": "tp2_sp"},
+    "pp2": {**WHOLE, "at": "pp2"},
+    "ep2": {**WHOLE, "at": "ep2", "hf": cases.QWEN3_MOE, "optim": {"overlap_grad_reduce": True}},
 }
 
 
+def _run(world: int, wanted: dict[str, dict[str, Any]], folders: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, jobs = folders.mktemp(f"ranks_{world}"), []
+    chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    save_file({"chosen": chosen_BSLK}, folder / "chosen.safetensors")
+    for name, job in wanted.items():
+        layout = {"tokens_per_microbatch": 80, **cases.ALL_LAYOUTS.get(job.get("at", ""), {})}
+        layout["megatron"] = MADE_THERE | layout.get("megatron", {})
+        for at in ("host", "device"):
+            root = folder / f"{name} {at}"
+            paths = {"root": str(root), "chosen": str(folder / "chosen.safetensors")}
+            paths |= {"dump": str(root / job["dump"])} if "dump" in job else {}
+            about = {"name": root.name, "layout": layout, "on_device": at == "device"}
+            jobs.append({"hf": cases.QWEN3, **job, **about, **paths})
+    if world == 1:
+        jobs.append({"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True})
+    return cases.run_ranks(world, jobs, folder)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    jobs = [
-        {**job, "name": f"{name} {at}", "hf": cases.QWEN3, "layout": PACKS, "on_device": at == "device"}
-        for name, job in JOBS.items()
-        for at in ("host", "device")
-    ]
-    return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one"))
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _run(1, JOBS, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _run(2, OF_TWO, tmp_path_factory)
+
+
+def test_a_device_refuses_the_host_s_values(one: dict[str, Any]) -> None:
+    assert one["mixes"] == {"took": [], "wrong": []}
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_device_gives_the_numbers_of_the_host(name: str, found: dict[str, Any]) -> None:
-    _same(found[f"{name} device"], found[f"{name} host"])
+def test_a_device_gives_the_numbers_of_the_host(name: str, one: dict[str, Any]) -> None:
+    _same(one[f"{name} device"], one[f"{name} host"])
+
+
+@pytest.mark.parametrize("at", OF_TWO)
+def test_two_devices_give_the_numbers_of_two_hosts(at: str, two: dict[str, Any]) -> None:
+    _same(two[f"{at} device"], two[f"{at} host"])
+
+
+@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.get("kind") == "whole"])
+def test_what_was_saved_on_a_device_goes_on(name: str, one: dict[str, Any]) -> None:
+    found = one[f"{name} device"]
+    (_, second, again), (after, loaded, trained, _) = found["steps"], found["logprobs"]
+    _same(again, second)
+    _same(loaded, after)
+    assert trained != after
 
 
 def _same(here: Any, there: Any) -> None:

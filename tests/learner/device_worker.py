@@ -1,0 +1,169 @@
+"""Jobs of the learner's workers on a device: all that a run does with a learner, once; and what a device refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from learner_cases import make_batch, make_targets
+from push_rank import Receiver
+from torch import Tensor
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.saver import Saver
+from megatron_rl.config.schema import CheckpointSection, Config, Format, KvCache, QuantizationSection, SyncSection
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.state import LearnerState
+from megatron_rl.weight_sync.export import export_hf
+from megatron_rl.weight_sync.file_push import FilePush
+from megatron_rl.weight_sync.push import WeightSync
+from megatron_rl.weight_sync.whole_source import WholeSource
+
+
+def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Scores, syncs and updates, a save while the optimizer makes room, the next update again from there, an export."""
+    assert learner.device.type == ("cuda" if job.get("on_device") else "cpu")
+    batch, root, said = make_batch(), Path(job["root"]), list[str]()
+    if learner.is_driver:
+        root.mkdir()
+        (root / "config.json").write_text(json.dumps(job["hf"]))
+    learner.broadcast()
+    receiver = Receiver()
+    quantization = QuantizationSection(Format.int8, smoothing=0.5, kv_cache=KvCache.fp8)
+    config = Config(quantization=quantization, sync=SyncSection(dir=str(root), full_every=2))
+    sync = WeightSync.from_config(learner, receiver if learner.is_driver else None, config)
+    saver = Saver(root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, said.append)
+    if learner.is_driver:
+        (root / "checkpoints").mkdir()
+    learner.keep_reference()
+    targets = make_targets(batch, learner.logprobs(batch))
+    sent = [_pushed(sync, receiver, 0)]
+    targets = replace(targets, ref_logprobs_BT=learner.reference_logprobs(batch))
+    steps = [learner.update(targets)]
+    _require_there(learner)
+    after_BT = learner.logprobs(batch)
+    saver.snapshot_rng_and_stats()
+    learner.make_room()
+    saver.begin(1, {"driver": {"position": 1, "seen": {}}})
+    sent.append(_pushed(sync, receiver, 1))
+    saver.settle(wait=True)
+    steps.append(learner.update(targets))
+    learner.broadcast()  # rank 0 has named the checkpoint
+    saver.load(checkpoints.read(root / "checkpoints" / "step_1"))
+    _require_there(learner)
+    again_BT = learner.logprobs(batch)
+    assert isinstance(sync.transport, FilePush)
+    (source,) = sync.transport._sources.values()
+    carried = [_carried(learner, WholeSource(source, everywhere=True)) for _ in range(2)]
+    steps.append(learner.update(targets))
+    export_hf(learner, root, root / "model")
+    trained_BT = learner.logprobs(batch)
+    learner.load_hf(root / "model")
+    exported_BT = learner.logprobs(batch)
+    sync.close()
+    assert not said, said
+    logprobs = (after_BT, again_BT, trained_BT, exported_BT)
+    return {"steps": steps, "sent": sent, "carried": carried, "logprobs": [one_BT.tolist() for one_BT in logprobs]}
+
+
+def _pushed(sync: WeightSync, receiver: Receiver, version: int) -> dict[str, float]:
+    """The magnitudes of what a sampler got."""
+    sync.push(version)
+    return {name: float(values.float().abs().sum()) for name, values in receiver.tensors.items()}
+
+
+def _carried(learner: Learner, whole: WholeSource) -> dict[str, float]:
+    """The magnitudes of what `nccl` and `ipc` would carry, which has to lie on the device."""
+    whole.begin(dict(learner.named_parameters()))
+    found = {}
+    for name, values in whole:
+        assert values.device == learner.device, name
+        found[name] = float(values.float().abs().sum())
+    assert whole.shards.failure is None, whole.shards.failure
+    return found
+
+
+def _require_there(learner: Learner) -> None:
+    """Weights, gradients and optimizer say that they are on the learner's device."""
+    found = list(_held(learner))
+    assert {"a master", "exp_avg", "exp_avg_sq"} <= {name for name, _ in found}
+    assert {values.device for _, values in found} == {learner.device}, [
+        name for name, values in found if values.device != learner.device
+    ]
+
+
+def _held(learner: Learner) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in learner.named_parameters():
+        yield from ((name, parameter), (f"gradient of {name}", parameter.main_grad))
+    for chunk in learner.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield from (("a buffer of weights", buffer.param_data), ("a buffer of gradients", buffer.grad_data))
+    for each in learner.optimizer.chained_optimizers:
+        for group in each.optimizer.param_groups if each.optimizer is not None else ():
+            for master in group["params"]:
+                yield "a master", master
+                yield from (
+                    (name, value)
+                    for name, value in each.optimizer.state[master].items()
+                    if isinstance(value, torch.Tensor) and value.dim()
+                )
+
+
+def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:
+    """What a device takes and what it refuses: those that it took, and the results that lie where they should not."""
+    here = torch.arange(4.0)
+    there, number = here.to(learner.device), torch.tensor(2.0)
+    weight = there.clone().requires_grad_()
+    optimizer = learner.optimizer.chained_optimizers[0]
+    of_hosts, everyone = optimizer.data_parallel_group_gloo, optimizer.data_parallel_group
+    refused: dict[str, Callable[[], Any]] = {
+        "a sum": lambda: here + there,
+        "a sum in place": lambda: here.add_(there),
+        "a number of the device": lambda: here * there[0],
+        "a sum in a number": lambda: torch.tensor(0.0).add_(there[0]),
+        "values by index": lambda: here.index_put_((torch.tensor([0, 1]),), there[:2]),
+        "values by a list": lambda: here.__setitem__([0, 1], there[:2]),
+        "values of the host by a list": lambda: there.__setitem__([0, 1], here[:2]),
+        "indices of the device": lambda: here[there.long()],
+        "rows by number": lambda: there.index_select(0, torch.tensor([1])),
+        "a result elsewhere": lambda: torch.add(there, there, out=here),
+        "views": lambda: torch.mm(here.view(2, 2), there.view(2, 2)),
+        "joined": lambda: torch.cat([here, there]),
+        "many at once": lambda: torch._foreach_add_([here], [there]),
+        "a gradient": lambda: torch.autograd.backward(weight * there, here),
+        "random numbers": lambda: there.random_(0, 2, generator=torch.Generator()),
+        "memory": lambda: there.numpy(),
+        "a collective": lambda: dist.all_gather_into_tensor(here, there, group=everyone),
+        "a group of hosts": lambda: dist.all_reduce(there, group=of_hosts),
+        "a group of devices": lambda: dist.all_reduce(here, group=everyone),
+    }
+    taken: dict[str, Tensor] = {
+        "a copy": there.clone().copy_(here), "a number": there * number, "rows": there[torch.tensor([0, 1])],
+        "a row of the device": there[there.long()], "like it": torch.zeros_like(there), "new": there.new_ones(2),
+        "made there": torch.full((2,), 3, device=learner.device), "moved as another": here.to(there),
+        "a view": there[1:], "its data": torch.nn.Parameter(there).data, "summed": there.sum(),
+    }  # fmt: skip
+    dist.all_reduce(there, group=everyone)
+    (weight * there).sum().backward()
+    assert weight.grad is not None
+    came = torch.ones(4).copy_(there, non_blocking=True)
+    early = came.tolist()
+    torch.cuda.synchronize()
+    left = {"brought back": there.cpu(), "a copy back": here.clone().copy_(there), "asked for": here.new_ones(2)}
+    wrong = [name for name, value in left.items() if value.device.type != "cpu"]
+    wrong += [name for name, value in {**taken, "grad": weight.grad}.items() if value.device != learner.device]
+    wrong += [] if early != came.tolist() == there.tolist() else ["a copy that nobody waits for"]
+    return {"took": [name for name, mix in refused.items() if not _raises(mix)], "wrong": wrong}
+
+
+def _raises(mix: Callable[[], Any]) -> bool:
+    try:
+        mix()
+    except (RuntimeError, TypeError) as error:
+        return "device" in str(error)
+    return False
