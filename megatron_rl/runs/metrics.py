@@ -239,12 +239,8 @@ _TABLE = (
         ("probe_floor_diff", "that with its sign", "last", "nats"),
         ("probe_over_floor", "probe_abs_diff over probe_floor: 1 is as good as BF16", "last"),
         ("probe_budget", "what that difference may be for this pair of formats", "last", "nats"),
-        (
-            "probe_unexplained",
-            "what is left of it when the learner rounds as the sampler's format does",
-            "last",
-            "nats",
-        ),
+        ("probe_expected", "what rounding as the sampler's format does changes of the learner's own", "last", "nats"),
+        ("probe_unexplained", "what is left of the difference then (BF16 learners on hosts)", "last", "nats"),
         ("probe_noise", "what one rounding more of its weights does to the learner's own logprobs", "last", "nats"),
         (
             "router_flips",
