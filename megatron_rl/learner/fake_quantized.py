@@ -16,15 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_rl.config.schema import Format
-from megatron_rl.learner.linear import wide_product
+from megatron_rl.learner.linear import add_over_ranks, amax_of_slices, wide_product
 from megatron_rl.learner.observers import fused_norm
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
@@ -93,10 +89,8 @@ def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -
     parts = flat_MK.split(m_splits) if m_splits is not None else (flat_MK,)
     outs = [_product(one, name, param, x_MK) for (name, param), x_MK in zip(one.weights, parts, strict=True)]
     out = torch.cat(outs).view(*rows.shape[:-1], -1)  # rounded: what ranks of an engine add is
-    if layer.parallel_mode == "row" and layer.sequence_parallel:
-        out = reduce_scatter_to_sequence_parallel_region(out, group=layer._tp_group)
-    elif layer.parallel_mode == "row" and layer.tp_size > 1:
-        dist.all_reduce(out, group=layer._tp_group)
+    if layer.parallel_mode == "row":
+        out = add_over_ranks(out, layer.sequence_parallel, layer._tp_group)
     return out, None
 
 
@@ -125,10 +119,8 @@ def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
         for some_MK, some_NK in zip(rows_MK.chunk(here, 1), codes_NK.chunk(here, 1), strict=True):
             amax_M1 = None
             if slices < ranks:  # several ranks hold parts of one slice
-                amax_SM1 = x_MK.new_zeros((slices, len(rows_MK), 1), dtype=torch.float32)
-                amax_SM1[mine * slices // ranks] = some_MK.float().abs().amax(1, keepdim=True)
-                group.max_(amax_SM1)
-                amax_M1 = amax_SM1[mine * slices // ranks]
+                slice_here = mine * slices // ranks
+                amax_M1 = amax_of_slices(some_MK, slices, slice_here, group.max_)[slice_here]
             codes_MK, scale_M1 = kind.codes(some_MK, amax_M1)
             part_MN = wide_product(codes_MK.to(torch.bfloat16), some_NK).mul_(scale_M1)
             wide_MN = part_MN if wide_MN is None else wide_MN.add_(part_MN)

@@ -14,6 +14,7 @@ M tokens, K input features held here, N output features (of an output layer: thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from megatron_rl.distributed import TorchGroup
 from megatron_rl.quantization.host_products import SampledWeight
 
 
@@ -112,10 +114,7 @@ class _Row(torch.autograd.Function):
         else:
             out = _whole_slices(x_MK, layer.sampled).view(*input.shape[:-1], -1)
             out = out.float() if size > 1 else out  # what ranks add is rounded once more, when it is added
-            if layer.sequence_parallel:
-                out = reduce_scatter_to_sequence_parallel_region(out, group=group)
-            elif size > 1:
-                dist.all_reduce(out, group=group)
+            out = add_over_ranks(out, layer.sequence_parallel, group)
         return out.to(input.dtype)
 
     @staticmethod
@@ -131,11 +130,27 @@ class _Row(torch.autograd.Function):
 def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
     """The product rounded once, whatever the layout; without a gradient."""
     out = input.float().matmul(layer.weight.float().t())
-    if layer.sequence_parallel:
-        out = reduce_scatter_to_sequence_parallel_region(out, group=layer.tp_group)
-    elif layer.tp_group.size() > 1:
-        dist.all_reduce(out, group=layer.tp_group)
-    return out.to(input.dtype)
+    return add_over_ranks(out, layer.sequence_parallel, layer.tp_group).to(input.dtype)
+
+
+def add_over_ranks(out: Tensor, sequence_parallel: bool, group: Any) -> Tensor:
+    """The sum of what the ranks of a row-parallel layer hold: this rank's positions of it, or all."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(out, group=group)
+    if group.size() > 1:
+        dist.all_reduce(out, group=group)
+    return out
+
+
+def amax_of_slices(x_MK: Tensor, slices: int, mine: int, max_: Callable[[Tensor], Any]) -> Tensor:
+    """Each token's largest magnitude in each of an engine's slices, of which several ranks hold parts: [S, M, 1].
+
+    `mine`: the slice that this rank holds a part of; `max_` takes the maximum over the ranks, in place.
+    """
+    amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
+    amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
+    max_(amax_SM1)
+    return amax_SM1
 
 
 def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
@@ -150,9 +165,7 @@ def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
 def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any) -> Tensor:
     """The outputs of all slices in FP32, where several ranks hold the inputs of one. Sums of INT32 have no order."""
     mine = group.rank() * slices // group.size()
-    amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
-    amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
-    dist.all_reduce(amax_SM1, dist.ReduceOp.MAX, group)
+    amax_SM1 = amax_of_slices(x_MK, slices, mine, TorchGroup(group).max_)
     codes_MK, _ = weight.codes(x_MK, amax_SM1[mine])
     sums_MN = weight.addable_sums(codes_MK)
     sums_SMN = sums_MN.new_zeros((slices, *sums_MN.shape))

@@ -82,7 +82,7 @@ class EventLoopThread:
         """`ended`: what is raised to whoever calls after the loop's end, or still waits then."""
         self._ended = ended
         self._loop = asyncio.new_event_loop()
-        self._stopping, self._state = False, threading.Lock()  # what is asked after it would never be run
+        self._stopping, self._lock = False, threading.Lock()  # what is asked after it would never be run
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -91,7 +91,7 @@ class EventLoopThread:
 
         `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
         """
-        with self._state:
+        with self._lock:
             if self._stopping:
                 coroutine.close()
                 raise self._ended()
@@ -110,7 +110,7 @@ class EventLoopThread:
 
     def stop(self) -> None:
         """Cancel what still runs, then end the thread; safe to call twice."""
-        with self._state:
+        with self._lock:
             if self._stopping:
                 return
             self._stopping = True
