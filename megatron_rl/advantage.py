@@ -7,11 +7,15 @@ Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Estimator
+from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Credit, Estimator
+
+if TYPE_CHECKING:
+    from megatron_rl.types import Batch
 
 EPSILON = 1e-6
 SPREAD = 1e-6  # rewards closer than this are the same
@@ -39,8 +43,7 @@ def group_advantages(
     centred = (rewards - mean).masked_fill(~keep_N, 0.0)
     others = (counts - 1.0).clamp(min=1.0)
     if config.estimator == Estimator.grpo:
-        deviation = (_group_sums(centred.square(), groups_N) / others).sqrt()
-        advantages = centred / (deviation + EPSILON)
+        advantages = centred / (_deviation(centred, others, groups_N) + EPSILON)
     elif config.estimator == Estimator.rloo:
         advantages = centred * counts / others
     elif config.estimator == Estimator.maxrl:
@@ -51,6 +54,68 @@ def group_advantages(
     else:
         advantages = centred
     return advantages.masked_fill(~keep_N, 0.0).float(), keep_N
+
+
+def session_advantages(
+    rewards_N: Tensor, groups_N: Tensor, samples_N: Tensor | None, keep_N: Tensor, config: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
+    """As `group_advantages`, where a session may have several rows: in its group's baseline it counts once."""
+    if samples_N is None:
+        return group_advantages(rewards_N, groups_N, keep_N, config)
+    keep_N = keep_N.bool()
+    first_N = _first_rows(groups_N, samples_N, keep_N)
+    stands_N = keep_N & (first_N == torch.arange(len(first_N)))
+    advantages_N, kept_N = group_advantages(rewards_N, groups_N, stands_N, config)
+    kept_N = kept_N[first_N] & keep_N
+    return advantages_N[first_N].masked_fill(~kept_N, 0.0), kept_N
+
+
+def turn_advantages(batch: Batch, advantages_B: Tensor, config: AdvantageConfig, credit: Credit) -> Tensor | None:
+    """Advantages [B, T] of turns that have earned different returns; None: each row's are all its own.
+
+    A turn's return takes the place of its session's reward. The baseline stays the group's mean of whole sessions,
+    which no turn's choice moves, nor that of when to stop.
+    """
+    if batch.credit_BT is None or credit == Credit.outcome:
+        return None
+    if credit == Credit.environment:
+        return batch.credit_BT
+    assert batch.samples_B is not None
+    counted_B = torch.isfinite(batch.rewards_B) & batch.mask_BT.any(dim=1)
+    stands_B = counted_B & (_first_rows(batch.groups_B, batch.samples_B, counted_B) == torch.arange(len(counted_B)))
+    scale_B = _reward_scale(batch.rewards_B, batch.groups_B, stands_B, config)
+    return (advantages_B[:, None] + batch.credit_BT * scale_B[:, None]).masked_fill(~counted_B[:, None], 0.0)
+
+
+def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:
+    """For each row the first kept one of its session; itself, where there is none."""
+    rows_N = torch.arange(len(groups_N))
+    _, session_N = torch.stack((groups_N, samples_N), dim=1).unique(dim=0, return_inverse=True)
+    first = torch.full((len(groups_N),), len(groups_N)).scatter_reduce_(0, session_N[keep_N], rows_N[keep_N], "amin")
+    return torch.where(first[session_N] < len(groups_N), first[session_N], rows_N)
+
+
+def _reward_scale(rewards_N: Tensor, groups_N: Tensor, stands_N: Tensor, config: AdvantageConfig) -> Tensor:
+    """What a difference of rewards is multiplied by to become one of advantages; 0 in groups without spread."""
+    rewards = rewards_N.double().masked_fill(~stands_N, 0.0)
+    counts = _group_sums(stands_N.double(), groups_N)
+    mean, others = _group_sums(rewards, groups_N) / counts.clamp(min=1.0), (counts - 1.0).clamp(min=1.0)
+    if config.estimator == Estimator.grpo:
+        deviation = _deviation((rewards - mean).masked_fill(~stands_N, 0.0), others, groups_N)
+        return torch.where(deviation > SPREAD, 1.0 / (deviation + EPSILON), 0.0).float()
+    if config.estimator == Estimator.rloo:
+        return (counts / others).float()
+    if config.estimator == Estimator.maxrl:
+        return torch.where(mean > SPREAD, 1.0 / (mean + EPSILON), 0.0).float()
+    if config.estimator == Estimator.reinforce_pp:
+        kept = rewards[stands_N]
+        spread = float(kept.std()) if len(kept) > 1 else 0.0
+        return torch.full_like(rewards, 1.0 / (spread + EPSILON) if spread > SPREAD else 0.0).float()
+    return torch.ones_like(rewards).float()
+
+
+def _deviation(centred_N: Tensor, others_N: Tensor, groups_N: Tensor) -> Tensor:
+    return (_group_sums(centred_N.square(), groups_N) / others_N).sqrt()
 
 
 def _group_sums(values_N: Tensor, groups_N: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -38,6 +38,9 @@ from megatron_rl.survival.stop_request import StopRequest
 from megatron_rl.survival.trouble import patience
 from megatron_rl.types import Batch, Rollout, Scored, collate
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
+
+if TYPE_CHECKING:
+    from megatron_rl.environments.sessions import Sessions
 
 PROBE_SAMPLES = 1
 LOOK_TOKENS = 32  # of a prompt, and of its answer, whose values are compared at every point
@@ -116,6 +119,7 @@ class Driver:
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         self.position = self.resumes.driver.position if self.resumes else 0
+        self._sessions = self._open_sessions(tokenizer)
         self._batches = self._open_batches(PromptOrder(train, config.run.seed, config.data.shuffle, self.position))
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
@@ -133,15 +137,32 @@ class Driver:
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
         self._sleep_schedule.sleep()  # vLLM has measured what it may take: now the learner may take what it needs
 
+    def _open_sessions(self, tokenizer: FolderTokenizer) -> Sessions | None:
+        """Who answers with whole conversations, where the recipe has an environment."""
+        config = self._config
+        if config.environment.name is None:
+            return None
+        from megatron_rl.environments.sessions import Sessions
+
+        options = config.data.template or {}
+        sessions = Sessions(config.environment, config.rollout, options, tokenizer, self.sampler)
+        self._stack.callback(sessions.close)
+        sessions.start()
+        return sessions
+
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config, scorer = self._config, self._scorer
         given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
-        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if config.rollout.supervised else self.sampler
+        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if config.rollout.supervised else self._answers
         gate = Gate(answers, config.rollout) if config.rollout.ahead else None
         self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
         if gate is None:
             return InTurn(self._collector)
         return Ahead(self._collector, gate, config.rollout, config.run.steps, lambda: self.sampler.policy_version)
+
+    @property
+    def _answers(self) -> Sessions | Sampler:
+        return self._sessions or self.sampler
 
     def _open_sets(self, tokenizer: FolderTokenizer, rewards: RewardPool) -> list[Evaluator]:
         """The held-out sets; those whose reward is the run's share its workers."""
@@ -154,7 +175,7 @@ class Driver:
                 self._stack.callback(own.close)
                 own.start()
             scorer = Scorer(one.reward, pools[str(one.reward.name)], tokenizer)
-            evaluators.append(Evaluator(one, found.prompts, self.sampler, scorer))
+            evaluators.append(Evaluator(one, found.prompts, self._answers, scorer))
         return evaluators
 
     @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.advantage import turn_advantages
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.correction_rules import anchored_to_learner, makes_prox_pass
@@ -141,6 +142,8 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
     with recorder.phase("update"):
         seed = config.run.seed
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
+        by_turn_BT = turn_advantages(batch, advantages_B, config.advantage, config.environment.credit)
+        targets = replace(targets, advantages_BT=by_turn_BT)
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
     with recorder.phase("correction"):

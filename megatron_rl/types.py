@@ -38,6 +38,14 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class ToolFormat:
+    """How tool calls are found in an answer."""
+
+    parser: str  # one of vLLM's
+    schemas: str  # of the tools, as JSON
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     samples: int
     max_tokens: int
@@ -46,6 +54,34 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     candidates: int = 0  # tokens whose logprobs tell what top_k and top_p have kept; 0: nobody asks
+    tools: ToolFormat | None = None  # None: nobody asks for tool calls
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """An answer of a conversation, and what followed it."""
+
+    reward: float | None = None
+    advantage: float | None = None  # the environment's own
+    tool_calls: int = 0
+    tool_seconds: float = 0.0
+    tokens: int = 0
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a conversation has come to; the rollouts of its branches share it."""
+
+    turns: Sequence[SessionTurn]
+    rows: int = 1  # branches: 1 where it never forked
+    reward: float | None = None  # the sum of its turns'; None: the recipe's reward judges the last answer
+    error: str | None = None  # why it has no reward
+    end: str = "done"  # done | turns | length | error
+    numbers: Mapping[str, float] = field(default_factory=dict)  # the environment's, for the metrics
+    counts: Mapping[str, float] = field(default_factory=dict)  # failed calls, cut observations, restarts, ...
+    answer: str = ""  # the last answer's text
+    conversation: str = ""  # all messages, as JSON, for the record
 
 
 @dataclass(frozen=True)
@@ -65,10 +101,15 @@ class Rollout:
     kept_ids: Sequence[int] | None = None
     kept_counts: Sequence[int] | None = None
     versions: Sequence[int] | None = None  # int32: of each token, where an update came between them; None: all one
+    turns: Sequence[int] | None = None  # int32: the turn that each token was sampled in, -1: in none; None: all in one
+    # float32: what each token's return differs from the reward, or its advantage: environment.credit; None: the reward
+    credit: Sequence[float] | None = None
+    session: Session | None = None  # None: a single answer
+    row: int = 0  # which branch of the session
 
     def __post_init__(self) -> None:
         kinds = {"token_ids": "i", "logprobs": "f", "loss_mask": "b", "kept_ids": "i", "kept_counts": "i"}
-        for name, kind in {**kinds, "versions": "i"}.items():
+        for name, kind in {**kinds, "versions": "i", "turns": "i", "credit": "f"}.items():
             values = getattr(self, name)
             if values is not None and (not isinstance(values, array) or values.typecode != kind):
                 object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
@@ -118,6 +159,9 @@ class Batch:
     kept_counts_BT: torch.Tensor | None = None
     kept_ids_K: torch.Tensor | None = None
     versions_BT: torch.Tensor | None = None  # int64: of each token, where an update came between some; None: nowhere
+    samples_B: torch.Tensor | None = None  # int64: which of its group's sessions a row is of; None: each row is its own
+    turns_BT: torch.Tensor | None = None  # int64: the turn that a token was sampled in, -1: in none; None: all in one
+    credit_BT: torch.Tensor | None = None  # float32: see Rollout.credit
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])
@@ -164,6 +208,7 @@ def collate(scored: Sequence[Scored]) -> Batch:
         formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
         versions_BT=_versions(rollouts),
         **_kept(rollouts),
+        **_sessions(rollouts),
     )
 
 
@@ -174,6 +219,25 @@ def _versions(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
 
     rows = [one.versions or array("i", [one.policy_version]) * len(one.token_ids) for one in rollouts]
     return padded([(row,) for row in rows], torch.int64)
+
+
+def _sessions(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+    if all(one.session is None for one in rollouts):
+        return {}
+    import torch
+
+    turns = [(one.turns or array("i", [-1]) * len(one.token_ids),) for one in rollouts]
+    found = {
+        "samples_B": torch.tensor([one.sample for one in rollouts]),
+        "turns_BT": padded(
+            [tuple(array("i", [number + 1 for number in one]) for one in row) for row in turns], torch.int64
+        )
+        - 1,
+    }
+    if any(one.credit is not None for one in rollouts):
+        credit = [(one.credit or array("f", [0.0]) * len(one.token_ids),) for one in rollouts]
+        found["credit_BT"] = padded(credit, torch.float32)
+    return found
 
 
 def _kept(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
@@ -220,6 +284,7 @@ class LossInputs:
     denominator_mask_BT: torch.Tensor
     prompt_ids_B: torch.Tensor
     selected_BT: torch.Tensor | None = None
+    advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
 
 
 @dataclass(frozen=True)
@@ -238,6 +303,7 @@ class Targets:
     mask_BT: torch.Tensor
     denominator_mask_BT: torch.Tensor
     selected_BT: torch.Tensor | None = None
+    advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
 
     def rows(self, index: torch.Tensor) -> Targets:
         return Targets(self.batch.rows(index), **_rows(self, index, without="batch"))

@@ -59,6 +59,17 @@ class Stale(StrEnum):
     drop = "drop"  # what turns out too old is drawn again
 
 
+class History(StrEnum):
+    template = "template"  # as the chat template writes the conversation: it forks where that changes what was said
+    append = "append"  # what was sampled stays
+
+
+class Credit(StrEnum):
+    outcome = "outcome"  # the sum of a session's rewards, on all of its turns
+    turns = "turns"  # what was earned from a turn on, less the group's mean of whole sessions
+    environment = "environment"  # the advantage that the environment says of each turn
+
+
 class InFlight(StrEnum):
     finish = "finish"  # answers that are begun end with the weights that they began with; the update waits
     continue_ = "continue"  # the update comes between two of their tokens

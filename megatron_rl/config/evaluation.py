@@ -83,6 +83,11 @@ def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
     return max(rollout.max_response_tokens, *evaluated_tokens(section))
 
 
+def longest_sequence(rollout: RolloutSection, section: EvalSection) -> int:
+    """Most tokens of a prompt, or conversation, and its answer together."""
+    return max(rollout.context_tokens, rollout.max_prompt_tokens + longest_answer(rollout, section))
+
+
 def evaluated_tokens(section: EvalSection) -> Sequence[int]:
     """Lengths that evaluations ask for, beside that of the rollouts."""
     sets = (section.sets or {}).values()

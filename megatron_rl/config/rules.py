@@ -285,7 +285,42 @@ def engine(sampler: schema.SamplerSection) -> Iterator[str]:
         yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
 
 
+def environment(
+    environment: schema.EnvironmentSection,
+    rollout: schema.RolloutSection,
+    reward: schema.RewardSection,
+    loss: schema.LossConfig,
+    correction: schema.CorrectionConfig,
+) -> Iterator[str]:
+    context, single = rollout.max_context_tokens, rollout.max_prompt_tokens + rollout.max_response_tokens
+    if environment.name is None:
+        if context is not None:
+            yield f"rollout.max_context_tokens: {context} is of conversations, which environment.name makes; leave it out"
+        return
+    if ":" not in environment.name:
+        yield (
+            f"environment.name: {environment.name!r} is not package.module:Class or path/file.py:Class; "
+            "megatron_rl.environments.adapters has those of other projects"
+        )
+    if rollout.supervised:
+        yield "environment.name: rollout.source=dataset samples nothing; use rollout.source=sampler, or leave it out"
+    if context is not None and context < single:
+        yield (
+            f"rollout.max_context_tokens: {context}, but a prompt and one answer take up to {single} "
+            "(rollout.max_prompt_tokens + rollout.max_response_tokens); raise it"
+        )
+    if reward.overlong_buffer:
+        yield "reward.overlong_buffer: is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
+    if environment.credit != schema.Credit.outcome:
+        if loss.name in correction_rules.PER_ROW | correction_rules.COVARIANCE:
+            yield f"environment.credit: {environment.credit} gives turns their own advantage, and loss.name={loss.name} a row; use outcome"
+        if any(rule.when for rule in correction.reject):
+            yield "correction.reject: negative_advantage is of rows; with environment.credit other than outcome leave it out"
+    if environment.discount != 1.0 and environment.credit != schema.Credit.turns:
+        yield f"environment.discount: {environment.discount:g} is of turns' rewards; use it with environment.credit=turns"
+
+
 RULES: tuple[Rule, ...] = (
-    check_objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
+    environment, check_objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
     as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from megatron_rl.config.bounds import (  # isort: skip
     is_weight, need,
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
-    Aggregate, Anchor, Cache, Decay, Device, Divergence, Estimator, Format, Forward, IfExists, InFlight, KlOn,
+    Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists, InFlight, KlOn,
     KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside, Precision, Reduce,
     Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip
@@ -89,7 +89,9 @@ class RolloutSection:
     prompts_per_step: Positive = 64
     samples_per_prompt: Samples = 8
     max_prompt_tokens: Positive = 512
-    max_response_tokens: Positive = 512
+    max_response_tokens: Positive = 512  # with an environment: of one turn
+    # with an environment: of a whole conversation; null: max_prompt_tokens + max_response_tokens
+    max_context_tokens: Positive | None = None
     # vLLM samples at nothing below or above
     temperature: Annotated[float, between(0.01, 2, "0.01 to 2 (greedy is for evaluation)")] = 1.0
     # tokens are drawn among the k most likely ones, and of those among the first that hold a share top_p of their
@@ -106,6 +108,11 @@ class RolloutSection:
     in_flight_cache: Cache = Cache.rebuild
 
     @property
+    def context_tokens(self) -> int:
+        """Most tokens of a prompt, or conversation, and its answer together."""
+        return self.max_context_tokens or self.max_prompt_tokens + self.max_response_tokens
+
+    @property
     def supervised(self) -> bool:
         """Whether the data set's own answers are trained on."""
         return self.source == RolloutSource.dataset
@@ -114,6 +121,27 @@ class RolloutSection:
     def candidates(self) -> int:
         """Tokens whose logprobs an engine has to report at every position, beside the sampled one's; 0: none."""
         return 0 if self.top_k is None else self.top_k + TIES
+
+
+@dataclass(frozen=True)
+class EnvironmentSection:
+    """Who answers the policy, for several turns; without a name nobody does (docs/environments.md)."""
+
+    # package.module:Class, path/file.py:Class, or a coroutine function run(base_url, row): an agent
+    name: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # what the class is given
+    turns: Positive = 8  # answers of a conversation at most
+    tool_timeout_s: Seconds = 10.0  # of a tool, reset or step; then it is stopped
+    session_timeout_s: Seconds = 600.0  # of an agent
+    observation_tokens: Positive = 512  # of what a turn adds: more is cut, and says so
+    sessions: Annotated[int, between(1, 65536)] = 64  # open at once, each with a process of its own
+    # append: a turn goes on behind the exact tokens before it, even where the chat template would now write those
+    # otherwise, such as without earlier thinking
+    history: History = History.template
+    tool_parser: str = AUTO  # one of vLLM's; auto: told from the chat template
+    credit: Credit = Credit.outcome
+    discount: Annotated[float, between(0, 1)] = 1.0  # of later turns' rewards, with credit: turns
+    variables: list[str] = field(default_factory=list)  # of the process's environment, beside PATH and HOME
 
 
 @dataclass(frozen=True)
@@ -365,6 +393,7 @@ class Config:
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampler: SamplerSection = field(default_factory=SamplerSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
     sync: SyncSection = field(default_factory=SyncSection)

@@ -55,12 +55,26 @@ class FolderTokenizer:
                 f"({type(error).__name__}: {first}); add a template, or make data.prompt_key a column of plain text"
             ) from None
 
+    def render(self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool) -> str:
+        """A conversation in the chat template; `opened`: up to where the next answer begins. Raises what jinja raises."""
+        options = {**options, "add_generation_prompt": opened, **({"tools": list(tools)} if tools else {})}
+        return self._render(list(messages), options)
+
+    def template(self) -> str:
+        """The chat template itself; empty where there is none."""
+        path = self._folder / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8", errors="replace")
+        found = _read_json(self._folder / "tokenizer_config.json").get("chat_template") or ""
+        return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
+
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         if self._chat is None:
             from transformers import PreTrainedTokenizerFast
 
             self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
-        return self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+        options = {"add_generation_prompt": True, **options}
+        return self._chat.apply_chat_template(messages, tokenize=False, **options)
 
     def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
         """Token ids of each text; of one that has far more than `at_most`, only the first ones."""
@@ -79,6 +93,10 @@ class FolderTokenizer:
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text with the special tokens in it, as it stands in a rendered conversation."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
 
 def has_template(folder: Path) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.engine.tool_calls import ToolCallParser
+
 
 class Sample:
     """One sample in the making: what was asked for, and what vLLM's core has written of it."""
@@ -26,6 +28,7 @@ class Sample:
     def __init__(self, number: int, candidates: int, wanted: dict[str, Any]) -> None:
         self.number, self.wanted = number, wanted
         self._candidates = candidates
+        self.tools = wanted.get("tools")
         self._tokens, self._logprobs = array("i"), array("f")
         self._spans: list[list[int]] = []  # policy version and number of tokens, in order
         self._rows: list[tuple[np.ndarray, np.ndarray]] = []  # candidates and their logprobs, the sampled token first
@@ -48,6 +51,10 @@ class Sample:
         else:
             drawn = zip(told.logprob_token_ids[:, 0].tolist(), told.logprobs[:, 0].tolist(), new, strict=True)
             self._logprobs.extend([logprob if named == token else math.nan for named, logprob, token in drawn])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._tokens.tolist()
 
     def completed(self, finish: str, now: int) -> dict[str, Any]:
         """The sample as it travels: arrays as bytes; NaN for a logprob that is missing, or of unknown candidates.
@@ -75,6 +82,7 @@ class OpenSamples:
         self._names: dict[int, str] = {}  # by number
         self._asked = 0
         self._finished: list[tuple[int, dict[str, Any]]] = []
+        self._calls = ToolCallParser(llm.llm_engine.model_config.model)
         self._last: tuple[Any, Any] | None = None  # what was asked for last, and vLLM's request for it
         self.written = 0  # steps that have written something
         self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
@@ -102,7 +110,7 @@ class OpenSamples:
         wanted = {"tokens": tokens, "seed": seed, **wanted}
         self._open[name], self._names[number] = Sample(number, self._clipped(**wanted), wanted), name
 
-    def _processed(self, tokens: list[int], candidates: int = 0, **wanted: Any) -> Any:
+    def _processed(self, tokens: list[int], candidates: int = 0, tools: Any = None, **wanted: Any) -> Any:
         """vLLM's request for a sample of this prompt."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -129,7 +137,13 @@ class OpenSamples:
                 self.prefilled += one.prefill_stats.num_prompt_tokens - one.prefill_stats.num_cached_tokens
             if one.finish_reason is not None:
                 del self._open[one.request_id], self._names[sample.number]
-                self._finished.append((sample.number, sample.completed(str(one.finish_reason), version)))
+                completed = sample.completed(str(one.finish_reason), version) | self._tool_calls(sample)
+                self._finished.append((sample.number, completed))
+
+    def _tool_calls(self, sample: Sample) -> dict[str, Any]:
+        if not sample.tools:
+            return {}
+        return self._calls.parsed(sample.token_ids, sample.wanted.get("stop_token_ids", []), **sample.tools)
 
     def settle(self) -> None:
         """End the steps that a scheduler which works ahead has begun: what they draw is of the present weights."""

@@ -38,6 +38,11 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+class Tools(Body):
+    parser: Annotated[str, msgspec.Meta(max_length=64)]
+    schemas: Annotated[str, msgspec.Meta(max_length=1 << 20)]
+
+
 class Generate(Body):
     """One sample of one prompt."""
 
@@ -51,6 +56,7 @@ class Generate(Body):
     candidates: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)] = 0
     policy_version: Version | None = None  # the one that the caller believes is served
     patient: bool = False  # a newer one is as good, and what cannot be answered now waits until that has changed
+    tools: Tools | None = None  # how tool calls are to be found in the answer
 
 
 class Cancel(Body):
@@ -194,7 +200,10 @@ def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> 
         _check_lookups(body, vocabulary, longest)
     if isinstance(body, Values) and max(map(max, body.sequences), default=0) >= vocabulary:
         raise Refused(f"sequences: a token is beyond the vocabulary of {vocabulary} tokens")
-    return msgspec.structs.asdict(body)
+    asked = msgspec.structs.asdict(body)
+    if isinstance(body, Generate):
+        asked["tools"] = body.tools and msgspec.structs.asdict(body.tools)
+    return asked
 
 
 def _check_lookups(body: Generate, vocabulary: int, longest: int) -> None:

@@ -43,7 +43,8 @@ class Evaluator:
 
     def _answered(self, prompts: Sequence[Prompt], first: int, step: int) -> list[Group]:
         rollouts = self._sampler.generate(prompts, self._params, seed=0, first_group=first, step=step)
-        return grouped(self._scorer.score(rollouts, self._params.max_tokens))
+        last = {(one.group, one.sample): one for one in rollouts}.values()  # of a session's branches, one
+        return grouped(self._scorer.score(list(last), self._params.max_tokens))
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         everything = [one for group in groups for one in group]

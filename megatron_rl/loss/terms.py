@@ -20,7 +20,7 @@ class Terms:
 
     logprobs_BT: Tensor  # pi, carries the gradient
     anchor_BT: Tensor
-    advantages_B1: Tensor
+    advantages_B1: Tensor  # [B, T] where turns of a row differ
     weights_BT: Tensor
     mask_BT: Tensor
     selected_BT: Tensor | None

@@ -24,7 +24,7 @@ from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
-from megatron_rl.rewards.pool import check_importable
+from megatron_rl.rewards import pool as rewards
 
 # compute capability that Transformer Engine wants of a GPU, by its kind of scales
 FP8_RECIPES = {"tensorwise": FP8_CAPABILITY, "blockwise": 9.0, "mxfp8": 10.0}
@@ -132,12 +132,10 @@ def context(hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: 
     longest = hf_config.get("max_position_embeddings")
     if longest is None:
         return
-    wanted = rollout.max_prompt_tokens + rollout.max_response_tokens
+    wanted, keys = rollout.context_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
+    keys = "rollout.max_context_tokens" if rollout.max_context_tokens else keys
     if wanted > longest:
-        yield (
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens: {wanted}, but the model's context is "
-            f"{longest} tokens; lower one of the two"
-        )
+        yield f"{keys}: {wanted}, but the model's context is {longest} tokens; lower {'it' if ' ' not in keys else 'one of the two'}"
     wanted = rollout.max_prompt_tokens + max(evaluated_tokens(eval))
     if wanted > longest:
         yield f"max_response_tokens of eval: with the prompt {wanted} tokens, above the context of {longest}; lower it"
@@ -187,7 +185,23 @@ def best_metric(checkpoint: schema.CheckpointSection, known_metrics: Sequence[st
 
 def reward_function(reward: schema.RewardSection) -> Iterator[str]:
     try:
-        check_importable(reward)
+        rewards.check_importable(reward)
+    except ConfigError as error:
+        yield str(error)
+
+
+def environment(
+    environment: schema.EnvironmentSection, data: schema.DataSection, model: schema.ModelSection
+) -> Iterator[str]:
+    """The class, and whether the model's template can hold conversations with it."""
+    if environment.name is None or ":" not in environment.name:
+        return
+    from megatron_rl.environments.pool import check_importable
+    from megatron_rl.environments.templates import problems
+
+    try:
+        about = check_importable(environment)
+        yield from problems(environment, model.folder, data.template or {}, about.tools, about.agent)
     except ConfigError as error:
         yield str(error)
 
@@ -200,7 +214,7 @@ def set_rewards(sets: Sequence[HeldOut], reward: schema.RewardSection) -> Iterat
 
 RULES: tuple[Rule, ...] = (
     size_problems, limits.problems, limits.optimizer_fields, unquantized, context, formats, learner_fp8, stop_metric,
-    best_metric, reward_function, set_rewards, *engine.RULES, *files.MODEL_RULES,
+    best_metric, reward_function, environment, set_rewards, *engine.RULES, *files.MODEL_RULES,
     roles.ranks, roles.engine_gpus, roles.fleet_gpus, roles.host_memory, roles.reach, files.unnamed_data,
 )  # fmt: skip
 ALONE: tuple[Rule, ...] = (

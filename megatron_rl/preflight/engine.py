@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from megatron_rl.config import foreign
-from megatron_rl.config.evaluation import longest_answer
+from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import devices, gpus_of_engines, is_fleet, replica_formats
 from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
@@ -110,7 +110,7 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
     if known is not None:
         given = {key: value for key, value in sampler.vllm.items() if key not in OWNED_ARGUMENTS}
         yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known, null=True)
-    longest = rollout.max_prompt_tokens + longest_answer(rollout, eval)
+    longest = longest_sequence(rollout, eval)
     if (given_length := sampler.vllm.get("max_model_len") or longest) < longest:
         yield f"sampler.vllm.max_model_len: {given_length}, but prompt and answer take {longest} tokens; leave it out"
 

@@ -41,6 +41,16 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
         yield f"{said} with loss.name={loss.name}: {follows}; usual with it is {least:g} to {most:g} (conf/*.yaml)"
 
 
+def chat_template(
+    environment: schema.EnvironmentSection, data: schema.DataSection, model: schema.ModelSection
+) -> Iterator[str]:
+    """What the model's template does to the turns of a conversation."""
+    if environment.name is not None and has_template(model.folder):
+        from megatron_rl.environments.templates import describe
+
+        yield f"environment {environment.name}: {describe(environment, model.folder, data.template or {})}"
+
+
 def plain_prompts(model: schema.ModelSection, data: schema.DataSection) -> Iterator[str]:
     yield from plain_text(model, data, data.sources("train"))
 
@@ -172,4 +182,4 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
-RULES = (unreachable_stop, unusual_clip, plain_prompts, short_disk, slow_products)
+RULES = (unreachable_stop, unusual_clip, chat_template, plain_prompts, short_disk, slow_products)

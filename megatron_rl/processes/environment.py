@@ -47,11 +47,13 @@ def hidden_secrets(keep: str) -> Iterator[None]:
         os.environ.update(held)
 
 
-def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
-    """`wanted`: reward.environment, for which alone a name that looks like a secret is passed on."""
+def for_rewards(
+    variables: Mapping[str, str], wanted: Collection[str], key: str = "reward.environment"
+) -> dict[str, str]:
+    """`wanted`: what the recipe names under `key`, for which alone a name that looks like a secret is passed on."""
     missing = [name for name in wanted if name not in variables]
     if missing:
-        raise ConfigError(f"reward.environment: {', '.join(missing)} not set; export it, or leave it out")
+        raise ConfigError(f"{key}: {', '.join(missing)} not set; export it, or leave it out")
     usual = without_secrets({name: value for name, value in variables.items() if FOR_REWARDS.fullmatch(name)})
     return usual | {name: variables[name] for name in wanted}
 

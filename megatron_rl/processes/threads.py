@@ -86,16 +86,20 @@ class EventLoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin it; what is returned is for any thread, and cancels it."""
+        with self._lock:
+            if self._stopping:
+                coroutine.close()
+                raise self._ended()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
         """Run to the end and return the result; an interrupt of the caller cancels it.
 
         `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
         """
-        with self._lock:
-            if self._stopping:
-                coroutine.close()
-                raise self._ended()
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             while not wait([future], MEANWHILE_S).done:
                 if not self._thread.is_alive():  # it could not be cancelled in time

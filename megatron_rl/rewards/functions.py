@@ -87,17 +87,22 @@ def places() -> list[str]:
 
 def load(name: str) -> Reward:
     """`package.module:function` or `path/file.py:function`; LookupError says what is wrong with it."""
-    where, _, function = name.rpartition(":")
-    sys.path += [place for place in places() if place not in sys.path]
-    try:
-        found = getattr(_file(where) if where.endswith(".py") else importlib.import_module(where), function)
-    except BaseException as error:  # a module of the user's: importing it can raise anything
-        raise LookupError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from None
+    found = imported(name)
     if not callable(found):
         raise LookupError(f"{name!r} is {type(found).__name__}, not a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
         raise LookupError(f"{name!r} gives no number when it is called: make it an ordinary function")
     return _called(name, found)
+
+
+def imported(name: str) -> Any:
+    """What the user's `package.module:name` or `path/file.py:name` is; LookupError where it cannot be imported."""
+    where, _, function = name.rpartition(":")
+    sys.path += [place for place in places() if place not in sys.path]
+    try:
+        return getattr(_file(where) if where.endswith(".py") else importlib.import_module(where), function)
+    except BaseException as error:  # a module of the user's: importing it can raise anything
+        raise LookupError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from None
 
 
 def _file(where: str) -> ModuleType:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -24,12 +24,13 @@ from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.functions import reads_last
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.pool import RewardPool, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.runs.timeline import Span
-from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
+from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Session, SessionTurn, Verdict, written
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
+TURNS_SHOWN = 4  # turns that have numbers of their own
 MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
 Group = list[Scored]
 
@@ -167,11 +168,11 @@ class Collector:
         return one.error is None and (any(one.rollout.loss_mask) or not self._rebaseline)
 
     def _metrics(self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int) -> dict[str, float]:
-        everything = _flat(drawn)
+        everything = [one for one in _flat(drawn) if one.rollout.row == 0]  # a session counts once
         scored = [one.reward for one in everything if one.error is None]
         if not scored:
             raise RewardError(f"none of {len(everything)} answers got a score; the first: {everything[0].error}")
-        rewards = [one.reward for one in _flat(chosen) if one.error is None] or scored
+        rewards = [one.reward for one in _flat(chosen) if one.error is None and one.rollout.row == 0] or scored
         lengths = [len(one.rollout.token_ids) for one in everything]
         counted = [[one.reward for one in group if self._counts(one)] for group in drawn]
         flat = [rewards for rewards in counted if not has_spread(rewards)]
@@ -200,7 +201,50 @@ class Collector:
             "rollout/groups_kept_fraction": len(kept) / len(drawn),
             "rollout/groups_all_right": solved,
             "rollout/groups_all_wrong": sum(map(bool, flat)) - solved,
+            **session_metrics([one.rollout.session for one in everything if one.rollout.session is not None]),
         }
+
+
+def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
+    """How the step's conversations went."""
+    if not sessions:
+        return {}
+    turns = [turn for one in sessions for turn in one.turns]
+    total = Counter[str]()
+    for one in sessions:
+        total.update(one.counts)
+    longest = max(len(one.turns) for one in sessions)
+    return {
+        "session/turns_mean": fmean(len(one.turns) for one in sessions),
+        "session/turns_max": longest,
+        "session/turn_tokens_mean": fmean(turn.tokens for turn in turns) if turns else 0.0,
+        "session/turns_cut_fraction": fmean(turn.finish_reason == "length" for turn in turns) if turns else 0.0,
+        "session/tool_calls": total["calls"],
+        "session/tool_calls_failed": total["calls_failed"],
+        "session/tool_calls_late": total["calls_late"],
+        "session/tool_calls_unread": total["calls_unread"],
+        "session/tool_seconds_mean": fmean(turn.tool_seconds for turn in turns) if turns else 0.0,
+        "session/observations_cut": total["observations_cut"],
+        "session/forks": total["forks"],
+        "session/restarts": total["restarts"],
+        "session/errors": sum(one.error is not None for one in sessions),
+        "session/out_of_turns_fraction": fmean(one.end == "turns" for one in sessions),
+        "session/out_of_context_fraction": fmean(one.end == "length" for one in sessions),
+        **{
+            f"session/turn_{number}/{name}": value
+            for number in range(min(longest, TURNS_SHOWN))
+            for name, value in _of_turn([one.turns[number] for one in sessions if len(one.turns) > number])
+        },
+    }
+
+
+def _of_turn(turns: Sequence[SessionTurn]) -> Iterator[tuple[str, float]]:
+    yield "sessions", len(turns)
+    yield "tokens_mean", fmean(turn.tokens for turn in turns)
+    yield "tool_seconds_mean", fmean(turn.tool_seconds for turn in turns)
+    rewards = [turn.reward for turn in turns if turn.reward is not None]
+    if rewards:
+        yield "reward_mean", fmean(rewards)
 
 
 def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
@@ -258,18 +302,26 @@ class Scorer:
 
     def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[Scored]:
         texts = self._ends(rollouts)
-        scores = self.pool.score([_task(rollout, text) for rollout, text in zip(rollouts, texts, strict=True)])
+        scores = self._scores(rollouts, texts)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         reward = self.config
         penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
         scored = []
         for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
+            penalty = 0.0 if rollout.session else penalty
             filtered = reward.overlong_filter and rollout.finish_reason == "length"
             if filtered or result.error is not None:
                 rollout = replace(rollout, loss_mask=written(len(rollout.token_ids), by_policy=False))
             total = result.reward + penalty if result.error is None else 0.0
             scored.append(Scored(rollout, total, result.error, text, result.verdict, result.details, result.answer))
         return scored
+
+    def _scores(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Score]:
+        """What each rollout is worth; a session that nobody has rewarded is judged by its last answer."""
+        own = [session_score(one.session) if one.session else None for one in rollouts]
+        tasks = [_task(one, text) for one, text, found in zip(rollouts, texts, own, strict=True) if found is None]
+        judged = iter(self.pool.score(tasks) if tasks else ())
+        return [next(judged) if found is None else found for found in own]
 
     def _ends(self, rollouts: Sequence[Rollout]) -> list[str]:
         """The answers' text; of long ones only the end, where the reward looks at no more."""
@@ -299,8 +351,19 @@ class Scorer:
         return self.tokenizer.decode([[token] for token in one.rollout.token_ids])
 
 
+def session_score(session: Session) -> Score | None:
+    """The reward that a session's environment has given; None: none."""
+    if session.error is not None:
+        return Score(0.0, Verdict.error, f"environment: {session.error}")
+    if session.reward is None:
+        return None
+    details = {f"own/{name.replace('/', '_')}": value for name, value in session.numbers.items()}
+    return Score(session.reward, Verdict.right if session.reward >= RIGHT - SPREAD else Verdict.wrong, None, details)
+
+
 def _task(rollout: Rollout, text: str) -> Task:
     prompt = rollout.prompt
+    text = rollout.session.answer if rollout.session else text
     return Task(prompt.row, text, rollout.finish_reason, prompt.prompt_key, prompt.answer_key)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.advantage import group_advantages
+from megatron_rl.advantage import session_advantages
 from megatron_rl.config.correction_rules import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.config.shape import sound
@@ -62,7 +62,7 @@ def correct(
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
     correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
-    advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, advantage)
+    advantages_B, keep_B = session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
     return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
 
 

@@ -29,6 +29,7 @@ from megatron_rl.sampler.engine import (
     RequestRefused,
     SamplerError,
     UpdateStep,
+    WrittenCall,
 )
 from megatron_rl.sampler.lines import HEALTH_TIMEOUT_S, Line
 from megatron_rl.types import SamplingParams
@@ -67,6 +68,11 @@ class _Status(msgspec.Struct):
     written: int = 0
 
 
+class _Call(msgspec.Struct):
+    name: str
+    arguments: str
+
+
 class _Sample(msgspec.Struct):
     tokens: bytes
     logprobs: bytes
@@ -74,6 +80,8 @@ class _Sample(msgspec.Struct):
     spans: Annotated[list[tuple[Version, _Count]], msgspec.Meta(min_length=1)]
     kept_ids: bytes | None = None
     kept_counts: bytes | None = None
+    content: str | None = None
+    calls: list[_Call] = []
 
 
 class _Asked:
@@ -112,6 +120,8 @@ class EngineClient:
             "top_p": params.top_p, "top_k": params.top_k, "stop_token_ids": params.stop_token_ids,
             "candidates": params.candidates, "policy_version": version, "patient": patient,
         }  # fmt: skip
+        if params.tools is not None:
+            arguments["tools"] = asdict(params.tools)
         asked = self._ask("generate", arguments)
         number = asked.frame["id"]
         if not self._samples:
@@ -327,7 +337,8 @@ class EngineClient:
                 raise ValueError(f"more than the {params.candidates} candidates of a token that were asked for")
             kept, counts = array("i", sample.kept_ids), array("i", sample.kept_counts)
         tokens, logprobs = array("i", sample.tokens), array("f", sample.logprobs)
-        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts)
+        calls = [WrittenCall(one.name, one.arguments) for one in sample.calls]
+        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts, sample.content, calls)
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:

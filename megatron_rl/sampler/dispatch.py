@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_rl.sampler.engine import Completion, EngineGone, RequestRefused, SamplerError
@@ -21,7 +22,7 @@ TRIES = 4  # engines that may die over one prompt before the prompt is suspected
 QUEUED = 1.25  # sequences given to an engine, relative to what it decodes at once: enough to refill its batch
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One prompt to be answered `samples` times by one engine."""
 
@@ -29,6 +30,10 @@ class Job:
     prompt: Prompt
     seed: int  # of the first sample; the next ones count upwards
     tries: int = 0  # so far, which ended with the engine
+    params: SamplingParams | None = None  # None: the dispatcher's
+    key: str = ""  # jobs with the same one go to the same engine, which has their prefix, as long as it takes them
+    answer: asyncio.Future[Done] | None = None  # of whoever waits for this job alone; None: `finished` tells of it
+    given_up: bool = False
 
     def __str__(self) -> str:
         return f"prompt {self.prompt.id} of {len(self.prompt.token_ids)} tokens"
@@ -78,6 +83,8 @@ class Dispatcher:
         self._over: list[asyncio.Future[list[Completion]]] = []  # of those that run: they have ended
         self._done: list[Done] = []
         self._news = asyncio.Event()
+        self._homes: dict[str, Replica] = {}  # the engine that last took a job of a key
+        self._asked: set[Job] = set()  # whoever waits for them alone has no answer yet
         self._work: asyncio.Task[None] | None = None
         self._closed: str | None = None  # why, where it was not its user
 
@@ -89,6 +96,28 @@ class Dispatcher:
         if self._work is None or self._work.cancelled():
             self._work = asyncio.create_task(self._run())
             self._work.add_done_callback(self._ended)
+
+    async def ask(self, job: Job) -> Done:
+        """One job's own answer; cancelled, the engine is told to stop."""
+        job.answer = asyncio.get_running_loop().create_future()
+        self._asked.add(job)
+        try:
+            self.add([job])
+            if not self._works:
+                self._raise_failure()
+            return await job.answer
+        finally:
+            self._asked.discard(job)
+            if not job.answer.done() or job.answer.cancelled():
+                self._give_up(job)
+
+    def _give_up(self, job: Job) -> None:
+        job.given_up = True
+        with suppress(ValueError):
+            self._waiting.remove(job)
+        for answering, given in self._running.items():
+            if given.job is job:
+                answering.cancel()
 
     async def finished(self) -> list[Done]:
         """Return the jobs that are complete by now; wait for one. Empty: none is open any more."""
@@ -103,6 +132,7 @@ class Dispatcher:
     async def close(self, why: str | None = None) -> None:
         """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
         self._closed = why
+        self._fail_asked(SamplerError(why or "the request was given up"))
         self._waiting.clear()
         self._done.clear()
         if self._work is None:
@@ -116,9 +146,15 @@ class Dispatcher:
         return self._work is not None and not self._work.done()
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        if not work.cancelled():
-            work.exception()  # asyncio complains of those that nobody has asked for
+        # asyncio complains of errors that nobody has asked for
+        if not work.cancelled() and (error := work.exception()) is not None:
+            self._fail_asked(error)
         self._news.set()
+
+    def _fail_asked(self, error: BaseException) -> None:
+        for job in self._asked:
+            if job.answer is not None and not job.answer.done():
+                job.answer.set_exception(error)
 
     def _raise_failure(self) -> None:
         if self._closed:
@@ -146,8 +182,13 @@ class Dispatcher:
             usable = [replica for replica in self._replicas if self._can_take_one(replica)]
             if not usable:
                 return
-            replica = min(usable, key=lambda one: (one.load, one.served))
-            given = _Given(self._waiting.popleft(), replica, len(self._served) - 1)
+            job = self._waiting.popleft()
+            replica = self._homes.get(job.key)
+            if replica not in usable:
+                replica = min(usable, key=lambda one: (one.load, one.served))
+            if job.key:
+                self._homes[job.key] = replica
+            given = _Given(job, replica, len(self._served) - 1)
             answering = asyncio.ensure_future(self._answer(given))
             self._count(replica, self._params.samples)
             replica.running.add(answering)
@@ -159,7 +200,7 @@ class Dispatcher:
         self.changed.set()
 
     async def _answer(self, given: _Given) -> list[Completion]:
-        params, version = self._params, self._served[given.since]
+        params, version = given.job.params or self._params, self._served[given.since]
         distinct = 1 if params.temperature == 0 else params.samples  # greedy samples are copies of one
         samples = [
             asyncio.ensure_future(
@@ -191,7 +232,8 @@ class Dispatcher:
         """Sequences that an engine is given: what it decodes at once, as far as its cache holds that many, and some."""
         sequences = self._max_sequences
         if replica.cache_tokens and self._waiting:
-            longest = len(self._waiting[0].prompt.token_ids) + self._params.max_tokens
+            first = self._waiting[0]
+            longest = len(first.prompt.token_ids) + (first.params or self._params).max_tokens
             sequences = min(sequences, replica.cache_tokens // longest)
         return int(QUEUED * sequences)
 
@@ -202,6 +244,8 @@ class Dispatcher:
     def _collect(self, answering: asyncio.Future[list[Completion]]) -> None:
         given = self._release(answering)
         replica, job = given.replica, given.job
+        if job.given_up:
+            return
         if answering.cancelled():  # its supervisor took the engine out
             self._retry(job, replica.reason)
             return
@@ -221,8 +265,12 @@ class Dispatcher:
             self._retry(job, reason)
             return
         replica.served += len(completions)
-        self._done.append(Done(job, completions, replica.format.value, allowed[0]))
-        self._news.set()
+        done = Done(job, completions, replica.format.value, allowed[0])
+        if job.answer is None:
+            self._done.append(done)
+            self._news.set()
+        elif not job.answer.done():
+            job.answer.set_result(done)
 
     def _release(self, answering: asyncio.Future[list[Completion]]) -> _Given:
         given = self._running.pop(answering)

@@ -44,6 +44,14 @@ class Look:
 
 
 @dataclass(frozen=True)
+class WrittenCall:
+    """A tool call as the engine's side has found it in an answer."""
+
+    name: str
+    arguments: str  # JSON, or what was meant to be
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled sequence."""
 
@@ -53,6 +61,8 @@ class Completion:
     spans: Sequence[tuple[int, int]]  # policy version and number of tokens, one after the other
     kept_ids: array[int] | None = None  # what each token was drawn among; None: among all
     kept_counts: array[int] | None = None
+    content: str | None = None  # the text without tool calls; None: nobody has looked for any
+    calls: Sequence[WrittenCall] = ()
 
     @property
     def versions(self) -> array[int] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.evaluation import longest_answer
+from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
 from megatron_rl.config.schema import (
     Cache,
@@ -38,6 +38,7 @@ NOTHING_TO_FETCH = {
     "kernel_config": {"enable_flashinfer_autotune": False},
     "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
 }
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 HEAD = "head_dtype"  # read from the model's config.json, where vLLM looks for it
 VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
 
@@ -67,7 +68,7 @@ class EngineSettings:
             formats=replica_formats(config.sampler, config.quantization),
             is_fleet=is_fleet(config.sampler),
             transport=config.sync.transport,
-            max_tokens=config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval),
+            max_tokens=longest_sequence(config.rollout, config.eval),
             seed=config.run.seed,
             device=config.run.device,
             in_flight=config.rollout.in_flight,
@@ -127,7 +128,7 @@ def engine_arguments(
 
 
 def write_engine_folder(hf_folder: Path, target: Path, quantization: QuantizationSection) -> Path:
-    """Write config.json with the quantized layout; token ids go in and out, so the tokenizer stays behind."""
+    """Write config.json with the quantized layout. Token ids go in and out: the tokenizer is for tool calls alone."""
     model = read_hf_config(hf_folder)
     if "quantization_config" in model:
         raise ValueError(
@@ -139,6 +140,9 @@ def write_engine_folder(hf_folder: Path, target: Path, quantization: Quantizatio
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / "config.json").write_text(json.dumps(model, indent=1))
+        for name in TOKENIZER_FILES:
+            if (hf_folder / name).is_file() and not (target / name).exists():
+                (target / name).symlink_to((hf_folder / name).absolute())
     except OSError as error:
         raise SamplerError(
             f"the engine's folder {target} cannot be written: {error}. Free space in the temporary folder, or set "

@@ -10,13 +10,14 @@ sampler too. On a GPU the same code runs with other engine arguments (engine_set
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +31,11 @@ from megatron_rl.processes.pulse import waiting
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.engine import Completion, SamplerError
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas
-from megatron_rl.types import Prompt, Rollout, SamplingParams, written
+from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat, written
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 if TYPE_CHECKING:
@@ -134,6 +135,14 @@ class Sampler:
     def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
         """Answer prompts group by group."""
         return self._answering(params, seed, patient=True)
+
+    def turns(self, params: SamplingParams, *, patient: bool) -> Turns:
+        """Answer the requests of conversations, each by itself. `patient`: see Engine.generate."""
+        self.wait_ready()
+        assert self._loop is not None
+        one_by_one = replace(params, samples=1)
+        dispatcher = self._ask(lambda replicas: replicas.dispatcher(one_by_one, patient))
+        return Turns(self._ask, self._loop, self._meter, dispatcher, one_by_one)
 
     def _answering(self, params: SamplingParams, seed: int, patient: bool) -> Answering:
         """`patient`: see Engine.generate."""
@@ -319,6 +328,44 @@ class Answering:
         """Give up what is open; safe to call twice, from another thread, and after the sampler's own end."""
         self._meter.count(-self._open)
         self._open = 0
+        with suppress(SamplerError):
+            self._ask(lambda replicas: replicas.give_up(self._dispatcher))
+
+
+class Turns:
+    """Requests of conversations, asked from another event loop."""
+
+    def __init__(
+        self,
+        ask: Callable[[Callable[[Any], Any]], Any],
+        loop: EventLoopThread,
+        meter: Meter,
+        dispatcher: Dispatcher,
+        params: SamplingParams,
+    ) -> None:
+        self._ask, self._loop, self._meter, self._dispatcher, self._params = ask, loop, meter, dispatcher, params
+        self._retried = 0
+
+    async def ask(
+        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+    ) -> tuple[Completion, str]:
+        """What the policy answers, and the weight format of the engine that did; see dispatch.Job for `key`."""
+        job = Job(
+            group=0, prompt=Prompt(0, tuple(tokens), "", {}), seed=seed, key=key,
+            params=replace(self._params, max_tokens=max_tokens, tools=tools),
+        )  # fmt: skip
+        self._meter.count(1)
+        written = 0
+        try:
+            done = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
+            written = len(done.completions[0].token_ids)
+        finally:
+            retried, self._retried = self._dispatcher.retried - self._retried, self._dispatcher.retried
+            self._meter.count(-1, written, retried)
+        return done.completions[0], done.format
+
+    def close(self) -> None:
+        """Give up what is open; safe to call twice, and after the sampler's own end."""
         with suppress(SamplerError):
             self._ask(lambda replicas: replicas.give_up(self._dispatcher))
 

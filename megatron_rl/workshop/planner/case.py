@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.config.evaluation import longest_answer
+from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
@@ -68,7 +68,7 @@ class Case:
     @property
     def longest(self) -> int:
         """Tokens of a prompt with its answer that an engine makes room for."""
-        return self.config.rollout.max_prompt_tokens + longest_answer(self.config.rollout, self.config.eval)
+        return longest_sequence(self.config.rollout, self.config.eval)
 
     @cached_property
     def weights(self) -> EngineWeights:

@@ -1,0 +1,47 @@
+"""Tool calls in what a model has written, as vLLM's parsers find them; from text that is decoded once."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+
+class ToolCallParser:
+    """Of one model folder, whose tokenizer is read when it is first needed."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._tokenizer: Any = None
+        self._parser = lru_cache(4)(self._made)
+
+    def parsed(self, token_ids: list[int], stop_token_ids: list[int], parser: str, schemas: str) -> dict[str, Any]:
+        """What was said beside the calls, and each call's name and arguments, as JSON text.
+
+        Text in which no call can be read is all content.
+        """
+        while token_ids and token_ids[-1] in stop_token_ids:
+            token_ids = token_ids[:-1]
+        tool_parser, request = self._parser(parser, schemas)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        try:
+            found = tool_parser.extract_tool_calls(text, request)
+            calls = [{"name": one.function.name, "arguments": one.function.arguments} for one in found.tool_calls]
+            content = found.content
+        except Exception:  # a parser's, of whatever kind: the text is what a model wrote
+            calls, content = [], text
+        return {"content": text if content is None and not calls else content or "", "calls": calls}
+
+    def _made(self, parser: str, schemas: str) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        if self._tokenizer is None:
+            if not Path(self._folder, "tokenizer.json").exists():
+                raise RuntimeError(f"tool calls cannot be read: {self._folder} has no tokenizer.json")
+            self._tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        asked = {"messages": [{"role": "user", "content": ""}], "model": "", "tools": json.loads(schemas) or None}
+        request = ChatCompletionRequest(**asked)
+        return ToolParserManager.get_tool_parser(parser)(self._tokenizer, request.tools), request

@@ -1,0 +1,246 @@
+"""Agents: a gateway on loopback that speaks OpenAI's chat completions, an address and a key for each session.
+
+A turn of an agent's is a request to the engines like any other; what it is answered is kept as tokens (conversation.py).
+Temperature, top_p and the like are the recipe's: what an agent asks for there changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+
+from megatron_rl.environments.environment import as_messages
+from megatron_rl.environments.pool import EnvironmentProcess
+from megatron_rl.environments.session import ContextFull, Policy, Rules, read_arguments
+from megatron_rl.types import SessionTurn
+
+LARGEST_BODY = 32 << 20
+STOP_S = 2.0
+MODEL = "policy"
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+
+
+class Refused(Exception):
+    """What an agent has asked for is not there, with the status that says so."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Opened:
+    """One session at the gateway."""
+
+    def __init__(self, policy: Policy, key: str) -> None:
+        self.policy, self.key = policy, key
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+
+class Gateway:
+    """Used from the sessions' event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Opened] = {}
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._port = 0
+
+    async def open(self) -> None:
+        place = socket.socket()
+        place.bind(("127.0.0.1", 0))
+        self._port = place.getsockname()[1]
+        settings: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False, "ws": "none"}
+        self._server = uvicorn.Server(uvicorn.Config(self._serve, **settings))
+        self._serving = asyncio.create_task(self._server.serve([place]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.wait([self._serving], timeout=STOP_S)
+
+    def begin(self, policy: Policy) -> tuple[str, str, str]:
+        """A session's name, its address, and its key."""
+        name, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self._sessions[name] = Opened(policy, key)
+        return name, f"http://127.0.0.1:{self._port}/{name}/v1", key
+
+    def end(self, name: str) -> None:
+        for task in self._sessions.pop(name).tasks:
+            task.cancel()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            status, content = 200, await self._answer(scope, receive)
+        except Refused as refused:
+            status, content = (
+                refused.status,
+                {
+                    "error": {
+                        "message": str(refused),
+                        "type": "invalid_request_error",
+                        "code": refused.code,
+                        "param": None,
+                    }
+                },
+            )
+        except asyncio.CancelledError:
+            status, content = 410, {"error": {"message": "the session has ended", "type": "gone", "code": None}}
+        body = json.dumps(content).encode("utf-8", "replace")
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        with suppress(OSError):
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        _, name, _, path = (scope["path"].split("/", 3) + ["", "", ""])[:4]
+        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        opened = self._sessions.get(name)
+        # compared also where there is none: a name is not to be found by its timing
+        right = hmac.compare_digest(given, (opened.key if opened else secrets.token_urlsafe(32)).encode())
+        if opened is None or not right:
+            raise Refused(401, "this address wants the key of its session, which OPENAI_API_KEY has")
+        asked = (scope["method"], path)
+        if asked == ("GET", "models"):
+            return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
+        if asked != ("POST", "chat/completions"):
+            raise Refused(404, f"{scope['method']} /{path[:60]}: there are chat/completions and models")
+        task = asyncio.create_task(_completed(opened.policy, await _body(receive)))
+        opened.tasks.add(task)
+        try:
+            return await task
+        finally:
+            opened.tasks.discard(task)
+
+
+async def _body(receive: Receive) -> dict[str, Any]:
+    content = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the request broke off")
+        content += message.get("body", b"")
+        if len(content) > LARGEST_BODY:
+            raise Refused(413, f"a request has at most {LARGEST_BODY} bytes")
+        if not message.get("more_body"):
+            break
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON ({str(error)[:100]})") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the request is no JSON object")
+    return body
+
+
+async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
+    if body.get("stream"):
+        raise Refused(400, "stream: answers come whole here; leave it out")
+    if body.get("n") not in (None, 1):
+        raise Refused(400, "n: one answer for each request; ask again for another")
+    try:
+        messages, tools = _messages(body.get("messages")), body.get("tools") or []
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        if most is not None and not (isinstance(most, int) and most > 0):
+            raise TypeError("max_tokens is a whole number above 0")
+        if not isinstance(tools, list):
+            raise TypeError("tools is a list")
+    except (TypeError, ValueError, KeyError) as error:
+        raise Refused(400, f"messages: {str(error)[:300]}") from None
+    try:
+        completion, message = await policy.answer(messages, tools, most)
+    except ContextFull:
+        policy.transcript.end = "length"
+        raise Refused(
+            400, "the conversation has reached rollout.max_context_tokens", "context_length_exceeded"
+        ) from None
+    except (TypeError, ValueError, KeyError) as error:
+        raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
+    except Exception as error:
+        if type(error).__module__.startswith("jinja2"):
+            raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
+        raise
+    transcript = policy.transcript
+    calls = message.get("tool_calls", [])
+    transcript.turns.append(
+        SessionTurn(tokens=len(completion.token_ids), finish_reason=completion.finish_reason, tool_calls=len(calls))
+    )
+    said: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+    if calls:
+        said["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
+    reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+    used = len(transcript.conversation.turns[-1].tokens)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "message": said, "finish_reason": reason, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": used,
+            "completion_tokens": len(completion.token_ids),
+            "total_tokens": used + len(completion.token_ids),
+        },
+    }
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """OpenAI's messages as chat templates want them: text as text, arguments as mappings."""
+    if not isinstance(given, list) or not given:
+        raise TypeError("a list of at least one message")
+    messages = []
+    for one in as_messages(given):
+        content = one.get("content")
+        if isinstance(content, list):
+            if any(part.get("type") != "text" for part in content):
+                raise TypeError("content: text alone is taken")
+            content = "".join(part["text"] for part in content)
+        message = {**one, "content": content or ""}
+        if one.get("tool_calls"):
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _as_mapping(call["function"]["arguments"])}}
+                for call in one["tool_calls"]
+            ]
+        messages.append({key: value for key, value in message.items() if value is not None})
+    return messages
+
+
+def _as_mapping(arguments: Any) -> Any:
+    return read_arguments(arguments) if isinstance(arguments, str) else arguments
+
+
+def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+
+
+class AgentSession:
+    """Lets one agent hold its conversation."""
+
+    def __init__(self, policy: Policy, process: EnvironmentProcess, rules: Rules, gateway: Gateway) -> None:
+        self._policy, self._process, self._rules, self._gateway = policy, process, rules, gateway
+
+    async def play(self, row: Mapping[str, Any]) -> None:
+        transcript, limit_s = self._policy.transcript, self._rules.section.session_timeout_s
+        transcript.end = "done"
+        name, address, key = self._gateway.begin(self._policy)
+        try:
+            asked = {"do": "run", "base_url": address, "key": key, "row": dict(row)}
+            found = await self._process.ask(asked, limit_s)
+        finally:
+            self._gateway.end(name)
+        transcript.reward, transcript.numbers = found["reward"], found["numbers"]

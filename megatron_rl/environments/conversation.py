@@ -1,0 +1,274 @@
+"""Conversation: the exact tokens of a session's requests, as a tree whose branches are rows to train on.
+
+A request is the tokens before it, exactly as they were sampled, and the tokens of what was added. Text decides where it
+goes on: the chat template is asked for the whole conversation, and what it makes of it either begins with what it made
+of it before (the request then goes on there), or it does not: some templates leave earlier thinking out, some agents
+rewrite what was said. Then the conversation forks: where the texts part, a new branch begins. What was sampled is never
+tokenized again to be trained on; a token that several branches share is trained in the first of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation
+
+
+class ChatTokenizer(Protocol):
+    """What a conversation needs of a tokenizer."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, prompt: str) -> list[int]: ...
+
+    def decode_all(self, token_ids: Sequence[int]) -> str: ...
+
+    def render(self, messages: Sequence[Message], options: Mapping[str, Any], *, tools: Any, opened: bool) -> str: ...
+
+
+class Sampled(Protocol):
+    """What was sampled in a turn: engine.Completion is one."""
+
+    token_ids: array[int]
+    logprobs: array[float]
+    finish_reason: str
+    spans: Sequence[tuple[int, int]]
+    kept_ids: array[int] | None
+    kept_counts: array[int] | None
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request, and what was sampled for it."""
+
+    number: int
+    messages: tuple[Message, ...]
+    tools: Sequence[Any]
+    text: str  # of the request, as the template has it
+    parent: Turn | None  # the turn behind whose answer it goes on
+    added: list[int]  # tokens between the parent's end and this turn's answer
+    sampled: Sampled | None = None
+    closed: str | None = None  # the text with the answer in it; None: it does not begin with `text`
+    tail: str = ""  # how `closed` ends behind the answer
+    trained: bool = False  # by a row that was made before
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the request."""
+        before = [] if self.parent is None else self.parent.ended
+        return before + self.added
+
+    @property
+    def ended(self) -> list[int]:
+        """The request, and its answer."""
+        assert self.sampled is not None
+        return self.tokens + list(self.sampled.token_ids)
+
+    @property
+    def path(self) -> list[Turn]:
+        return [*(self.parent.path if self.parent else []), self]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A branch as a row to train on: a prompt, and everything behind it."""
+
+    prompt: list[int]
+    token_ids: array[int]
+    logprobs: array[float]  # 0 where nothing was sampled
+    mask: array[int]  # 1 on tokens that were sampled, and are in no row before
+    turns: array[int]  # the turn that each token was sampled in; -1: in none
+    versions: array[int]
+    kept_ids: array[int] | None
+    kept_counts: array[int] | None
+    finish_reason: str
+
+
+@dataclass(eq=False)
+class Conversation:
+    tokenizer: ChatTokenizer
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    appends: bool = False  # go on behind the last answer, whatever the template would make of it now
+    turns: list[Turn] = field(default_factory=list)
+
+    def request(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Turn:
+        """The next turn. Raises what the template raises."""
+        text = self._rendered(messages, tools, True)
+        number, done = len(self.turns), [one for one in self.turns if one.sampled is not None]
+        if self.appends and done and len(messages) > len(done[-1].messages):
+            before = done[-1]
+            turn = Turn(number, tuple(messages), tools, text, before, self._behind(before, messages, tools))
+        else:
+            turn = self._continued(number, tuple(messages), tools, text, done)
+        self.turns.append(turn)
+        return turn
+
+    def answered(self, turn: Turn, sampled: Sampled, answer: Message) -> None:
+        """What was sampled for a turn, and the message that it makes in the conversation."""
+        turn.sampled = sampled
+        if self.appends:
+            return
+        try:
+            closed = self._rendered([*turn.messages, answer], turn.tools, False)
+        except Exception:  # of jinja's families: whoever goes on begins a branch
+            return
+        if closed.startswith(turn.text):
+            turn.closed, turn.tail = closed, self._tail(closed[len(turn.text) :])
+
+    @property
+    def leaves(self) -> list[Turn]:
+        """The last turn of each branch, in their order."""
+        done = [one for one in self.turns if one.sampled is not None]
+        inner = {id(one.parent) for one in done}
+        return [one for one in done if id(one) not in inner]
+
+    @property
+    def forks(self) -> int:
+        return max(0, len(self.leaves) - 1)
+
+    def rows(self) -> list[Row]:
+        for turn in self.turns:
+            turn.trained = False
+        return [_row(leaf) for leaf in self.leaves]
+
+    def _continued(
+        self, number: int, messages: tuple[Message, ...], tools: Sequence[Any], text: str, done: Sequence[Turn]
+    ) -> Turn:
+        """The turn behind the longest text that this one begins with: an answer's, or a request's."""
+        behind = max(
+            (one for one in done if one.closed is not None and text.startswith(one.closed)),
+            key=lambda one: (len(one.closed or ""), one.number),
+            default=None,
+        )
+        beside = max(
+            (one for one in self.turns if text.startswith(one.text)),
+            key=lambda one: (len(one.text), one.number),
+            default=None,
+        )
+        if behind is not None and (beside is None or len(behind.closed or "") >= len(beside.text)):
+            rest = self._without_stop(behind, behind.tail) + text[len(behind.closed or "") :]
+            return Turn(number, messages, tools, text, behind, self._encoded(rest))
+        if beside is not None:
+            rest = self._encoded_again(text[len(beside.text) :], self.turns[beside.number :])
+            return Turn(number, messages, tools, text, beside.parent, beside.added + rest)
+        return Turn(number, messages, tools, text, None, self._encoded(text))
+
+    def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """Tokens of what follows the answer of the turn before."""
+        place = len(before.messages)
+        marked = [*messages[:place], {**messages[place], "content": SENTINEL}, *messages[place + 1 :]]
+        text = self._rendered(marked, tools, True)
+        _, found, rest = text.rpartition(SENTINEL)
+        starts = [start for stop in self._stops if (start := rest.find(stop)) >= 0]
+        if not found or not starts:
+            raise ValueError("the chat template shows no end of an answer: use environment.history=template")
+        return self._encoded(self._without_stop(before, rest[min(starts) :]))
+
+    def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
+        """Tokens of text in which answers of these turns may stand: those that do, as they were sampled.
+
+        Answers stand behind what the template opens one with; each is an end of what was sampled, such as all behind
+        the thinking.
+        """
+        opening = self._opening(turns[0])
+        if not opening:
+            return self._encoded(text)
+        first, *pieces = text.split(opening)
+        tokens, pending = list[int](), first
+        left = [one for one in turns if one.sampled is not None]
+        for piece in pieces:
+            end = min((at for stop in self._stops if (at := piece.find(stop)) >= 0), default=len(piece))
+            pending += opening
+            for turn in left:
+                if end and (ids := self._end_of(turn, piece[:end])):
+                    tokens += self._encoded(pending) + ids
+                    pending = piece[end:]
+                    left = left[left.index(turn) + 1 :]
+                    break
+            else:
+                pending += piece
+        return tokens + self._encoded(pending)
+
+    def _opening(self, turn: Turn) -> str:
+        """What the template puts where an answer is to begin."""
+        try:
+            closed = self._rendered(turn.messages, turn.tools, False)
+        except Exception:
+            return ""
+        return turn.text.removeprefix(closed) if turn.text.startswith(closed) else ""
+
+    def _end_of(self, turn: Turn, text: str) -> list[int] | None:
+        """The last of the turn's sampled tokens whose text this is."""
+        assert turn.sampled is not None
+        ids = list(turn.sampled.token_ids)
+        if ids and ids[-1] in self.tokenizer.stop_token_ids:
+            ids.pop()
+        low, high = 0, len(ids)
+        while low < high:  # texts of shorter ends are shorter
+            middle = (low + high) // 2
+            if len(self.tokenizer.decode_all(ids[middle:])) > len(text):
+                low = middle + 1
+            else:
+                high = middle
+        return ids[low:] if ids[low:] and self.tokenizer.decode_all(ids[low:]) == text else None
+
+    def _tail(self, behind: str) -> str:
+        """What of the text behind a request closes its answer: from the last stop on."""
+        start = max(behind.rfind(stop) for stop in self._stops)
+        return behind[start:] if start >= 0 else ""
+
+    def _without_stop(self, turn: Turn, tail: str) -> str:
+        """How an answer is closed, less the stop that was sampled itself."""
+        assert turn.sampled is not None
+        ids = turn.sampled.token_ids
+        if not ids or ids[-1] not in self.tokenizer.stop_token_ids:
+            return tail
+        stop = next((one for one in self._stops if tail.startswith(one)), "")
+        return tail[len(stop) :]
+
+    @property
+    def _stops(self) -> list[str]:
+        return [text for one in self.tokenizer.stop_token_ids if (text := self.tokenizer.decode_all([one]))]
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
+        return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text) if text else []
+
+
+def _row(leaf: Turn) -> Row:
+    path = leaf.path
+    ids, logprobs, mask, turns, versions = array("i"), array("f"), array("b"), array("i"), array("i")
+    kept_ids, kept_counts = array("i"), array("i")
+    for turn in path:
+        assert turn.sampled is not None
+        sampled, added = turn.sampled, turn.added if turn is not path[0] else []
+        first = next((version for version, count in sampled.spans if count), sampled.spans[0][0])
+        ids.extend(added)
+        logprobs.extend([0.0] * len(added))
+        mask.extend([0] * len(added))
+        turns.extend([-1] * len(added))
+        versions.extend([first] * len(added))
+        kept_ids.extend(added)  # drawn among itself alone
+        kept_counts.extend([1] * len(added))
+        count = len(sampled.token_ids)
+        ids.extend(sampled.token_ids)
+        logprobs.extend(sampled.logprobs)
+        mask.extend([not turn.trained] * count)
+        turns.extend([turn.number] * count)
+        for version, tokens in sampled.spans:
+            versions.extend([version] * tokens)
+        if sampled.kept_ids is not None and sampled.kept_counts is not None:
+            kept_ids.extend(sampled.kept_ids)
+            kept_counts.extend(sampled.kept_counts)
+        turn.trained = True
+    told = all(turn.sampled is not None and turn.sampled.kept_ids is not None for turn in path)
+    return Row(
+        path[0].added, ids, logprobs, mask, turns, versions, kept_ids if told else None, kept_counts if told else None,
+        leaf.sampled.finish_reason if leaf.sampled else "abort",
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Environment: the interface of what a policy talks to for several turns, and how a recipe's class or agent is loaded.
+
+A subclass says how a conversation begins (`reset`), and what follows an answer (`step`); `tools` are plain typed Python
+functions, which are called for it. An agent is a coroutine function `run(base_url, row)`, which holds the conversation
+itself, by OpenAI's API; docs/environments.md takes both to a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = Mapping[str, Any]  # as chat templates have them: role, content, ...
+Tool = Callable[..., Any]
+Agent = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as it was parsed from an answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy has said in a turn."""
+
+    text: str  # all of it, special tokens left out
+    content: str  # without the tool calls
+    calls: Sequence[ToolCall] = ()
+    turn: int = 0
+    finish_reason: str = "stop"  # length: it was cut
+    token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows an answer. `step` may also return the first three, or four, of these as a tuple."""
+
+    messages: Sequence[Message] | str = ()  # a text: a message of the user
+    reward: float | None = None  # None: none for this turn
+    done: bool = False
+    numbers: Mapping[str, float] = field(default_factory=dict)  # for the metrics
+    advantage: float | None = None  # of this turn's tokens, with environment.credit: environment
+
+
+class Environment:
+    """A conversation. One object holds one at a time, in a process of its own; `settings` of the recipe are what its
+    constructor is given.
+    """
+
+    tools: Sequence[Tool] = ()
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | str:
+        """The first messages, from a row of the data set."""
+        return row["prompt"]
+
+    def step(self, answer: Answer) -> Step | tuple[Any, ...]:
+        """What follows an answer without tool calls: by default the end, and the recipe's reward judges the answer."""
+        return Step(done=True)
+
+    def close(self) -> None:
+        """Called at the conversation's end, whatever that was."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `environment.name` has led to: one of the two."""
+
+    make: Callable[..., Environment] | None = None
+    agent: Agent | None = None
+
+
+def load(name: str) -> Loaded:
+    """`package.module:Class`, or `path/file.py:function`; LookupError says what is wrong with the name."""
+    from megatron_rl.rewards.functions import imported
+
+    found = imported(name)
+    if inspect.iscoroutinefunction(found):
+        return Loaded(agent=found)
+    if not callable(found):
+        raise LookupError(f"{name!r} is {type(found).__name__}: neither a class nor a coroutine function")
+    if isinstance(found, type) and not all(callable(getattr(found, one, None)) for one in ("reset", "step")):
+        raise LookupError(f"{name!r} has no methods reset and step: derive it from {__name__}.Environment")
+    return Loaded(make=found)
+
+
+def as_step(returned: Any) -> Step:
+    """A Step of what `step` has returned; TypeError where it is none."""
+    if isinstance(returned, Step):
+        step = returned
+    elif isinstance(returned, tuple) and 3 <= len(returned) <= 4:
+        step = Step(*returned)
+    else:
+        raise TypeError(f"step returned {type(returned).__name__}; return Step, or (messages, reward, done)")
+    if step.reward is not None:
+        step = Step(step.messages, float(step.reward), bool(step.done), step.numbers, step.advantage)
+    return step
+
+
+def as_messages(given: Any) -> list[dict[str, Any]]:
+    """Messages of what `reset` or `step` has said: a text is what a user says."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages = [dict(one) for one in given or ()]
+    for one in messages:
+        if not isinstance(one.get("role"), str):
+            raise TypeError(f"a message has no role: {str(one)[:100]}")
+        content = one.get("content", "")
+        if not (content is None or isinstance(content, str | list)):
+            raise TypeError(f"the content of a message is {type(content).__name__}, not text")
+    return messages

@@ -1,0 +1,217 @@
+"""Pool of environment processes on the driver: starts the nursery, hands out forked processes, asks them with deadlines.
+
+Used from one event loop, but for `start` and `close`. A process that misses its deadline, dies or answers with something
+else is killed with all that it has started; the next conversation gets another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import EnvironmentSection
+from megatron_rl.processes import pulse
+from megatron_rl.processes.channel import LENGTH, Channel, ChannelClosed
+from megatron_rl.processes.environment import for_rewards
+from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
+from megatron_rl.rewards.functions import places
+from megatron_rl.rewards.pool import MEMORY_BYTES, RewardLog
+
+NURSERY = "environment nursery"
+START_TIMEOUT_S = 60.0
+GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
+LARGEST_REPLY = 16 << 20
+
+
+class EnvironmentFailed(RuntimeError):
+    """The environment has raised something, was too late, or has died: this conversation cannot go on."""
+
+
+class _About(msgspec.Struct):
+    agent: bool = False
+    tools: list[dict[str, Any]] = []
+    error: str | None = None
+
+
+class _Reply(msgspec.Struct):
+    id: int
+    value: Any = None
+    error: str | None = None
+
+
+class EnvironmentProcess:
+    """One forked process."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self.pid = pid
+        self._reader, self._writer = reader, writer
+        self._numbers = itertools.count(1)
+        self.alive = True
+
+    async def ask(self, what: dict[str, Any], seconds: float) -> Any:
+        """The reply to a request; the process is killed where there is none in time."""
+        number = next(self._numbers)
+        try:
+            content = msgspec.json.encode(what, enc_hook=str)
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
+            content = json.dumps(what, default=str).encode()
+        frame = msgspec.msgpack.encode({"id": number, "seconds": seconds, "what": content.decode()})
+        try:
+            self._writer.write(LENGTH.pack(len(frame)) + frame)
+            async with asyncio.timeout(seconds + GRACE_S):
+                await self._writer.drain()
+                reply = msgspec.convert(await receive(self._reader), _Reply)
+            if reply.id != number:
+                raise msgspec.DecodeError("out of turn")
+        except TimeoutError:
+            self.kill()
+            raise EnvironmentFailed(f"no reply within {seconds:g} s: its process was killed") from None
+        except (OSError, asyncio.IncompleteReadError):
+            self.kill()
+            raise EnvironmentFailed("its process died") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.kill()
+            raise EnvironmentFailed(f"its process sent something else than a reply ({str(error)[:100]})") from None
+        except BaseException:
+            self.kill()  # cancelled in the middle: what it says next is no answer to anything
+            raise
+        pulse.mark()
+        if reply.error is not None:
+            raise EnvironmentFailed(reply.error)
+        return reply.value
+
+    def kill(self) -> None:
+        self.alive = False
+        self._writer.close()
+        end_with_descendants(self.pid)
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > LARGEST_REPLY:
+        raise msgspec.DecodeError(f"a message of {length} bytes, at most {LARGEST_REPLY}")
+    return msgspec.msgpack.decode(await reader.readexactly(length))
+
+
+class EnvironmentPool:
+    """As many processes as conversations are open at once, at most `environment.sessions`."""
+
+    def __init__(self, config: EnvironmentSection) -> None:
+        self._config, self._log = config, RewardLog()
+        self.about = _About()
+        self.killed = 0
+        self._nursery: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._idle: list[EnvironmentProcess] = []
+        self._all: set[EnvironmentProcess] = set()
+        self._starting = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Fails here, with the key's name, where the class cannot be imported or made."""
+        with self._starting:
+            if self._nursery is not None and self._nursery.poll() is None:
+                return
+            if self._closed:
+                raise EnvironmentFailed("the environments are closed")
+            ours, theirs = socket.socketpair()
+            with theirs, for_the_driver_alone():
+                self._nursery = subprocess.Popen(
+                    [sys.executable, "-m", "megatron_rl.environments.worker", str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log.descriptor,
+                    stderr=self._log.descriptor,
+                    env=for_rewards(os.environ, self._config.variables, "environment.variables"),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            pulse.own(NURSERY, self._nursery)
+            self._control, channel = ours, Channel(ours)
+            about = {"name": self._config.name, "settings": self._config.settings, "memory_bytes": MEMORY_BYTES}
+            try:
+                channel.send(about | {"path": [os.getcwd(), *filter(None, sys.path), *places()]}, timeout_s=GRACE_S)
+                self.about = msgspec.convert(channel.receive(START_TIMEOUT_S, LARGEST_REPLY), _About)
+            except TimeoutError:
+                self.about = _About(error=f"no start within {START_TIMEOUT_S:.0f} s")
+            except (ChannelClosed, msgspec.DecodeError):
+                self.about = _About(error="its process died while it was imported")
+            if self.about.error is not None:
+                self._end_nursery()
+                raise ConfigError(f"environment.name: {self.about.error}")
+            ours.settimeout(GRACE_S)
+
+    async def take(self) -> EnvironmentProcess:
+        """A process in which nothing is open."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await asyncio.to_thread(self.start)
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                self._end_nursery()
+                raise EnvironmentFailed(f"no process could be forked ({error})") from None
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_REPLY)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                pid = int((await receive(reader))["pid"])
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+            writer.close()
+            self._end_nursery()  # it is deaf, or cannot fork any more
+            raise EnvironmentFailed(f"no process was forked ({type(error).__name__})") from None
+        process = EnvironmentProcess(reader, writer, pid)
+        self._all.add(process)
+        return process
+
+    def give_back(self, process: EnvironmentProcess) -> None:
+        if process.alive and not self._closed:
+            self._idle.append(process)
+        else:
+            self.killed += not self._closed
+            self._all.discard(process)
+
+    def close(self) -> None:
+        self._closed = True
+        self._end_nursery()
+        self._log.close()
+
+    def _end_nursery(self) -> None:
+        """With it end all processes that it has forked."""
+        nursery, self._nursery = self._nursery, None
+        control, self._control = self._control, None
+        if nursery is not None:
+            end_with_descendants(nursery.pid)
+            nursery.wait()
+        for process in self._all:
+            with suppress(RuntimeError):  # the event loop has ended
+                process.kill() if process.alive else None
+        self._all.clear()
+        self._idle.clear()
+        if control is not None:
+            control.close()
+
+
+def check_importable(config: EnvironmentSection) -> _About:
+    """Raises what `start` would; says what was found."""
+    pool = EnvironmentPool(config)
+    try:
+        pool.start()
+        return pool.about
+    finally:
+        pool.close()

@@ -1,0 +1,209 @@
+"""Session: one conversation between the policy and an environment, from the first message to its rows and rewards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_rl.config.schema import EnvironmentSection
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.environments.conversation import Conversation, Turn
+from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
+from megatron_rl.sampler.engine import Completion
+from megatron_rl.types import SessionTurn, ToolFormat
+
+MOST_CALLS = 16  # of one answer; what is above is answered with an error
+# what a call begins with, where a parser that found none leaves it in the text
+MARKS = {
+    "hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>", "phi4_mini_json": "functools[",
+    "ernie45": "<tool_call>",
+}  # fmt: skip
+
+
+class Asks(Protocol):
+    """What a session needs of the engines: sampler.Turns is one."""
+
+    async def ask(
+        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+    ) -> tuple[Completion, str]: ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all sessions of a run have in common."""
+
+    section: EnvironmentSection
+    response_tokens: int
+    context_tokens: int
+    options: Mapping[str, Any]  # of the chat template
+    parser: str | None  # of tool calls
+
+
+@dataclass(eq=False)
+class Transcript:
+    """A session as far as it has come."""
+
+    conversation: Conversation
+    turns: list[SessionTurn] = field(default_factory=list)
+    end: str = "error"
+    error: str | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    numbers: dict[str, float] = field(default_factory=dict)
+    answer: str = ""
+    format: str = ""
+    reward: float | None = None
+
+    @property
+    def messages(self) -> str:
+        """The longest branch, as JSON."""
+        leaves = self.conversation.leaves
+        return json.dumps(leaves[-1].messages, ensure_ascii=False) if leaves else "[]"
+
+
+class ContextFull(Exception):
+    """The conversation has used the tokens that it may have."""
+
+
+class Policy:
+    """The policy's side of one session: each request goes to the engines, each answer into the transcript."""
+
+    def __init__(self, engines: Asks, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str) -> None:
+        """`seeds`: of each turn's number."""
+        self.transcript = Transcript(Conversation(tokenizer, rules.options, appends=rules.section.history == "append"))
+        self._engines, self._tokenizer, self._rules, self._seeds, self._key = engines, tokenizer, rules, seeds, key
+
+    async def answer(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int | None = None
+    ) -> tuple[Completion, dict[str, Any]]:
+        """The policy's answer, and the message that it is; ContextFull where there is no room for one."""
+        transcript, rules = self.transcript, self._rules
+        turn = transcript.conversation.request(messages, tools)
+        tokens = turn.tokens
+        room = rules.context_tokens - len(tokens)
+        if room < 1:
+            transcript.conversation.turns.remove(turn)
+            raise ContextFull
+        format = ToolFormat(rules.parser, json.dumps(tools)) if tools and rules.parser else None
+        most = min(room, rules.response_tokens, max_tokens or rules.response_tokens)
+        asked = {"max_tokens": most, "seed": self._seeds(turn.number), "key": self._key, "tools": format}
+        completion, transcript.format = await self._engines.ask(tokens, **asked)
+        message = self._message(turn, completion)
+        transcript.conversation.answered(turn, completion, message)
+        (transcript.answer,) = self._tokenizer.decode([completion.token_ids])
+        return completion, message
+
+    def _message(self, turn: Turn, completion: Completion) -> dict[str, Any]:
+        if completion.content is None:
+            ids = list(completion.token_ids)
+            while ids and ids[-1] in self._tokenizer.stop_token_ids:
+                ids.pop()
+            return {"role": "assistant", "content": self._tokenizer.decode_all(ids)}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.content}
+        if completion.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{turn.number:02d}{place:03d}",  # nine characters: what Mistral's template takes
+                    "type": "function",
+                    "function": {"name": one.name, "arguments": read_arguments(one.arguments)},
+                }
+                for place, one in enumerate(completion.calls)
+            ]
+        return message
+
+
+def read_arguments(text: str) -> Any:
+    """A call's arguments: a mapping, or the text itself where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+class EnvironmentSession:
+    """Plays one conversation with an environment."""
+
+    def __init__(self, policy: Policy, process: EnvironmentProcess, rules: Rules, tokenizer: FolderTokenizer) -> None:
+        self._policy, self._process, self._rules, self._tokenizer = policy, process, rules, tokenizer
+        self._limit_s = rules.section.tool_timeout_s
+
+    async def play(self, row: Mapping[str, Any]) -> None:
+        transcript = self._policy.transcript
+        begun = await self._process.ask({"do": "reset", "row": dict(row)}, self._limit_s)
+        messages, tools = list(begun["messages"]), begun["tools"]
+        for number in range(self._rules.section.turns):
+            try:
+                completion, message = await self._policy.answer(messages, tools)
+            except ContextFull:
+                transcript.end = "length"
+                break
+            step, more = await self._follow(number, completion, message, tools)
+            transcript.turns.append(step)
+            if completion.finish_reason == "length" or more is None:
+                transcript.end = "length" if completion.finish_reason == "length" else "done"
+                break
+            messages = [*messages, message, *(self._cut(one) for one in more)]
+        else:
+            transcript.end = "turns"
+        rewards = [one.reward for one in transcript.turns if one.reward is not None]
+        transcript.reward = sum(rewards) if rewards else None
+        await self._process.ask({"do": "close"}, self._limit_s)
+
+    async def _follow(
+        self, number: int, completion: Completion, message: dict[str, Any], tools: Sequence[Any]
+    ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
+        """What follows an answer: what the turn came to, and the messages added; None: the session is over."""
+        transcript, about = self._policy.transcript, {"tokens": len(completion.token_ids)}
+        about |= {"finish_reason": completion.finish_reason}
+        calls, begun = message.get("tool_calls", []), time.perf_counter()
+        if calls and tools:
+            more = [await self._called(place, call) for place, call in enumerate(calls)]
+            seconds = time.perf_counter() - begun
+            return SessionTurn(tool_calls=len(calls), tool_seconds=seconds, **about), more
+        mark = MARKS.get(self._rules.parser or "")
+        if tools and mark and mark in message["content"] and completion.finish_reason != "length":
+            transcript.counts["calls_unread"] += 1
+            return SessionTurn(**about), [{"role": "tool", "content": "error: the tool call could not be read"}]
+        answer = {
+            "text": transcript.answer, "content": message["content"], "turn": number, "calls": [],
+            "finish_reason": completion.finish_reason, "token_ids": list(completion.token_ids),
+        }  # fmt: skip
+        step = await self._process.ask({"do": "step", "answer": answer}, self._limit_s)
+        transcript.numbers |= step["numbers"]
+        about |= {"reward": step["reward"], "advantage": step["advantage"]}
+        more = None if step["done"] else step["messages"]
+        return SessionTurn(tool_seconds=time.perf_counter() - begun, **about), more
+
+    async def _called(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
+        """The message that answers a tool call."""
+        counts, function = self._policy.transcript.counts, call["function"]
+        if place >= MOST_CALLS:
+            told = {"text": f"error: more than {MOST_CALLS} calls at once", "failed": True}
+        elif not isinstance(function["arguments"], dict):
+            told = {"text": "error: the arguments are not a JSON object", "failed": True}
+        else:
+            asked = {"do": "tool", "name": function["name"], "arguments": function["arguments"]}
+            told = await self._process.ask(asked, self._limit_s)
+        counts["calls"] += 1
+        counts["calls_failed"] += told["failed"]
+        counts["calls_late"] += told.get("late", False)
+        return {"role": "tool", "name": function["name"], "tool_call_id": call["id"], "content": told["text"]}
+
+    def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message of what the turn adds, cut to `environment.observation_tokens`; it says so."""
+        most, text = self._rules.section.observation_tokens, message.get("content")
+        if not isinstance(text, str) or len(text) <= most:  # no token is less than a character ...
+            return message
+        ids = self._tokenizer.encode(text[: 64 * most])  # ... and few are more than this
+        if len(ids) <= most and len(text) <= 64 * most:
+            return message
+        self._policy.transcript.counts["observations_cut"] += 1
+        kept = self._tokenizer.decode_all(ids[:most])
+        return message | {"content": f"{kept}\n[cut: the first {most} tokens]"}
+
+
+__all__ = ["ContextFull", "EnvironmentFailed", "EnvironmentPool", "EnvironmentSession", "Policy", "Rules", "Transcript"]

@@ -1,0 +1,281 @@
+"""Sessions: a sampler's clothes for conversations, which run side by side; groups come back as their sessions end.
+
+To whoever collects batches a session is an answer that takes several turns: it is asked for as any answer is, and has a
+row for each branch of its conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+from megatron_rl.config.schema import Credit, EnvironmentSection, RolloutSection
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.environments.agent import AgentSession, Gateway
+from megatron_rl.environments.conversation import Row
+from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool
+from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
+from megatron_rl.environments.templates import parser_of
+from megatron_rl.processes.pulse import waiting
+from megatron_rl.processes.threads import EventLoopThread
+from megatron_rl.sampler.sampler import Sampler, Turns, request_seed
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Session
+
+LOOK_S = 0.5
+TRIES = 2  # of a session whose environment fails
+
+
+class SessionsEnded(RuntimeError):
+    """Nobody plays sessions any more."""
+
+
+class Sessions:
+    """Answers prompts with whole conversations."""
+
+    def __init__(
+        self,
+        section: EnvironmentSection,
+        rollout: RolloutSection,
+        options: Mapping[str, Any],
+        tokenizer: FolderTokenizer,
+        sampler: Sampler,
+    ) -> None:
+        self._section, self._rollout, self._options = section, rollout, options
+        self._tokenizer, self._sampler = tokenizer, sampler
+        self.pool = EnvironmentPool(section)
+        self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
+        self._gateway: Gateway | None = None
+
+    def start(self) -> None:
+        """Fails here, with the key's name, where the environment cannot be imported."""
+        self.pool.start()
+        if self.pool.about.agent:
+            self._gateway = Gateway()
+            self._loop.call(self._gateway.open())
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> SessionsAnswering:
+        return self._answering(params, seed, patient=True)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]:
+        """Ordered by prompt, sample and branch; the group of a prompt is `first_group` plus its index."""
+        answering = self._answering(params, seed, patient=False)
+        try:
+            answering.add(prompts, first_group)
+            groups: list[list[Rollout]] = []
+            while more := answering.finished():
+                groups += more
+        finally:
+            answering.close()
+        return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+
+    def _answering(self, params: SamplingParams, seed: int, patient: bool) -> SessionsAnswering:
+        parser = parser_of(self._section, self._tokenizer) if self.pool.about.tools or self.pool.about.agent else None
+        rules = Rules(
+            self._section, params.max_tokens, self._rollout.context_tokens, self._options, parser,
+        )  # fmt: skip
+        turns = self._sampler.turns(params, patient=patient)
+        player = Player(rules, turns, self._tokenizer, self.pool, self._gateway, seed)
+        return SessionsAnswering(self._loop, player, params.samples, turns)
+
+    def close(self) -> None:
+        if self._gateway is not None:
+            with suppress(SessionsEnded):
+                self._loop.call(self._gateway.close())
+        self._loop.stop()
+        self.pool.close()
+
+
+class SessionsAnswering:
+    """Sessions that are being played, for one thread."""
+
+    def __init__(self, loop: EventLoopThread, player: Player, samples: int, turns: Turns) -> None:
+        self._loop, self._player, self._samples, self._turns = loop, player, samples, turns
+        self._done: queue.SimpleQueue[list[Rollout] | BaseException] = queue.SimpleQueue()
+        self._open = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        self._open += len(prompts)
+        self._loop.call(self._begin(prompts, first_group))
+
+    async def _begin(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        for group, prompt in enumerate(prompts, first_group):
+            task = asyncio.create_task(self._group(prompt, group))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _group(self, prompt: Prompt, group: int) -> None:
+        try:
+            async with asyncio.TaskGroup() as together:
+                played = [
+                    together.create_task(self._player.play(prompt, group, sample)) for sample in range(self._samples)
+                ]
+            self._done.put([rollout for one in played for rollout in one.result()])
+        except BaseExceptionGroup as failed:
+            self._done.put(failed.exceptions[0])
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._done.put(error)
+
+    def finished(self) -> list[list[Rollout]]:
+        """The groups that are complete by now, each by sample; waits for one. Empty: nothing is open any more."""
+        if not self._open:
+            return []
+        section = self._player.rules.section
+        limit_s = section.session_timeout_s if self._player.agents else section.tool_timeout_s
+        key = "environment.session_timeout_s" if self._player.agents else "environment.tool_timeout_s"
+        groups: list[list[Rollout]] = []
+        with waiting("e", max(limit_s, self._player.patience_s), key):  # engines, and environments
+            while not groups or not self._done.empty():
+                try:
+                    found = self._done.get(timeout=LOOK_S)
+                except queue.Empty:
+                    continue
+                if isinstance(found, BaseException):
+                    raise found
+                groups.append(found)
+        self._open -= len(groups)
+        return groups
+
+    def close(self) -> None:
+        self._open = 0
+        with suppress(SessionsEnded):
+            self._loop.call(self._give_up())
+        self._turns.close()
+
+    async def _give_up(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+class Player:
+    """Plays sessions, as many at once as there may be environments."""
+
+    patience_s = 600.0
+
+    def __init__(
+        self,
+        rules: Rules,
+        turns: Turns,
+        tokenizer: FolderTokenizer,
+        pool: EnvironmentPool,
+        gateway: Gateway | None,
+        seed: int,
+    ) -> None:
+        self.rules, self._turns, self._tokenizer = rules, turns, tokenizer
+        self._pool, self._gateway, self._seed = pool, gateway, seed
+        self._room = asyncio.Semaphore(rules.section.sessions)
+
+    @property
+    def agents(self) -> bool:
+        return self._gateway is not None
+
+    async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
+        """The rows of one session; begun again, once, where its environment fails."""
+        async with self._room:
+            for attempt in range(TRIES):
+                policy = Policy(
+                    self._turns, self._tokenizer, self.rules, self._seeds(group, sample), f"{group}"
+                )  # fmt: skip
+                transcript = policy.transcript
+                transcript.counts["restarts"] = attempt
+                try:
+                    await self._played(policy, prompt)
+                    break
+                except EnvironmentFailed as error:
+                    transcript.error, transcript.end = str(error), "error"
+        return rollouts(transcript, prompt, group, sample, self.rules.section)
+
+    async def _played(self, policy: Policy, prompt: Prompt) -> None:
+        process = await self._pool.take()
+        try:
+            if self._gateway is not None:
+                await AgentSession(policy, process, self.rules, self._gateway).play(prompt.row)
+            else:
+                await EnvironmentSession(policy, process, self.rules, self._tokenizer).play(prompt.row)
+        except BaseException:
+            if process.alive:
+                process.kill()  # what it holds is nobody's any more
+            raise
+        finally:
+            self._pool.give_back(process)
+
+    def _seeds(self, group: int, sample: int) -> Callable[[int], int]:
+        """The first turn's seed is that of a single answer."""
+
+        def seed(turn: int) -> int:
+            if turn == 0:
+                return request_seed(self._seed, group) + sample
+            digest = blake2b(f"{self._seed}/{group}/{sample}/{turn}".encode(), digest_size=8).digest()
+            return int.from_bytes(digest, "little") >> 1
+
+        return seed
+
+
+def rollouts(
+    transcript: Transcript, prompt: Prompt, group: int, sample: int, section: EnvironmentSection
+) -> list[Rollout]:
+    """A row for each branch; one without tokens, where nothing was sampled."""
+    rows = transcript.conversation.rows()
+    counts = {**transcript.counts, "forks": transcript.conversation.forks}
+    session = Session(
+        turns=tuple(transcript.turns), rows=max(1, len(rows)), reward=transcript.reward, error=transcript.error,
+        end=transcript.end, numbers=transcript.numbers, counts=counts, answer=transcript.answer,
+        conversation=transcript.messages,
+    )  # fmt: skip
+    if not rows:
+        return [Rollout(prompt, group, sample, (), (), (), "abort", 0, session=session)]
+    return [
+        _rollout(row, number, session, replace(prompt, token_ids=tuple(row.prompt)), group, sample, section)
+        for number, row in enumerate(rows)
+    ]
+
+
+def _rollout(
+    row: Row, number: int, session: Session, prompt: Prompt, group: int, sample: int, section: EnvironmentSection
+) -> Rollout:
+    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [0]
+    mixed = any(one != other for one, other in pairwise(row.versions))
+    return Rollout(
+        prompt=prompt,
+        group=group,
+        sample=sample,
+        token_ids=row.token_ids,
+        logprobs=row.logprobs,
+        loss_mask=row.mask if session.error is None else [0] * len(row.mask),
+        finish_reason="length" if session.end == "length" else row.finish_reason,
+        policy_version=min(own),
+        kept_ids=row.kept_ids,
+        kept_counts=row.kept_counts,
+        versions=row.versions if mixed else None,
+        turns=row.turns,
+        credit=credit(row, session, section),
+        session=session,
+        row=number,
+    )
+
+
+def credit(row: Row, session: Session, section: EnvironmentSection) -> list[float] | None:
+    """What each token's return differs from the session's reward (`turns`), or its advantage (`environment`)."""
+    if section.credit == Credit.outcome:
+        return None
+    if section.credit == Credit.environment:
+        by_turn = [one.advantage or 0.0 for one in session.turns]
+    else:
+        by_turn, later = [0.0] * len(session.turns), 0.0
+        for place in reversed(range(len(session.turns))):
+            later = (session.turns[place].reward or 0.0) + section.discount * later
+            by_turn[place] = later - (session.reward or 0.0)
+    return [by_turn[turn] if 0 <= turn < len(by_turn) else 0.0 for turn in row.turns]

@@ -1,0 +1,112 @@
+"""What a chat template does to a conversation: whether it only appends, and how its tool calls are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.bounds import AUTO
+from megatron_rl.config.schema import EnvironmentSection
+from megatron_rl.data.tokenizer import FolderTokenizer, has_template
+
+# what a template says of tool calls, and vLLM's parser of those; the first that is found
+WRITES = (
+    ("[TOOL_CALLS]", "mistral"), ("functools[", "phi4_mini_json"), ("<|tool_call|>", "phi4_mini_json"),
+    ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
+    ('"parameters":', "llama3_json"),
+)  # fmt: skip
+
+
+def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
+    """The parser that the recipe names, or that the chat template shows; ConfigError where it shows none."""
+    if section.tool_parser != AUTO:
+        return section.tool_parser
+    template = tokenizer.template()
+    found = next((parser for mark, parser in WRITES if mark in template), None)
+    if found is None:
+        raise ConfigError(
+            "environment.tool_parser: auto, but the chat template does not show how tool calls are written; name one of "
+            "vLLM's parsers, such as hermes"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What the template does to a turn that has been answered."""
+
+    appends_tool: bool | None  # behind a tool's answer: what was said stays as it was; None: it was not tried
+    appends_user: bool | None  # behind the user's next message; None: the template refuses it
+    thinking_stays: bool | None = None  # the same where the answer has thought
+
+    def describe(self) -> str:
+        words = {True: "appends", False: "rewrites the answer before: the conversation forks", None: "is not taken"}
+        said = [f"a user's message {words[self.appends_user]}"]
+        if self.appends_tool is not None:
+            said.insert(0, f"a tool's answer {words[self.appends_tool]}")
+        if self.thinking_stays is False and self.appends_user:
+            said.append("thinking of turns before is left out: there it forks")
+        return "; ".join(said)
+
+
+def problems(
+    section: EnvironmentSection, folder: Path, options: Mapping[str, Any], tools: Sequence[Any], agent: bool
+) -> Iterator[str]:
+    """Why the model in this folder cannot hold conversations with this environment."""
+    if not has_template(folder):
+        yield f"environment.name: {folder} has no chat template, which says how turns follow each other; add one"
+        return
+    tokenizer = FolderTokenizer(folder)
+    try:
+        if tools or agent:
+            parser_of(section, tokenizer)
+        seen = behaviour(tokenizer, options, tools)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if seen.appends_user is None and seen.appends_tool is None:
+        yield f"environment.name: the chat template of {folder} takes neither a second turn nor a tool's answer; name another model"
+
+
+def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, Any]) -> str:
+    """For the dry run: how conversations grow."""
+    if section.history == "append":
+        return "each turn goes on behind the exact tokens before it (environment.history: append)"
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}},
+    }
+    return f"by the model's chat template {behaviour(FolderTokenizer(folder), options, [tool]).describe()}"
+
+
+QUESTION = {"role": "user", "content": "What is 12 + 30?"}
+ANSWER = {"role": "assistant", "content": "It is 42."}
+THOUGHT = {"role": "assistant", "content": "<think>\nTwelve and thirty.\n</think>\n\nIt is 42."}
+CALL: dict[str, Any] = {
+    "role": "assistant", "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 12}}}],
+}  # fmt: skip
+RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "42"}
+
+
+def behaviour(tokenizer: FolderTokenizer, options: Mapping[str, Any], tools: Sequence[Any]) -> Behaviour:
+    """Try the template on conversations of two turns."""
+
+    def appends(answer: Mapping[str, Any], more: Mapping[str, Any]) -> bool | None:
+        try:
+            request, closed, then = (
+                tokenizer.render(messages, options, tools=tools, opened=opened)
+                for messages, opened in (
+                    ([QUESTION], True),
+                    ([QUESTION, answer], False),
+                    ([QUESTION, answer, more], True),
+                )
+            )
+        except Exception:  # of jinja's families
+            return None
+        return closed.startswith(request) and then.startswith(closed)
+
+    return Behaviour(appends(CALL, RESULT) if tools else None, appends(ANSWER, QUESTION), appends(THOUGHT, QUESTION))

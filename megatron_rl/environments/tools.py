@@ -1,0 +1,80 @@
+"""Tools of an environment: the JSON schema of a typed Python function, and a call with arguments that a model wrote."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, get_type_hints
+
+import pydantic
+
+from megatron_rl.environments.environment import Tool
+
+
+class ToolBox:
+    """The tools of one environment, by name."""
+
+    def __init__(self, tools: Any) -> None:
+        self._tools = {name_of(tool): tool for tool in tools or ()}
+        self._forms = {name: _form(name, tool) for name, tool in self._tools.items()}
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """As chat templates and OpenAI's API have them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": inspect.getdoc(self._tools[name]) or "",
+                    "parameters": _plain(form.model_json_schema()),
+                },
+            }
+            for name, form in self._forms.items()
+        ]
+
+    def bound(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """The call, ready to be made; ValueError says what the model got wrong."""
+        form = self._forms.get(name)
+        if form is None:
+            raise ValueError(f"there is no tool {name[:100]!r}; there are: {', '.join(self._tools) or 'none'}")
+        try:
+            given = form.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+            raise ValueError(f"{name}: {wrong}"[:500]) from None
+        return partial(self._tools[name], **{key: getattr(given, key) for key in type(given).model_fields})
+
+
+def name_of(tool: Tool) -> str:
+    return getattr(tool, "__name__", type(tool).__name__)
+
+
+def _form(name: str, tool: Tool) -> type[pydantic.BaseModel]:
+    try:
+        hints = get_type_hints(tool, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(tool).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {name}: parameter {parameter} has no name that a model could give; name each one")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints.get(parameter.name, Any), default)
+    return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+
+
+def _plain(schema: Any) -> Any:
+    """Without the titles that pydantic makes of every name."""
+    if isinstance(schema, list):
+        return [_plain(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _plain(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+
+
+def as_text(result: Any) -> str:
+    """What a tool has returned, as the policy reads it."""
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)

@@ -1,0 +1,242 @@
+"""Environment processes: a nursery that imports the user's module once, and forks a process for each conversation.
+
+`python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The nursery is sent a socket for each process that it
+is to fork; that process answers requests there, one at a time, until the socket closes. Neither a call that hangs nor
+one that crashes is anything to another conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from megatron_rl.environments.environment import (
+    Answer,
+    Environment,
+    Loaded,
+    Step,
+    ToolCall,
+    as_messages,
+    as_step,
+    load,
+)
+from megatron_rl.environments.tools import ToolBox, as_text
+from megatron_rl.processes.channel import Channel, ChannelClosed
+from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
+
+MOST_ERROR = 500  # characters
+MOST_TEXT = 1 << 20  # bytes of what a tool or a step says: the rest is cut here
+
+
+class TooLate(BaseException):
+    """The call has had its time. No `except Exception` of the user's catches it."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """The nursery."""
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    release(signal.SIGINT)
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    channel = Channel(control)
+    start = channel.receive()
+    resource.setrlimit(resource.RLIMIT_DATA, (start["memory_bytes"], start["memory_bytes"]))
+    sys.path[:0] = start["path"]
+    try:
+        loaded = load(start["name"])
+        about = _about(loaded, start["settings"])
+    except BaseException as error:  # the user's code
+        channel.send({"error": _text_of(error)})
+        return
+    channel.send(about)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+    itself = os.getpid()
+    while True:
+        _, (descriptor, *_), _, _ = socket.recv_fds(control, 1, 1)
+        connection = socket.socket(fileno=descriptor)
+        if os.fork() == 0:
+            control.close()
+            _live(connection, itself, loaded, start["settings"])
+        connection.close()
+
+
+def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether it is an agent, and the tools that it has; an environment is made once, to see that it can be."""
+    if loaded.make is None:
+        return {"agent": True, "tools": []}
+    environment = loaded.make(**settings)
+    try:
+        return {"agent": False, "tools": ToolBox(getattr(environment, "tools", ())).schemas}
+    finally:
+        _closed(environment)
+
+
+def _live(connection: socket.socket, nursery: int, loaded: Loaded, settings: Mapping[str, Any]) -> None:
+    """The life of a forked process."""
+    try:
+        os.setsid()
+        die_with_parent(nursery)
+        adopt_orphans()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, _raise_too_late)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        channel = Channel(connection)
+        channel.send({"pid": os.getpid()})
+        Conversation(loaded, settings).serve(channel)
+    except (ChannelClosed, KeyboardInterrupt):
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(0)
+
+
+def _raise_too_late(number: int, frame: FrameType | None) -> None:
+    raise TooLate
+
+
+class Conversation:
+    """Answers requests about one environment, or runs an agent."""
+
+    def __init__(self, loaded: Loaded, settings: Mapping[str, Any]) -> None:
+        self._loaded, self._settings = loaded, settings
+        self._environment: Environment | None = None
+        self._tools = ToolBox(())
+        self._loop = asyncio.new_event_loop()
+
+    def serve(self, channel: Channel) -> None:
+        itself = os.getpid()
+        while True:
+            request = channel.receive()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+                try:
+                    reply = {"value": self._answer(json.loads(request["what"]))}
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except TooLate:
+                self._loop = asyncio.new_event_loop()  # it may have been stopped anywhere
+                reply = {"error": f"not done within {request['seconds']:g} s", "late": True}
+            except BaseException as error:  # the user's code: whatever it raises is its result
+                reply = {"error": _text_of(error)}
+            if os.getpid() != itself:
+                os._exit(0)  # a child that the user's code has forked and let go on
+            channel.send(reply | {"id": request["id"]})
+
+    def _answer(self, what: dict[str, Any]) -> Any:
+        match what.pop("do"):
+            case "reset":
+                return self._reset(**what)
+            case "step":
+                return self._step(**what)
+            case "tool":
+                return self._tool(**what)
+            case "run":
+                return self._run(**what)
+            case "close":
+                return self._close()
+            case other:
+                raise ValueError(other)
+
+    def _reset(self, row: Mapping[str, Any]) -> Any:
+        assert self._loaded.make is not None
+        self._close()
+        self._environment = self._loaded.make(**self._settings)
+        self._tools = ToolBox(getattr(self._environment, "tools", ()))
+        messages = as_messages(self._settled(self._environment.reset(row)))
+        return {"messages": _plain(messages), "tools": self._tools.schemas}
+
+    def _step(self, answer: dict[str, Any]) -> Any:
+        assert self._environment is not None
+        calls = [ToolCall(**call) for call in answer.pop("calls")]
+        step: Step = as_step(self._settled(self._environment.step(Answer(**answer, calls=calls))))
+        messages = [] if step.done and not step.messages else as_messages(step.messages)
+        if not step.done and not messages:
+            raise ValueError("step returned no message and done=False: the policy would have nothing to answer")
+        numbers = {str(name): float(number) for name, number in step.numbers.items()}
+        return {
+            "messages": _plain(messages),
+            "reward": step.reward,
+            "done": bool(step.done),
+            "numbers": numbers,
+            "advantage": None if step.advantage is None else float(step.advantage),
+        }
+
+    def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What the policy is to read, and whether the call has failed: a failure is something to be answered."""
+        try:
+            result = self._settled(self._tools.bound(name, arguments)())
+        except TooLate:
+            self._loop = asyncio.new_event_loop()
+            return {"text": f"error: {name} was stopped: it took too long", "failed": True, "late": True}
+        except Exception as error:
+            return {"text": f"error: {_text_of(error)}", "failed": True}
+        return {"text": _cut(as_text(result)), "failed": False}
+
+    def _run(self, base_url: str, key: str, row: Mapping[str, Any]) -> Any:
+        assert self._loaded.agent is not None
+        os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}  # where OpenAI's clients look for them
+        found = self._settled(self._loaded.agent(base_url, row))
+        if isinstance(found, Mapping):
+            numbers = {str(name): float(number) for name, number in found.items()}
+            return {"reward": numbers.pop("reward", numbers.pop("score", None)), "numbers": numbers}
+        return {"reward": None if found is None else float(found), "numbers": {}}
+
+    def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            _closed(environment)
+
+    def _settled(self, returned: Any) -> Any:
+        return self._loop.run_until_complete(returned) if inspect.isawaitable(returned) else returned
+
+
+def _closed(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if callable(close):
+        close()
+
+
+def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that travel: text cut to a bound, everything else as JSON has it."""
+    cut = [
+        one | {"content": _cut(one["content"]) if isinstance(one.get("content"), str) else one.get("content") or ""}
+        for one in messages
+    ]
+    return json.loads(json.dumps(cut, default=str))
+
+
+def _cut(text: str) -> str:
+    """Text that can be encoded, of at most `MOST_TEXT` bytes."""
+    return text[:MOST_TEXT].encode("utf-8", "replace")[:MOST_TEXT].decode("utf-8", "ignore")
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = str(error) if isinstance(error, LookupError | ValueError | TypeError) and str(error) else ""
+        text = text or "".join(traceback.format_exception_only(error)).strip()
+    except BaseException:
+        text = type(error).__name__
+    return _cut(text)[:MOST_ERROR]
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except (KeyboardInterrupt, ChannelClosed, ConnectionError, ValueError):
+        pass
