@@ -42,7 +42,11 @@ class ToolCallParser:
             if not Path(self._folder, "tokenizer.json").exists():
                 raise RuntimeError(f"tool calls cannot be read: {self._folder} has no tokenizer.json")
             self._tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": ""}], "model": "", "tools": json.loads(schemas) or None}
+        asked: dict[str, Any] = {
+            "messages": [{"role": "user", "content": ""}],
+            "model": "",
+            "tools": json.loads(schemas) or None,
+        }
         request = ChatCompletionRequest(**asked)
         tools: Any = request.tools
         return ToolParserManager.get_tool_parser(parser)(self._tokenizer, tools), request

@@ -169,20 +169,19 @@ class Conversation:
         return self._encoded(self._without_stop(before, rest[min(starts) :]))
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
-        """Tokens of text in which answers of these turns may stand: those that do, as they were sampled.
+        """Tokens of text behind a request, in which answers of these turns may stand: those that do, as they were sampled.
 
-        Answers stand behind what the template opens one with; each is an end of what was sampled, such as all behind
-        the thinking.
+        Answers stand behind what the template opens one with, as the text itself does; each is an end of what was
+        sampled, such as all behind the thinking.
         """
         opening = self._opening(turns[0])
         if not opening:
             return self._encoded(text)
-        first, *pieces = text.split(opening)
-        tokens, pending = list[int](), first
+        tokens, pending = list[int](), ""
         left = [one for one in turns if one.sampled is not None]
-        for piece in pieces:
+        for place, piece in enumerate(text.split(opening)):
             end = min((at for stop in self._stops if (at := piece.find(stop)) >= 0), default=len(piece))
-            pending += opening
+            pending += opening if place else ""
             for turn in left:
                 if end and (ids := self._end_of(turn, piece[:end])):
                     tokens += self._encoded(pending) + ids

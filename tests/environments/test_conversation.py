@@ -1,0 +1,122 @@
+"""Exact tokens of conversations: requests grow by what was added, or fork; every sampled token is trained on once."""
+
+import random
+from pathlib import Path
+
+import pytest
+from environments.chats import APPENDS, DROPS_THINKING, OWN, Talk, completion, folder_of, play
+
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.environments.conversation import Conversation
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FolderTokenizer]:
+    place = tmp_path_factory.mktemp("templates")
+    return {
+        name: FolderTokenizer(folder_of(place / str(number), one)) for number, (name, one) in enumerate(OWN.items())
+    }
+
+
+@pytest.mark.parametrize("template", OWN)
+@pytest.mark.parametrize("appends", [False, True])
+def test_any_conversation_keeps_its_promises(
+    tokenizers: dict[str, FolderTokenizer], template: str, appends: bool
+) -> None:
+    forks = 0
+    for seed in range(150):
+        talk = Talk(tokenizers[template], random.Random(seed), appends=appends)
+        if appends and template == "never closes":
+            with pytest.raises(ValueError, match="environment.history=template"):
+                for _ in range(20):
+                    play(talk, tools=False)
+            return
+        forks += play(talk)["forks"]
+    assert (forks == 0) == appends  # where agents go back, every template forks
+
+
+def environment(talk: Talk, answers: list[str], role: str = "user") -> None:
+    """A conversation whose answers are these."""
+    conversation, tokenizer = talk.conversation, talk.tokenizer
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    for text in answers:
+        turn = conversation.request(messages)
+        ids = [*tokenizer.encode(text), tokenizer.stop_token_ids[0]]
+        talk.asked.append((turn.tokens, ids))
+        answer = {"role": "assistant", "content": text}
+        conversation.answered(turn, completion(ids), answer)
+        messages = [*messages, answer, {"role": role, "content": "No."}]
+
+
+THOUGHTS = ["<think>\nso\n</think>\n\n42", "<think>\nso so\n</think>\n\n43", "<think>\nno\n</think>\n\n44"]
+
+
+def test_left_out_thinking_forks_and_the_rest_of_an_answer_stays_as_it_was_sampled(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
+    talk = Talk(tokenizers["drops thinking"], random.Random(0))
+    environment(talk, THOUGHTS)
+    assert talk.check() == {"rows": 3, "forks": 2, "turns": 3, "grows": 0}
+    (last, *_) = [row for row in talk.conversation.rows() if 2 in row.turns]
+    text = talk.tokenizer.decode_all([*last.prompt, *last.token_ids])
+    assert "so" not in text
+    assert "\n42<|im_end|>" in text
+    assert "\n43<|im_end|>" in text
+    behind = Talk(tokenizers["drops thinking"], random.Random(0))
+    environment(behind, THOUGHTS, role="tool")  # no word of the user: thinking stays
+    assert behind.check() == {"rows": 1, "forks": 0, "turns": 3, "grows": 2}
+
+
+def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
+    for name in ("appends", "drops thinking"):
+        talk = Talk(tokenizers[name], random.Random(0))
+        tokenizer, conversation = talk.tokenizer, talk.conversation
+        odd = [one for piece in "the answer" for one in tokenizer.encode(piece)]
+        assert odd != tokenizer.encode("the answer")
+        ids = [*tokenizer.encode("<think>\nso\n</think>\n\n"), *odd, tokenizer.stop_token_ids[0]]
+        first = conversation.request([{"role": "user", "content": "Hm?"}])
+        answer = {"role": "assistant", "content": "<think>\nso\n</think>\n\nthe answer"}
+        conversation.answered(first, completion(ids), answer)
+        then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+        assert " ".join(map(str, odd)) in " ".join(map(str, then.tokens)), name
+
+
+@pytest.mark.parametrize(("stop", "added"), [(True, "\n<|im_start|>user"), (False, "<|im_end|>\n<|im_start|>user")])
+def test_the_stop_that_was_sampled_is_the_templates(
+    tokenizers: dict[str, FolderTokenizer], stop: bool, added: str
+) -> None:
+    tokenizer = tokenizers["appends"]
+    conversation = Conversation(tokenizer)
+    first = conversation.request([{"role": "user", "content": "Hm?"}])
+    ids = [*tokenizer.encode("42"), *tokenizer.stop_token_ids[: int(stop)]]
+    answer = {"role": "assistant", "content": "42"}
+    conversation.answered(first, completion(ids), answer)
+    then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+    assert tokenizer.decode_all(then.added).startswith(added)
+    assert tokenizer.decode_all(then.tokens).count("<|im_end|>") == 3
+
+
+def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokenizer]) -> None:
+    conversation = Conversation(tokenizers["appends"])
+    first = conversation.request([{"role": "user", "content": "Hm?"}])
+    answer = {"role": "assistant", "content": "the"}
+    ids = tokenizers["appends"].encode("the answer")
+    conversation.answered(first, completion(ids, [(3, 1), (4, len(ids) - 1)]), answer)
+    then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+    conversation.answered(then, completion([5], [(5, 1)]), answer)
+    (row,) = conversation.rows()
+    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]
+    assert own == [3] + [4] * (len(ids) - 1) + [5]
+
+
+def test_templates_are_told_apart(tmp_path: Path) -> None:
+    from megatron_rl.environments.templates import behaviour
+
+    tool = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    grows = behaviour(FolderTokenizer(folder_of(tmp_path / "a", APPENDS)), {}, tool)
+    assert (grows.appends_tool, grows.appends_user, grows.thinking_stays) == (True, True, True)
+    drops = behaviour(FolderTokenizer(folder_of(tmp_path / "b", DROPS_THINKING)), {}, tool)
+    assert (drops.appends_user, drops.thinking_stays) == (True, False)
+    assert "it forks" in drops.describe()
