@@ -291,36 +291,34 @@ def environment(
     reward: schema.RewardSection,
     loss: schema.LossConfig,
     correction: schema.CorrectionConfig,
-) -> Iterator[str]:
+) -> list[str]:
+    found, name, credit = Findings(), environment.name, environment.credit
     context, single = rollout.max_context_tokens, rollout.max_prompt_tokens + rollout.max_response_tokens
-    if environment.name is None:
+    if name is None:
         if context is not None:
-            yield f"rollout.max_context_tokens: {context} is of conversations, which environment.name makes; leave it out"
-        return
-    if ":" not in environment.name:
-        yield (
-            f"environment.name: {environment.name!r} is not package.module:Class or path/file.py:Class; "
-            "megatron_rl.environments.adapters has those of other projects"
-        )
+            found.add("rollout.max_context_tokens", context, "it is of conversations: name an environment, or use null")
+        return found
+    if ":" not in name:
+        found.add("environment.name", name, "use package.module:Class, or path/file.py:Class")
     if rollout.supervised:
-        yield "environment.name: rollout.source=dataset samples nothing; use rollout.source=sampler, or leave it out"
+        found.add("environment.name", name, "rollout.source=dataset samples nothing; use sampler, or leave it out")
     if context is not None and context < single:
-        yield (
-            f"rollout.max_context_tokens: {context}, but a prompt and one answer take up to {single} "
-            "(rollout.max_prompt_tokens + rollout.max_response_tokens); raise it"
-        )
+        way_out = f"a prompt and one answer take up to {single} (max_prompt_tokens + max_response_tokens); use as many"
+        found.add("rollout.max_context_tokens", context, way_out)
     if reward.overlong_buffer:
-        yield "reward.overlong_buffer: is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
-    if environment.credit != schema.Credit.outcome:
-        if loss.name in correction_rules.PER_ROW | correction_rules.COVARIANCE:
-            yield f"environment.credit: {environment.credit} gives turns their own advantage, and loss.name={loss.name} a row; use outcome"
+        way_out = "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
+        found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
+    if credit != schema.Credit.outcome:
+        if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
+            found.add("environment.credit", credit, f"loss.name={loss.name} knows one advantage a row; use outcome")
         if any(rule.when for rule in correction.reject):
-            yield "correction.reject: negative_advantage is of rows; with environment.credit other than outcome leave it out"
-    if environment.discount != 1.0 and environment.credit != schema.Credit.turns:
-        yield f"environment.discount: {environment.discount:g} is of turns' rewards; use it with environment.credit=turns"
+            found.add("environment.credit", credit, "a rule of correction.reject looks at the row's; use outcome")
+    if environment.discount != 1.0 and credit != schema.Credit.turns:
+        found.add("environment.discount", environment.discount, "it is of turns' rewards: use 1, or credit: turns")
+    return found
 
 
 RULES: tuple[Rule, ...] = (
-    environment, check_objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
-    as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
+    check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
+    updates, formats, as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

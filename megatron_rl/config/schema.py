@@ -14,7 +14,8 @@ from megatron_rl.config.bounds import (  # isort: skip
     is_weight, need,
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
-    Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists, InFlight, KlOn,
+    Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
+    InFlight, KlOn,
     KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside, Precision, Reduce,
     Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip

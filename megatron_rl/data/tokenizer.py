@@ -56,7 +56,7 @@ class FolderTokenizer:
             ) from None
 
     def render(self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool) -> str:
-        """A conversation in the chat template; `opened`: up to where the next answer begins. Raises what jinja raises."""
+        """A conversation in the chat template; `opened`: up to where an answer begins. Raises what jinja raises."""
         options = {**options, "add_generation_prompt": opened, **({"tools": list(tools)} if tools else {})}
         return self._render(list(messages), options)
 

@@ -1,6 +1,6 @@
 """Agents: a gateway on loopback that speaks OpenAI's chat completions, an address and a key for each session.
 
-A turn of an agent's is a request to the engines like any other; what it is answered is kept as tokens (conversation.py).
+A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's (conversation.py).
 Temperature, top_p and the like are the recipe's: what an agent asks for there changes nothing.
 """
 
@@ -107,7 +107,7 @@ class Gateway:
             await send({"type": "http.response.body", "body": body})
 
     async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        _, name, _, path = (scope["path"].split("/", 3) + ["", "", ""])[:4]
+        _, name, _, path = [*scope["path"].split("/", 3), "", "", ""][:4]
         given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
         opened = self._sessions.get(name)
         # compared also where there is none: a name is not to be found by its timing

@@ -9,12 +9,16 @@ tokenized again to be trained on; a token that several branches share is trained
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
-Message = Mapping[str, Any]
+from megatron_rl.environments.environment import Message
+from megatron_rl.sampler.engine import Completion
+
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation
 
 
@@ -30,17 +34,6 @@ class ChatTokenizer(Protocol):
     def render(self, messages: Sequence[Message], options: Mapping[str, Any], *, tools: Any, opened: bool) -> str: ...
 
 
-class Sampled(Protocol):
-    """What was sampled in a turn: engine.Completion is one."""
-
-    token_ids: array[int]
-    logprobs: array[float]
-    finish_reason: str
-    spans: Sequence[tuple[int, int]]
-    kept_ids: array[int] | None
-    kept_counts: array[int] | None
-
-
 @dataclass(eq=False)
 class Turn:
     """One request, and what was sampled for it."""
@@ -51,9 +44,9 @@ class Turn:
     text: str  # of the request, as the template has it
     parent: Turn | None  # the turn behind whose answer it goes on
     added: list[int]  # tokens between the parent's end and this turn's answer
-    sampled: Sampled | None = None
-    closed: str | None = None  # the text with the answer in it; None: it does not begin with `text`
-    tail: str = ""  # how `closed` ends behind the answer
+    sampled: Completion | None = None
+    closed: str | None = None  # the text with the answer in it, and its end; None: it does not begin with `text`
+    stop: str = ""  # the end of the answer, as `closed` has it
     trained: bool = False  # by a row that was made before
 
     @property
@@ -107,7 +100,7 @@ class Conversation:
         self.turns.append(turn)
         return turn
 
-    def answered(self, turn: Turn, sampled: Sampled, answer: Message) -> None:
+    def answered(self, turn: Turn, sampled: Completion, answer: Message) -> None:
         """What was sampled for a turn, and the message that it makes in the conversation."""
         turn.sampled = sampled
         if self.appends:
@@ -117,7 +110,9 @@ class Conversation:
         except Exception:  # of jinja's families: whoever goes on begins a branch
             return
         if closed.startswith(turn.text):
-            turn.closed, turn.tail = closed, self._tail(closed[len(turn.text) :])
+            ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
+            turn.stop = ended[1] if ended else ""
+            turn.closed = closed[: ended.end(1)] if ended else closed
 
     @property
     def leaves(self) -> list[Turn]:
@@ -150,11 +145,11 @@ class Conversation:
             default=None,
         )
         if behind is not None and (beside is None or len(behind.closed or "") >= len(beside.text)):
-            rest = self._without_stop(behind, behind.tail) + text[len(behind.closed or "") :]
+            rest = self._without_stop(behind, behind.stop) + text[len(behind.closed or "") :]
             return Turn(number, messages, tools, text, behind, self._encoded(rest))
         if beside is not None:
-            rest = self._encoded_again(text[len(beside.text) :], self.turns[beside.number :])
-            return Turn(number, messages, tools, text, beside.parent, beside.added + rest)
+            again = self._encoded_again(text[len(beside.text) :], self.turns[beside.number :])
+            return Turn(number, messages, tools, text, beside.parent, beside.added + again)
         return Turn(number, messages, tools, text, None, self._encoded(text))
 
     def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
@@ -169,7 +164,7 @@ class Conversation:
         return self._encoded(self._without_stop(before, rest[min(starts) :]))
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
-        """Tokens of text behind a request, in which answers of these turns may stand: those that do, as they were sampled.
+        """Tokens of text behind a request, in which answers of these turns may stand: those, as they were sampled.
 
         Answers stand behind what the template opens one with, as the text itself does; each is an end of what was
         sampled, such as all behind the thinking.
@@ -215,11 +210,6 @@ class Conversation:
                 high = middle
         return ids[low:] if ids[low:] and self.tokenizer.decode_all(ids[low:]) == text else None
 
-    def _tail(self, behind: str) -> str:
-        """What of the text behind a request closes its answer: from the last stop on."""
-        start = max(behind.rfind(stop) for stop in self._stops)
-        return behind[start:] if start >= 0 else ""
-
     def _without_stop(self, turn: Turn, tail: str) -> str:
         """How an answer is closed, less the stop that was sampled itself."""
         assert turn.sampled is not None
@@ -229,7 +219,13 @@ class Conversation:
         stop = next((one for one in self._stops if tail.startswith(one)), "")
         return tail[len(stop) :]
 
-    @property
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """The end of a conversation that was answered: the stop of the last answer, and what may stand behind it."""
+        stop = "|".join(map(re.escape, self._stops))
+        return re.compile(rf"({stop})(?:{stop}|\s)*\Z")
+
+    @cached_property
     def _stops(self) -> list[str]:
         return [text for one in self.tokenizer.stop_token_ids if (text := self.tokenizer.decode_all([one]))]
 

@@ -1,7 +1,7 @@
-"""Pool of environment processes on the driver: starts the nursery, hands out forked processes, asks them with deadlines.
+"""Pool of environment processes on the driver: starts the nursery, hands out what it forks, asks with deadlines.
 
-Used from one event loop, but for `start` and `close`. A process that misses its deadline, dies or answers with something
-else is killed with all that it has started; the next conversation gets another.
+Used from one event loop, but for `start` and `close`. A process that misses its deadline, dies or answers with
+something else is killed with all that it has started; the next conversation gets another.
 """
 
 from __future__ import annotations

@@ -157,13 +157,13 @@ class EnvironmentSession:
         self, number: int, completion: Completion, message: dict[str, Any], tools: Sequence[Any]
     ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
         """What follows an answer: what the turn came to, and the messages added; None: the session is over."""
-        transcript, about = self._policy.transcript, {"tokens": len(completion.token_ids)}
-        about |= {"finish_reason": completion.finish_reason}
+        transcript = self._policy.transcript
+        about: dict[str, Any] = {"tokens": len(completion.token_ids), "finish_reason": completion.finish_reason}
         calls, begun = message.get("tool_calls", []), time.perf_counter()
         if calls and tools:
-            more = [await self._called(place, call) for place, call in enumerate(calls)]
+            answers = [await self._called(place, call) for place, call in enumerate(calls)]
             seconds = time.perf_counter() - begun
-            return SessionTurn(tool_calls=len(calls), tool_seconds=seconds, **about), more
+            return SessionTurn(tool_calls=len(calls), tool_seconds=seconds, **about), answers
         mark = MARKS.get(self._rules.parser or "")
         if tools and mark and mark in message["content"] and completion.finish_reason != "length":
             transcript.counts["calls_unread"] += 1
@@ -181,6 +181,7 @@ class EnvironmentSession:
     async def _called(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
         """The message that answers a tool call."""
         counts, function = self._policy.transcript.counts, call["function"]
+        told: dict[str, Any]
         if place >= MOST_CALLS:
             told = {"text": f"error: more than {MOST_CALLS} calls at once", "failed": True}
         elif not isinstance(function["arguments"], dict):

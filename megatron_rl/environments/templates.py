@@ -28,8 +28,8 @@ def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
     found = next((parser for mark, parser in WRITES if mark in template), None)
     if found is None:
         raise ConfigError(
-            "environment.tool_parser: auto, but the chat template does not show how tool calls are written; name one of "
-            "vLLM's parsers, such as hermes"
+            "environment.tool_parser: auto, but the chat template does not show how tool calls are written; name one "
+            "of vLLM's parsers, such as hermes"
         )
     return found
 
@@ -49,7 +49,8 @@ class Behaviour:
             said.insert(0, f"a tool's answer {words[self.appends_tool]}")
         if self.thinking_stays is False and self.appends_user:
             said.append("thinking of turns before is left out: there it forks")
-        return "; ".join(said)
+        forks = False in (self.appends_user, self.appends_tool, self.thinking_stays)
+        return "; ".join(said) + (" (environment.history=append keeps what was said)" if forks else "")
 
 
 def problems(
@@ -68,7 +69,10 @@ def problems(
         yield str(error)
         return
     if seen.appends_user is None and seen.appends_tool is None:
-        yield f"environment.name: the chat template of {folder} takes neither a second turn nor a tool's answer; name another model"
+        yield (
+            f"environment.name: the chat template of {folder} takes neither a second turn nor a tool's answer; name "
+            "another model"
+        )
 
 
 def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, Any]) -> str:

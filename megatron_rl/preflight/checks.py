@@ -135,7 +135,8 @@ def context(hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: 
     wanted, keys = rollout.context_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
     keys = "rollout.max_context_tokens" if rollout.max_context_tokens else keys
     if wanted > longest:
-        yield f"{keys}: {wanted}, but the model's context is {longest} tokens; lower {'it' if ' ' not in keys else 'one of the two'}"
+        way_out = "one of the two" if "+" in keys else "it"
+        yield f"{keys}: {wanted}, but the model's context is {longest} tokens; lower {way_out}"
     wanted = rollout.max_prompt_tokens + max(evaluated_tokens(eval))
     if wanted > longest:
         yield f"max_response_tokens of eval: with the prompt {wanted} tokens, above the context of {longest}; lower it"

@@ -24,7 +24,8 @@ from megatron_rl.sampler.engine import Completion
 
 APPENDS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # what was thought before the user's last message is left out, and answers are trimmed
@@ -127,7 +128,7 @@ class Talk:
                 begin, before = places[0], len(row.prompt)
                 tokens, ids = self.asked[turn]
                 assert whole[: before + begin] == tokens, (
-                    "an answer stands behind other tokens than it was sampled behind"
+                    f"turn {turn} stands behind other tokens than it was drawn behind"
                 )
                 assert list(row.token_ids[begin : begin + len(ids)]) == ids == [row.token_ids[one] for one in places]
                 trained.update((turn, place) for place, one in enumerate(places) if row.mask[one])

@@ -1,0 +1,123 @@
+"""Environments, tools and agents that behave, and that do not: what tests name in `environment.name`."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.environments.environment import Answer, Environment, Step
+
+
+class Guess(Environment):
+    """Ends with a right answer, or with the last try; what it is told to do before is the row's `how`."""
+
+    def __init__(self, tries: int = 3) -> None:
+        self.tries, self.turn = tries, 0
+        self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.turns_so_far)
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        self.row, self.how = row, row.get("how", "")
+        if self.how == "reset raises":
+            raise ValueError("no such task")
+        if self.how == "reset hangs":
+            time.sleep(600)
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, answer: Answer) -> Any:
+        self.turn += 1
+        match self.how:
+            case "hangs":
+                time.sleep(600)
+            case "hangs on":
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                time.sleep(600)
+            case "swallows":
+                try:
+                    time.sleep(600)
+                except Exception:
+                    return Step(reward=1.0, done=True)
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "dies once" if not os.path.exists(self.row["mark"]):
+                open(self.row["mark"], "w").close()
+                os._exit(3)
+            case "raises":
+                raise RuntimeError("half a pair \ud800")
+            case "exits":
+                sys.exit(0)
+            case "nothing":
+                return None
+            case "no message":
+                return Step(done=False)
+            case "odd reward":
+                return ("Again.", "much", False)
+            case "nan":
+                return Step("Again.", float("nan"), True)
+            case "forks":
+                if os.fork() == 0:
+                    return Step(done=True, reward=7.0)
+            case "leaves a child":
+                if os.fork() == 0:
+                    time.sleep(600)
+            case "floods":
+                return Step("x" * (100 << 20), 0.0, self.turn == self.tries)
+            case "prints":
+                sys.stdout.write("x" * (8 << 20))
+            case "memory":
+                bytearray(64 << 30)
+        right = answer.content.strip() == str(self.row["answer"])
+        done, advantage = right or self.turn == self.tries, 2.0 if right else -1.0
+        return Step("Not yet. Again.", float(right), done, {"tries": self.turn}, advantage)
+
+    def wait(self, seconds: float) -> str:
+        """Wait."""
+        time.sleep(seconds)
+        return "waited"
+
+    def die(self) -> str:
+        """Die."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    def flood(self) -> str:
+        """A long text."""
+        return "x" * (100 << 20)
+
+    def raises(self) -> str:
+        """Raise."""
+        raise KeyError("nothing there")
+
+    def nothing(self) -> Any:
+        """Return no text."""
+        return None
+
+    def turns_so_far(self) -> int:
+        """The number of steps before."""
+        return self.turn
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class WithoutStep:
+    def reset(self, row: Any) -> str:
+        return "Hm?"
+
+
+async def agent(base_url: str, row: Mapping[str, Any]) -> Any:
+    """Asks for two answers with OpenAI's own client."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    said = []
+    for _ in range(2):
+        made = await client.chat.completions.create(model="policy", messages=messages)
+        message = made.choices[0].message
+        said.append(message.content)
+        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "Again."}]
+    return {"reward": float(str(row["answer"]) in said), "answers": len(said)}

@@ -1,0 +1,94 @@
+"""A policy that says what it is told, in the place of a sampler: what sessions ask of it, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from environments.chats import APPENDS, completion, folder_of
+
+from megatron_rl.config.schema import Credit, EnvironmentSection, RolloutSection
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.environments.sessions import Sessions
+from megatron_rl.sampler.engine import Completion, WrittenCall
+from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
+
+HERE = "environments.hostile"
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>")
+
+
+class ScriptedPolicy:
+    """Says `says(text of the request, seed)`; ends it with a stop."""
+
+    def __init__(self, tokenizer: FolderTokenizer, says: Callable[[str, int], str]) -> None:
+        self.tokenizer, self.says = tokenizer, says
+        self.asked: list[tuple[list[int], int, str]] = []  # tokens, most tokens, key
+        self.open = self.most = 0
+        self.version = 0
+        self.pause_s = 0.0
+
+    def turns(self, params: SamplingParams, *, patient: bool) -> ScriptedPolicy:
+        return self
+
+    async def ask(
+        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+    ) -> tuple[Completion, str]:
+        self.asked.append((list(tokens), max_tokens, key))
+        self.open += 1
+        self.most = max(self.most, self.open)
+        await asyncio.sleep(self.pause_s)
+        self.open -= 1
+        text = self.says(self.tokenizer.decode_all(tokens), seed)
+        ids = [*self.tokenizer.encode(text), self.tokenizer.stop_token_ids[0]]
+        cut = ids[:max_tokens]
+        made = completion(cut, [(self.version, len(cut))], "stop" if len(cut) == len(ids) else "length")
+        if tools is None:
+            return made, "int8"
+        calls = [WrittenCall(one["name"], json.dumps(one["arguments"])) for one in map(json.loads, CALL.findall(text))]
+        content = text.partition("<tool_call>")[0] if calls else text
+        return Completion(**{**vars(made), "content": content, "calls": calls}), "int8"
+
+    def close(self) -> None:
+        pass
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Played:
+    """Sessions of an environment of `hostile`, with a policy that says what it is told."""
+
+    def __init__(self, folder: Path, says: Callable[[str, int], str], name: str = f"{HERE}:Guess", **settings: Any) -> None:
+        self.tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
+        self.policy = ScriptedPolicy(self.tokenizer, says)
+        context, response = settings.pop("context", 4096), settings.pop("response", 256)
+        given = {"tool_parser": "hermes", "tool_timeout_s": 2.0, "credit": Credit.outcome} | settings
+        self.section = EnvironmentSection(name=name, **given)
+        rollout = RolloutSection(max_response_tokens=response, max_context_tokens=context)
+        self.sessions = Sessions(self.section, rollout, {}, self.tokenizer, self.policy)  # type: ignore[arg-type]
+        self.params = SamplingParams(samples=1, max_tokens=response)
+
+    def __enter__(self) -> Played:
+        self.sessions.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sessions.close()
+
+    def play(self, *rows: dict[str, Any], samples: int = 1) -> list[list[Rollout]]:
+        """The sessions of each row, one group each."""
+        prompts = [
+            Prompt(number, (1, 2), "", {"prompt": "What is 12 + 30?", "answer": "42", **row})
+            for number, row in enumerate(rows or ({},))
+        ]
+        params = SamplingParams(samples=samples, max_tokens=self.params.max_tokens)
+        rollouts = self.sessions.generate(prompts, params, seed=1, first_group=0, step=0)
+        return [[one for one in rollouts if one.group == number] for number in range(len(prompts))]
+
+    def text(self, rollout: Rollout) -> str:
+        return self.tokenizer.decode_all([*rollout.prompt.token_ids, *rollout.token_ids])

@@ -1,0 +1,186 @@
+"""Sessions of environments and tools: rows, rewards, bounds, and every way in which an environment may fail."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from environments.scripted_policy import HERE, Played, call
+from helpers import refusal, wait_for
+
+from megatron_rl.config.schema import Credit, EnvironmentSection
+from megatron_rl.environments.environment import Answer, Environment, Step, as_step
+from megatron_rl.environments.pool import check_importable
+from megatron_rl.environments.tools import ToolBox
+from megatron_rl.processes.process import state_of
+
+
+def counting(text: str, seed: int) -> str:
+    """41, 42 after one refusal."""
+    return str(41 + text.count("Not yet"))
+
+
+def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None:
+    with Played(tmp_path, counting) as played:
+        ((rollout,),) = played.play()
+    session = rollout.session
+    assert session is not None
+    assert (session.reward, session.end, len(session.turns), session.rows) == (1.0, "done", 2, 1)
+    assert session.numbers == {"tries": 2.0}
+    written = [token for token, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept]
+    assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
+    assert "Not yet. Again.<|im_end|>\n<|im_start|>assistant\n42" in played.text(rollout)
+    assert {played.policy.asked[turn][2] for turn in range(2)} == {"0"}  # one engine
+    assert [turn >= 0 for turn in rollout.turns or ()] == list(map(bool, rollout.loss_mask))
+    assert sorted(set(rollout.turns or ())) == [-1, 0, 1]
+
+
+def test_tools_are_called_and_answered(tmp_path: Path) -> None:
+    def says(text: str, seed: int) -> str:
+        return "42" if '42<|im_end|>' in text else call("add", a=12, b=30)
+
+    with Played(tmp_path, says) as played:
+        ((rollout,),) = played.play()
+    assert rollout.session is not None
+    assert (rollout.session.reward, rollout.session.counts["calls"], rollout.session.counts["calls_failed"]) == (1, 1, 0)
+    assert "<|im_start|>tool\n42<|im_end|>" in played.text(rollout)
+
+
+MISTAKES = {
+    "an unknown tool": (call("divide", a=1), "there is no tool 'divide'"),
+    "a wrong type": (call("add", a="twelve"), "a: Input should be a valid integer"),
+    "too much": (call("add", a=1, c=2), "c: Extra inputs are not permitted"),
+    "it raises": (call("raises"), "nothing there"),
+    "it hangs": (call("wait", seconds=600), "wait was stopped: it took too long"),
+    "it says nothing": (call("nothing"), "null"),
+    "it floods": (call("flood"), "[cut: the first 512 tokens]"),
+    "no mapping": ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
+    "no call": ("<tool_call>{add 1", "the tool call could not be read"),
+    "seventeen": (call("add", a=1) * 17, "more than 16 calls"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: str) -> None:
+    said, told = MISTAKES[mistake]
+
+    def says(text: str, seed: int) -> str:
+        return "42" if "<|im_start|>tool" in text else said
+
+    with Played(tmp_path, says, response=2048, context=16384) as played:
+        ((rollout,),) = played.play()
+        assert told in played.text(rollout)
+        assert rollout.session is not None
+        assert (rollout.session.reward, rollout.session.error) == (1.0, None)
+        counts = rollout.session.counts
+        assert counts.get("observations_cut", 0) == (mistake == "it floods")
+        assert counts.get("calls_late", 0) == (mistake == "it hangs")
+
+
+FAULTS = {
+    "reset raises": "no such task", "reset hangs": "not done within 2 s", "hangs": "not done within 2 s",
+    "hangs on": "no reply within 2 s: its process was killed", "swallows": "not done within 2 s", "dies": "died",
+    "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
+    "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
+}  # fmt: skip
+
+
+def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_path: Path) -> None:
+    with Played(tmp_path, counting) as played:
+        rows: list[dict[str, Any]] = [{"how": how} for how in FAULTS]
+        groups = played.play(*rows, {}, {"how": "dies once", "mark": str(tmp_path / "mark")})
+        for how, (rollout,) in zip(FAULTS, groups, strict=False):
+            assert rollout.session is not None
+            assert FAULTS[how] in (rollout.session.error or ""), how
+            assert rollout.session.counts["restarts"] == 1
+            assert not any(rollout.loss_mask)
+        for (rollout,), restarts in zip(groups[-2:], (0, 1), strict=True):
+            assert rollout.session is not None
+            assert (rollout.session.error, rollout.session.reward) == (None, 1.0)
+            assert rollout.session.counts["restarts"] == restarts
+
+
+def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
+    with Played(tmp_path, counting) as played:
+        groups = played.play(*({"how": how} for how in ("floods", "forks", "leaves a child", "prints")))
+        for (rollout,) in groups:
+            assert rollout.session is not None
+            assert (rollout.session.error, rollout.session.reward) == (None, 0.0 if rollout is groups[0][0] else 1.0)
+        assert groups[0][0].session is not None
+        assert groups[0][0].session.counts["observations_cut"] == 2
+        pids = [one.pid for one in psutil.Process().children(recursive=True)]
+    assert pids
+    wait_for(lambda: not any(state_of(pid) not in ("", "Z") for pid in pids), "end of all processes")
+
+
+def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
+    with Played(tmp_path, lambda *_: "41", context=90, settings={"tries": 50}, turns=50) as played:
+        ((rollout,),) = played.play()
+    assert rollout.session is not None
+    assert (rollout.session.end, rollout.finish_reason) == ("length", "length")
+    assert len(rollout.prompt.token_ids) + len(rollout.token_ids) <= 90
+    with Played(tmp_path, lambda *_: "41 " * 300, response=64) as played:
+        ((rollout,),) = played.play()
+    assert rollout.session is not None
+    assert (rollout.session.end, len(rollout.session.turns)) == ("length", 1)
+
+
+def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
+    with Played(tmp_path, lambda *_: call("add", a=1), turns=3) as played:
+        ((rollout,),) = played.play()
+    assert rollout.session is not None
+    assert (rollout.session.end, len(rollout.session.turns), rollout.session.reward) == ("turns", 3, None)
+
+
+def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
+    with Played(tmp_path, counting, sessions=6) as played:
+        played.policy.pause_s = 0.2
+        groups = played.play({}, {}, {}, samples=4)
+        assert [[one.sample for one in group] for group in groups] == [[0, 1, 2, 3]] * 3
+        assert played.policy.most == 6
+        first = {seed for tokens, _, seed in played.policy.asked}
+        assert first == {"0", "1", "2"}
+        pids = {one.pid for one in psutil.Process().children(recursive=True)}
+        played.play({}, {}, {}, samples=4)
+        assert {one.pid for one in psutil.Process().children(recursive=True)} == pids  # processes are used again
+
+
+@pytest.mark.parametrize("credit", ["turns", "environment"])
+def test_turns_have_their_own_credit(tmp_path: Path, credit: str) -> None:
+    with Played(tmp_path, counting, credit=Credit(credit), discount=0.5) as played:
+        ((rollout,),) = played.play()
+    assert rollout.turns is not None
+    assert rollout.credit is not None
+    by_turn = {turn: value for turn, value in zip(rollout.turns, rollout.credit, strict=True) if turn >= 0}
+    # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1; advantages as `hostile` says them
+    assert by_turn == ({0: -0.5, 1: 0.0} if credit == "turns" else {0: -1.0, 1: 2.0})
+
+
+def test_an_environment_that_cannot_be_is_refused_by_name() -> None:
+    for name, why in {
+        f"{HERE}:Nothing": "cannot be imported", f"{HERE}:WithoutStep": "has no methods reset and step",
+        f"{HERE}:os": "neither a class nor", f"{HERE}:Guess": "unexpected keyword argument 'odd'",
+    }.items():  # fmt: skip
+        said = refusal(check_importable, EnvironmentSection(name=name, settings={"odd": 1}))
+        assert said.startswith("environment.name: ")
+        assert why in said
+
+
+def test_tools_have_schemas_of_their_signatures() -> None:
+    def find(query: str, limit: int = 3, tags: list[str] | None = None) -> list[str]:
+        """Find documents."""
+        return [query] * limit
+
+    (schema,) = ToolBox([find]).schemas
+    function = schema["function"]
+    assert (function["name"], function["description"]) == ("find", "Find documents.")
+    assert function["parameters"]["required"] == ["query"]
+    assert function["parameters"]["properties"]["limit"] == {"default": 3, "type": "integer"}
+    assert ToolBox([find]).bound("find", {"query": "x", "limit": "2"})() == ["x", "x"]
+    with pytest.raises(TypeError, match="has no name that a model could give"):
+        ToolBox([lambda *words: words])
+
+
+def test_a_step_may_be_a_tuple() -> None:
+    assert as_step(("Again.", 1, False)) == Step("Again.", 1.0, False)
+    assert as_step(Environment().step(Answer("42", "42"))).done
