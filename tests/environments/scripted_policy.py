@@ -63,7 +63,9 @@ def call(name: str, **arguments: Any) -> str:
 class Played:
     """Sessions of an environment of `hostile`, with a policy that says what it is told."""
 
-    def __init__(self, folder: Path, says: Callable[[str, int], str], name: str = f"{HERE}:Guess", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, says: Callable[[str, int], str], name: str = f"{HERE}:Guess", **settings: Any
+    ) -> None:
         self.tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
         self.policy = ScriptedPolicy(self.tokenizer, says)
         context, response = settings.pop("context", 4096), settings.pop("response", 256)

@@ -37,12 +37,16 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
 
 def test_tools_are_called_and_answered(tmp_path: Path) -> None:
     def says(text: str, seed: int) -> str:
-        return "42" if '42<|im_end|>' in text else call("add", a=12, b=30)
+        return "42" if "42<|im_end|>" in text else call("add", a=12, b=30)
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
     assert rollout.session is not None
-    assert (rollout.session.reward, rollout.session.counts["calls"], rollout.session.counts["calls_failed"]) == (1, 1, 0)
+    assert (rollout.session.reward, rollout.session.counts["calls"], rollout.session.counts["calls_failed"]) == (
+        1,
+        1,
+        0,
+    )
     assert "<|im_start|>tool\n42<|im_end|>" in played.text(rollout)
 
 
