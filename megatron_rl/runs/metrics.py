@@ -123,6 +123,39 @@ _TABLE = (
         ("restarts", "engines, or servers of the fleet, that were started again", "sum", "engines"),
     ),
     *_rows(
+        "session",
+        ("turns_mean", "mean answers of a session (environment.name)", "mean", "turns"),
+        ("turns_max", "answers of the longest one", "max", "turns"),
+        ("turn_tokens_mean", "mean tokens of an answer", "mean", "tokens"),
+        ("turns_cut_fraction", "fraction of answers that were cut by their length"),
+        ("tool_calls", "tool calls that were made", "sum", "calls"),
+        (
+            "tool_calls_failed",
+            "those that raised, were late, or had wrong arguments: the policy reads why",
+            "sum",
+            "calls",
+        ),
+        ("tool_calls_late", "those that were stopped at environment.tool_timeout_s", "sum", "calls"),
+        ("tool_calls_unread", "answers that began a call which could not be read", "sum", "answers"),
+        ("tool_seconds_mean", "mean seconds from an answer to what follows it: tools, or step", "mean", "s"),
+        ("observations_cut", "messages cut to environment.observation_tokens", "sum", "messages"),
+        ("forks", "times that a conversation did not go on behind its exact tokens: a row more each", "sum", "forks"),
+        ("restarts", "sessions begun again after their environment failed", "sum", "sessions"),
+        ("errors", "sessions that failed twice: they are not trained on", "sum", "sessions"),
+        ("out_of_turns_fraction", "fraction of sessions that ended at environment.turns"),
+        ("out_of_context_fraction", "fraction of sessions that ended at a limit of tokens"),
+        *(
+            (f"turn_{turn}/{name}", f"turn {turn}, counted from 0: {meaning}", reducer, unit)
+            for turn in range(4)
+            for name, meaning, reducer, unit in (
+                ("sessions", "sessions that came to it", "sum", "sessions"),
+                ("tokens_mean", "mean tokens of its answer", "mean", "tokens"),
+                ("tool_seconds_mean", "mean seconds to what followed", "mean", "s"),
+                ("reward_mean", "mean reward that it was given", "mean", ""),
+            )
+        ),
+    ),
+    *_rows(
         "rollout_corr",
         ("kl", "KL(sampler, learner), plain estimate: mean of -d", "mean", "nats"),
         ("k3_kl", "the same KL, never negative: mean of exp(d) - 1 - d", "mean", "nats"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.files import replacing
-from megatron_rl.types import Batch, Prompt, Rollout, Scored, Verdict, collate, padded
+from megatron_rl.types import Batch, Prompt, Rollout, Scored, Session, SessionTurn, Verdict, collate, padded
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,10 @@ SCHEMA = pa.schema(
         ("kept_ids", pa.list_(pa.int32())),  # with rollout.top_k: what each token was drawn among, one after the other
         ("kept_counts", pa.list_(pa.int32())),  # how many at each token
         ("versions", pa.list_(pa.int32())),  # policy version of each token, where an update came between them
+        ("turns", pa.list_(pa.int32())),  # of a session: the turn that each token was sampled in, -1: in none
+        ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
+        ("row", pa.int32()),  # which branch of its session
+        ("session", pa.string()),  # what it has come to, and its messages, as JSON
         ("prox_logprobs", pa.list_(pa.float32())),
         ("weights", pa.list_(pa.float32())),  # applied by rollout_correction
         ("kept", pa.list_(pa.bool_())),  # the mask after rollout_correction
@@ -52,8 +56,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-_OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format", "kept_ids", "kept_counts", "versions")
-_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts", "versions")
+_OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
+_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts", "versions", "turns", "credit")
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
 AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
@@ -89,7 +93,8 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
     table = {
-        **{name: [getattr(rollout, name) for rollout in rollouts] for name in _OF_ROLLOUT},
+        **{name: [getattr(rollout, name) for rollout in rollouts] for name in (*_OF_ROLLOUT, "row", *_ANSWER[3:])},
+        "session": [None if rollout.session is None else _session_text(rollout.session) for rollout in rollouts],
         **{name: [getattr(one, name) for one in scored] for name in ("reward", "error", "verdict", "text")},
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
         "pieces": [columns.get("pieces", {}).get(place) for place in range(rows.start, rows.start + len(scored))],
@@ -105,6 +110,17 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
     return pa.table(table, schema=SCHEMA)
+
+
+def _session_text(session: Session) -> str:
+    return json.dumps(asdict(session), **AS_TEXT)
+
+
+def session_of(text: str | None) -> Session | None:
+    if not text:
+        return None
+    about = json.loads(text)
+    return Session(**{**about, "turns": tuple(SessionTurn(**turn) for turn in about["turns"])})
 
 
 def read_rollouts(path: Path) -> pa.Table:
@@ -153,6 +169,8 @@ def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
         logprobs=answer["sampler_logprobs"],
         **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
         format=row.get("format") or "",  # not in the files of old runs
+        row=row.get("row") or 0,
+        session=session_of(row.get("session")),
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )
     verdict = row.get("verdict")

@@ -39,7 +39,10 @@ DROPS_THINKING = (
 # the number of messages stands before all of them: nothing stays as it was
 REWRITES = "{{ messages | length }}: " + APPENDS
 # an answer has no end of its own
-NEVER_CLOSES = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+NEVER_CLOSES = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 # thinking is opened for the model, and written otherwise where it was closed
 OPENS_THINKING = APPENDS.replace("assistant\n{% endif", "assistant\n<think>\n\n</think>\n\n{% endif")
 OWN = {
@@ -104,7 +107,7 @@ class Talk:
         return message
 
     def sampled(self) -> list[int]:
-        """Anything that a policy may write: words tokenized as nobody would, thinking, half characters; ended or cut."""
+        """Anything a policy may write: words tokenized as nobody would, thinking, half characters; ended or cut."""
         draw, ids = self.random, list[int]()
         if draw.random() < 0.4:
             ids += self.tokenizer.encode("<think>\n" + " so" * draw.randrange(4) + "\n</think>\n\n")

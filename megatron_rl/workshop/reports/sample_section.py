@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pyarrow.compute as pc
 
 from megatron_rl.runs.console import finding
-from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps, session_of
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.types import Session
 from megatron_rl.workshop.reports.run_data import RunData, readable
 
 PROMPT = 1500  # characters
@@ -51,20 +52,47 @@ def _answer(step: int, row: Mapping[str, Any]) -> Answer:
         f"{len(row['token_ids'])} tokens",
         row["finish_reason"],
         *([f"mean |d| {sum(known) / len(known):.3f}"] if known else []),
+        *_of_session(session_of(row.get("session")), row.get("row")),
     ]
     return {
         "kind": "right" if row["verdict"] == "right" else "other",
         "facts": " · ".join(facts),
         "prompt": row["prompt"] if len(row["prompt"]) <= PROMPT else f"...{row['prompt'][-PROMPT:]}",
-        "spans": list(spans(row["pieces"], differences)),
+        "spans": list(spans(_with_speakers(row), differences)),
         "truth": None if row["truth"] is None else str(row["truth"])[:300],
     }
 
 
+def _of_session(session: Session | None, branch: int | None) -> Iterator[str]:
+    if session is not None:
+        calls = sum(turn.tool_calls for turn in session.turns)
+        yield f"{len(session.turns)} turns, {calls} tool calls, ended: {session.end}"
+        if session.rows > 1:
+            yield f"branch {(branch or 0) + 1} of {session.rows}"
+
+
+def _with_speakers(row: Mapping[str, Any]) -> list[str]:
+    """The text of each token; of a session, with who begins to speak there."""
+    turns, pieces = row.get("turns") or [], list(row["pieces"])
+    session = session_of(row.get("session"))
+    for place, turn in enumerate(turns):
+        if place and turn == turns[place - 1]:
+            continue
+        reward = session.turns[turn].reward if session and 0 <= turn < len(session.turns) else None
+        said = (
+            "environment" if turn < 0 else f"policy, turn {turn}" + ("" if reward is None else f", reward {reward:g}")
+        )
+        pieces[place] = f"\n[{said}]\n{pieces[place]}"
+    return pieces
+
+
 def _differences(row: Mapping[str, Any]) -> list[float]:
+    """p - mu of each token; NaN where nobody has sampled it."""
     if row["prox_logprobs"] is None:
         return [math.nan] * len(row["token_ids"])
-    return [p - mu for p, mu in zip(row["prox_logprobs"], row["sampler_logprobs"], strict=True)]
+    found = [p - mu for p, mu in zip(row["prox_logprobs"], row["sampler_logprobs"], strict=True)]
+    turns = row.get("turns") or [0] * len(found)
+    return [value if turn >= 0 else math.nan for value, turn in zip(found, turns, strict=True)]
 
 
 def spans(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[Span]:
