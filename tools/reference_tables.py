@@ -15,6 +15,7 @@ GROUPS: dict[str, str] = {
     "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
     "eval": "What the sampler answers on data.eval; a named set has `eval/NAME/accuracy` and so on.",
     "rollout": "What was generated.",
+    "session": "With an environment: how the conversations went ([environments.md](environments.md)).",
     "rollout_corr": (
         "How far the sampler and the learner disagree, and what the correction did about it. Names that verl also "
         "has mean the same thing here. p and mu are the learner's and the sampler's logprob of a sampled token, "
