@@ -1,5 +1,5 @@
-"""Generator of the tools task: products that the tiny policy cannot work out, and a tokenizer in whose vocabulary a tool
-call is a few pieces. Its warm start's answers show the call in some rows, and guess in the others.
+"""Generator of the tools task: products that a tiny policy cannot work out, and a tokenizer in whose vocabulary a tool
+call is a few pieces. What its warm start imitates calls the tool in some rows, and guesses in the others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_rl.data.toy import TEXT_END, TURN_END, TURN_START, ToyShape, hf_config, save_tokenizer, write_rows
 
-SMALLEST, LARGEST = 100, 999  # factors
+SMALLEST, LARGEST = 317, 999  # factors: all products have six digits
 PRODUCTS, HELD_OUT = 12_000, 256
-CALLS = 0.3  # of the questions of a warm start; the others are answered with a guess
-NEAR = 0.2  # how far off a guess is, at most
+CALLS = 0.35  # of the questions of a warm start; the others are answered with a guess
+GUESSED = -4  # a guess is rounded to two of the six digits
 CALL_START, CALL_END = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "', '"}}\n</tool_call>'
 SPECIAL = (TEXT_END, TURN_START, TURN_END)
 PIECES = (
@@ -68,7 +68,7 @@ def _imitated(row: dict[str, str], draw: random.Random) -> Iterator[dict[str, An
         yield {**row, "answer": f"{CALL_START}{row['prompt']}{CALL_END}"}
         yield _with_result(row)
     else:
-        yield {**row, "answer": str(int(int(row["answer"]) * draw.uniform(1 - NEAR, 1 + NEAR)))}
+        yield {**row, "answer": str(round(int(row["answer"]), GUESSED))}
 
 
 def _with_result(row: dict[str, str]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_tool_tokenizer(folder: Path) -> None:
-    """A tokenizer of characters and of the pieces of chats, its template, and the config.json of a model that reads it."""
+    """A tokenizer of characters and of the pieces of chats, its template, and the config.json of a model for it."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = {token: number for number, token in enumerate([*SPECIAL, *PIECES, *CHARACTERS])}

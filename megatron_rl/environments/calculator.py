@@ -46,9 +46,9 @@ def _bounded(value: int) -> int:
 
 
 class Calculator(Environment):
-    """A question whose last line of the answer is judged: 1 where it is the row's number, else 0.
+    """A question that is worth 1 where the answer is the row's, else 0.
 
-    With `own_reward: false` the recipe's reward judges it instead; `instruction` follows each question.
+    `own_reward: false` leaves that to the recipe's reward; `instruction` follows each question.
     """
 
     tools: Sequence[Tool] = (calculate,)
