@@ -37,7 +37,7 @@ def test_whatever_it_is_given_it_answers_with_a_number_or_says_why_not(expressio
     [
         "", "1/2", "2**3", "1.5+1", "True+1", "1j", "x", "abs(1)", "'a'*3", "1 if 1 else 2", "[1]",
         "9" * (MOST_DIGITS + 1), "*".join(["9" * 50] * 3),
-        "(" * 99 + "1" + ")" * 99, "1+" * MOST_CHARACTERS + "1", "1;2", "__import__('os')",
+        "1+" * MOST_CHARACTERS + "1", "1;2", "__import__('os')",
     ],
 )  # fmt: skip
 def test_what_is_no_arithmetic_or_too_long_is_refused(expression: str) -> None:
