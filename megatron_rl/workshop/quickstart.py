@@ -100,7 +100,7 @@ def _summary(run: RunDir, seconds: float) -> str:
     status = read_status(run.path)["state"]
     accuracy = f"{evals[0][1]:.2f} before, {evals[-1][1]:.2f}" if evals else "not measured,"
     return (
-        f"\n{status} in {wall}. Greedy accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
+        f"\n{status} in {wall}. Accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
         f"Sampler against learner: mean k3 KL {kl:.4f} nats per token. Weight sync: {sync:.1%} of the time.\n"
         f"The report, with curves: {run.report}"
     )
