@@ -103,14 +103,14 @@ def write_toy(
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
     test, train = problems[: task.held_out], problems[task.held_out :]
-    counts = _write_rows(folder, train, test)
+    counts = write_rows(folder, train, test)
     write_tokenizer(folder / "model")
     config = hf_config(shape) if like is None else shrunk(like)
     (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return counts
 
 
-def _write_rows(folder: Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def write_rows(folder: Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -192,7 +192,7 @@ def write_reasoning(folder: Path) -> dict[str, int]:
         rows.setdefault(entry["question"], {"prompt": entry["question"], **entry})
     test, train = list(rows.values())[:HELD_OUT], list(rows.values())[HELD_OUT:]
     write_chat_tokenizer(folder / "model", (f"user\n{row['question']}\nassistant\n{row['answer']}" for row in train))
-    return _write_rows(folder, train, test)
+    return write_rows(folder, train, test)
 
 
 def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:

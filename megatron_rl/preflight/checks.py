@@ -202,7 +202,8 @@ def environment(
 
     try:
         about = check_importable(environment)
-        yield from problems(environment, model.folder, data.template or {}, about.tools, about.agent)
+        if model.folder.is_dir():  # else it is still to be brought
+            yield from problems(environment, model.folder, data.template or {}, about.tools, about.agent)
     except ConfigError as error:
         yield str(error)
 

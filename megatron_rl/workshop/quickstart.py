@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_counting, write_reasoning, write_toy
+from megatron_rl.data.toy_tools import write_tools
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir
@@ -32,10 +33,12 @@ def _task(name: str, about: str, write: Callable[[Path], dict[str, int]], recipe
 TOY = "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters"
 COUNTING = "counting on in steps, 32 tokens an answer: every one of eight sums has to be right"
 REASONING = "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters"
+TOOLS = "products of numbers of three digits, a calculator to call, a Qwen3 of under a million parameters"
 TASKS = {
     "toy": _task("toy", TOY, write_toy, "quickstart"),
     "counting": _task("counting", COUNTING, write_counting, "counting"),
     "reasoning": _task("reasoning", REASONING, write_reasoning, "reasoning"),
+    "tools": _task("tools", TOOLS, write_tools, "tools"),
 }
 # overrides that say where things run: the warm start runs there too
 OF_THE_MACHINE = (
@@ -97,7 +100,7 @@ def _summary(run: RunDir, seconds: float) -> str:
     status = read_status(run.path)["state"]
     accuracy = f"{evals[0][1]:.2f} before, {evals[-1][1]:.2f}" if evals else "not measured,"
     return (
-        f"\n{status} in {wall}. Greedy accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
+        f"\n{status} in {wall}. Accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
         f"Sampler against learner: mean k3 KL {kl:.4f} nats per token. Weight sync: {sync:.1%} of the time.\n"
         f"The report, with curves: {run.report}"
     )

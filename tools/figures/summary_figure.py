@@ -1,4 +1,5 @@
 """One static SVG about one or several runs, for a README: held-out accuracy, reward and mismatch side by side.
+Of runs with an environment it shows the tool's calls in place of the reward.
 
 python tools/figures/summary_figure.py docs/quickstart.svg runs/quickstart [RUN ...]
 """
@@ -16,6 +17,7 @@ from megatron_rl.workshop.reports.svg import LEFT, TITLE, Plot, heading, legend,
 
 WIDTH, HEIGHT = 1200, 330
 KL = "rollout_corr/k3_kl"
+CALLS, SESSIONS = "session/tool_calls", "session/turn_0/sessions"
 
 
 def write_summary_figure(run_dirs: Sequence[Path], output: Path) -> None:
@@ -24,9 +26,17 @@ def write_summary_figure(run_dirs: Sequence[Path], output: Path) -> None:
 
 def summary_svg(runs: Sequence[RunData]) -> str:
     reward = next((name for run in runs if (name := run.first_of("reward/sampler_mean", "reward/mean"))), "reward/mean")
+    sampled = any(run.setting("eval.temperature") for run in runs)
     panels: list[tuple[str, Callable[[RunData], Series], bool, float | None]] = [
-        ("Held-out accuracy (greedy)", lambda run: run.series("eval/accuracy"), True, 1.0),
-        ("Reward of sampled answers", lambda run: _smooth(run.series(reward, 1)), False, 1.0),
+        (
+            f"Held-out accuracy ({'sampled' if sampled else 'greedy'})",
+            lambda run: run.series("eval/accuracy"),
+            True,
+            1.0,
+        ),
+        ("Calls of a tool in each session", lambda run: _smooth(calls(run)), False, None)
+        if any(run.first_of(CALLS) for run in runs)
+        else ("Reward of sampled answers", lambda run: _smooth(run.series(reward, 1)), False, 1.0),
         ("Sampler / learner mismatch, KL in nats", lambda run: _smooth(run.series(KL, 1)), False, None),
     ]
     parts = list(legend(LEFT, [(run.name, colour(number)) for number, run in enumerate(runs)]))
@@ -50,6 +60,12 @@ def _panel(index: int, title: str, series: Sequence[Series], dots: bool, top_val
         if dots:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{paint}"/>' for x, y in plot.points(one)]
     return "\n".join(parts)
+
+
+def calls(run: RunData) -> Series:
+    """Calls of tools over the sessions of each step."""
+    made, sessions = run.series(CALLS, 1), run.series(SESSIONS, 1)
+    return Series(made.steps, [one / max(1.0, all) for one, all in zip(made.values, sessions.values, strict=True)])
 
 
 def _smooth(series: Series) -> Series:

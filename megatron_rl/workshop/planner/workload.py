@@ -59,7 +59,7 @@ class Workload:
             sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
             prompt=max(assumed.prompt * rollout.max_prompt_tokens, 1),
             response=max(assumed.response * rollout.max_response_tokens, 1),
-            longest=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            longest=rollout.context_tokens,
             updates=learner.n_minibatches,
         )
 

@@ -8,7 +8,7 @@ from html import unescape
 import numpy as np
 import pytest
 from run_factory import make_config, make_run, make_yaml, quiet
-from summary_figure import summary_svg
+from summary_figure import calls, summary_svg
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
@@ -178,6 +178,14 @@ def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
     numbers = [float(n) for line in root.findall(".//{*}polyline") for n in re.split("[ ,]", line.get("points"))]
     assert all(0 <= number <= 1200 for number in numbers)
     assert {"tis_int8", "none_bf16"} <= {text.text for text in root.findall(".//{*}text")}
+
+
+def test_of_runs_with_an_environment_it_shows_the_calls_of_each_session(tmp_path):
+    lines = [{"progress/step": 1, "session/tool_calls": 6, "session/turn_0/sessions": 4, "eval/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = load_run(tmp_path)
+    assert calls(run).values == [1.5]
+    assert "Calls of a tool in each session" in summary_svg([run])
 
 
 def test_an_answer_of_many_tokens_is_shown_by_its_ends():
