@@ -60,7 +60,13 @@ class Gateway:
         place = socket.socket()
         place.bind(("127.0.0.1", 0))
         self._port = place.getsockname()[1]
-        settings: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False, "ws": "none"}
+        settings: dict[str, Any] = {
+            "lifespan": "off",
+            "log_level": "warning",
+            "access_log": False,
+            "ws": "none",
+            "interface": "asgi3",
+        }
         self._server = uvicorn.Server(uvicorn.Config(self._serve, **settings))
         self._serving = asyncio.create_task(self._server.serve([place]))
         while not self._server.started and not self._serving.done():
