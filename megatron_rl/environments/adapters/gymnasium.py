@@ -76,6 +76,7 @@ class TextArena(_Made):
     ) -> None:
         super().__init__(target, arguments, action, seed)
         self._opponents = [imported(name) for name in opponents]
+        self._seen = ""
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._environment.reset(num_players=1 + len(self._opponents), **self._beginning(row))
@@ -97,7 +98,9 @@ class TextArena(_Made):
         while True:
             player, seen = self._environment.get_observation()
             if player == 0:
-                return False, seen if isinstance(seen, str) else "\n".join(one[1] for one in seen)
+                text = seen if isinstance(seen, str) else "\n".join(one[1] for one in seen)
+                new, self._seen = text.removeprefix(self._seen), text  # its wrappers say everything each time
+                return False, new.strip() or text
             if self._environment.step(action=self._opponents[player - 1](seen))[0]:
                 return True, ""
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
@@ -38,8 +39,9 @@ class Agent:
         if self._python is None:
             return await play(asked)
         if self._process is None:
-            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": LARGEST}
-            self._process = await asyncio.create_subprocess_exec(self._python, "-c", PROGRAM, __file__, **pipes)
+            self._process = await asyncio.create_subprocess_exec(
+                self._python, "-c", PROGRAM, __file__, stdin=PIPE, stdout=PIPE, limit=LARGEST
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked, default=str).encode() + b"\n")
         await self._process.stdin.drain()
@@ -96,16 +98,9 @@ def _loaded(name: str, arguments: str) -> Any:
     given = json.loads(arguments)
     if hasattr(verifiers, "load_environment"):
         return verifiers.load_environment(name, **given)
-    from verifiers.v1.utils.loaders import load_environment
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    given["taskset"] = {**given.get("taskset", {}), "id": name}
-    return load_environment(_config_v1(given))
-
-
-def _config_v1(given: dict[str, Any]) -> Any:
-    from verifiers.v1.configs.cli.env import resolve_env_field
-
-    return resolve_env_field(given)
+    return load_environment(resolve_env_config({**given, "taskset": {**given.get("taskset", {}), "id": name}}))
 
 
 def _serve() -> None:
