@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,8 @@ HERE = "adapted_parts"  # this module's objects, as a recipe names them
 
 
 @pytest.fixture(autouse=True)
-def _named(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
-    yield
 
 
 class Played:

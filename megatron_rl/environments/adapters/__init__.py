@@ -6,7 +6,8 @@ docs/environments_adapters.md says what each was tried with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.environments.environment import as_messages
@@ -25,14 +26,10 @@ def opening(prompt: Any, said: Any, between: str = "\n\n") -> list[dict[str, Any
     return [*messages[:-1], {**messages[-1], "content": text}]
 
 
-def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(str(one.get("content") or "") for one in messages)
-
-
 def numbers_of(found: Mapping[str, Any] | None) -> dict[str, float]:
     """The numbers among what an environment reports: bools, floats, tensors of one number."""
     numbers = {}
     for name, value in (found or {}).items():
-        if (not isinstance(value, str | bytes) and hasattr(value, "__float__") and getattr(value, "size", 1) in (0, 1)) or (hasattr(value, "numel") and value.numel() == 1):
+        if hasattr(value, "__float__") and (not hasattr(value, "item") or math.prod(getattr(value, "shape", ())) == 1):
             numbers[str(name)] = float(value)
     return numbers

@@ -10,21 +10,7 @@ from megatron_rl.environments.environment import Answer, Step
 from megatron_rl.rewards.functions import imported
 
 
-class _Made:
-    """An environment that a name has led to, or none yet."""
-
-    def __init__(self, target: str, arguments: Mapping[str, Any] | None, action: str | None, seed: str) -> None:
-        self._environment = imported(target)(**(arguments or {}))
-        self._action = imported(action) if action else lambda text: text
-        self._seed = seed
-        self._begun = False
-
-    def _beginning(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        self._begun = True
-        return {} if row.get(self._seed) is None else {"seed": int(row[self._seed])}
-
-
-class Environment(_Made):
+class Environment:
     """A conversation with a gymnasium environment: `target` and its `arguments`, such as `gymnasium:make` and an id.
 
     `action: module:function` makes an action of an answer's text, and `observation: module:function` a text of an
@@ -39,11 +25,12 @@ class Environment(_Made):
         observation: str | None = None,
         seed: str = "seed",
     ) -> None:
-        super().__init__(target, arguments, action, seed)
+        self._environment, self._seed = imported(target)(**(arguments or {})), seed
+        self._action = imported(action) if action else str
         self._text = imported(observation) if observation else str
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        observation, _ = self._environment.reset(**self._beginning(row))
+        observation, _ = self._environment.reset(**_seeded(row, self._seed))
         return opening(row.get("prompt", ""), self._text(observation))
 
     def step(self, answer: Answer) -> Step:
@@ -60,7 +47,7 @@ class Environment(_Made):
             self._environment.close()
 
 
-class TextArena(_Made):
+class TextArena:
     """A conversation with a game of TextArena's, `arguments: {env_id: ...}`; the policy is player 0.
 
     Others play as `opponents: [module:function, ...]` does, which is given what they see, and returns their action.
@@ -70,27 +57,25 @@ class TextArena(_Made):
         self,
         target: str = "textarena:make",
         arguments: Mapping[str, Any] | None = None,
-        action: str | None = None,
         opponents: Sequence[str] = (),
         seed: str = "seed",
     ) -> None:
-        super().__init__(target, arguments, action, seed)
+        self._environment, self._seed = imported(target)(**(arguments or {})), seed
         self._opponents = [imported(name) for name in opponents]
         self._seen = ""
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self._environment.reset(num_players=1 + len(self._opponents), **self._beginning(row))
+        self._environment.reset(num_players=1 + len(self._opponents), **_seeded(row, self._seed))
         return opening(row.get("prompt", ""), self._turn()[1])
 
     def step(self, answer: Answer) -> Step:
-        done, info = self._environment.step(action=self._action(answer.content))
+        done, info = self._environment.step(action=answer.content)
         said = ""
         if not done:
             done, said = self._turn()
         if not done:
             return Step(said, numbers=numbers_of(info))
         rewards, _ = self._environment.close()
-        self._begun = False
         return Step((), float((rewards or {}).get(0, 0.0)), True, numbers_of(info))
 
     def _turn(self) -> tuple[bool, str]:
@@ -104,6 +89,6 @@ class TextArena(_Made):
             if self._environment.step(action=self._opponents[player - 1](seen))[0]:
                 return True, ""
 
-    def close(self) -> None:
-        if self._begun:
-            self._environment.close()
+
+def _seeded(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {} if row.get(name) is None else {"seed": int(row[name])}

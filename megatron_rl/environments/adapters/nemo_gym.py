@@ -1,8 +1,8 @@
 """NeMo Gym's agents over HTTP: POST /run with a row's responses_create_params, the reward in the reply.
 
 NeMo Gym's model server has one address for all rollouts, and a session of the gateway has its own. A relay stands
-between: `python -m megatron_rl.environments.adapters.nemo_gym PORT`, with `policy_base_url: http://127.0.0.1:PORT/v1` in
-NeMo Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
+between: `python -m megatron_rl.environments.adapters.nemo_gym PORT`, and `policy_base_url: http://127.0.0.1:PORT/v1`
+in NeMo Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
 """
 
 from __future__ import annotations

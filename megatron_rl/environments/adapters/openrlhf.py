@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.environments.adapters import numbers_of, text_of
+from megatron_rl.environments.adapters import numbers_of
 from megatron_rl.environments.environment import Answer, Step, as_messages
 from megatron_rl.rewards.functions import imported
 
@@ -28,7 +28,7 @@ class Environment:
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._agent, self._given = self._make(), row.get(self._label)
         messages = as_messages(row["prompt"])
-        prompt = text_of(messages)
+        prompt = "\n".join(str(one.get("content") or "") for one in messages)
         self._seen = (await self._agent.reset({"observation": prompt, "label": self._given}))["observation"]
         return messages if self._seen == prompt else as_messages(self._found(self._seen))
 
@@ -44,6 +44,3 @@ class Environment:
     def _found(self, text: str) -> str:
         match = self._feedback.search(text) if self._feedback else None
         return match[1] if match else text
-
-    def close(self) -> None:
-        self._agent = None
