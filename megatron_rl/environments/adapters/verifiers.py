@@ -110,7 +110,7 @@ def _serve() -> None:
         for line in sys.stdin:
             try:
                 found: Mapping[str, Any] = loop.run_until_complete(play(json.loads(line)))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:500]}
             replies.write(json.dumps(found, default=float) + "\n")
             replies.flush()
