@@ -217,16 +217,16 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             content = "".join(part["text"] for part in content)
         message = {**one, "content": content or ""}
         if one.get("tool_calls"):
-            message["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": _as_mapping(call["function"]["arguments"])}}
-                for call in one["tool_calls"]
-            ]
+            message["tool_calls"] = [{**call, "function": _as_sampled(call["function"])} for call in one["tool_calls"]]
         messages.append({key: value for key, value in message.items() if value is not None})
     return messages
 
 
-def _as_mapping(arguments: Any) -> Any:
-    return read_arguments(arguments) if isinstance(arguments, str) else arguments
+def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The name first, as it was answered: OpenAI's clients turn the order, and a template may write all of it."""
+    arguments = function["arguments"]
+    read = read_arguments(arguments) if isinstance(arguments, str) else arguments
+    return {"name": function["name"], **function, "arguments": read}
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Environment: the interface of what a policy talks to for several turns, and how a recipe's class or agent is loaded.
 
 A subclass says how a conversation begins (`reset`), and what follows an answer (`step`); `tools` are plain typed Python
-functions, which are called for it. An agent is a coroutine function `run(base_url, row)`, which holds the conversation
-itself, by OpenAI's API; docs/environments.md takes both to a run.
+functions, which are called for it. An agent is a coroutine function `run(base_url, row, **settings)`, or a class with
+such a method, whose constructor takes the settings: it holds the conversation itself, by OpenAI's API.
+docs/environments.md takes both to a run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 Message = Mapping[str, Any]  # as chat templates have them: role, content, ...
@@ -64,8 +66,9 @@ class Environment:
         """What follows an answer without tool calls: by default the end, and the recipe's reward judges the answer."""
         return Step(done=True)
 
-    def close(self) -> None:
-        """Called at the conversation's end, whatever that was."""
+    def close(self) -> float | None:
+        """Called at the conversation's end, whatever that was; a number is added to the last turn's reward."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Loaded:
     """What `environment.name` has led to: one of the two."""
 
     make: Callable[..., Environment] | None = None
-    agent: Agent | None = None
+    agent: Callable[..., Agent] | None = None  # an agent of these settings
 
 
 def load(name: str) -> Loaded:
@@ -82,7 +85,9 @@ def load(name: str) -> Loaded:
 
     found = imported(name)
     if inspect.iscoroutinefunction(found):
-        return Loaded(agent=found)
+        return Loaded(agent=lambda **settings: partial(found, **settings))
+    if isinstance(found, type) and inspect.iscoroutinefunction(getattr(found, "run", None)):
+        return Loaded(agent=lambda **settings: found(**settings).run)
     if not callable(found):
         raise LookupError(f"{name!r} is {type(found).__name__}: neither a class nor a coroutine function")
     if isinstance(found, type) and not all(callable(getattr(found, one, None)) for one in ("reset", "step")):

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_rl.config.schema import EnvironmentSection
@@ -149,9 +149,11 @@ class EnvironmentSession:
             messages = [*messages, message, *(self._cut(one) for one in more)]
         else:
             transcript.end = "turns"
+        last = await self._process.ask({"do": "close"}, self._limit_s)
+        if last is not None and transcript.turns:
+            transcript.turns[-1] = replace(transcript.turns[-1], reward=(transcript.turns[-1].reward or 0.0) + last)
         rewards = [one.reward for one in transcript.turns if one.reward is not None]
         transcript.reward = sum(rewards) if rewards else None
-        await self._process.ask({"do": "close"}, self._limit_s)
 
     async def _follow(
         self, number: int, completion: Completion, message: dict[str, Any], tools: Sequence[Any]

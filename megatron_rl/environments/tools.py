@@ -1,4 +1,7 @@
-"""Tools of an environment: the JSON schema of a typed Python function, and a call with arguments that a model wrote."""
+"""Tools of an environment: the JSON schema of a typed Python function, and a call with arguments that a model wrote.
+
+A function with an attribute `schema`, as OpenAI's API has it, is shown with that one, and checks its arguments itself.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,26 @@ class ToolBox:
 
     def __init__(self, tools: Any) -> None:
         self._tools = {name_of(tool): tool for tool in tools or ()}
-        self._forms = {name: _form(name, tool) for name, tool in self._tools.items()}
+        self._own = {name: tool.schema for name, tool in self._tools.items() if hasattr(tool, "schema")}
+        self._forms = {name: _form(name, tool) for name, tool in self._tools.items() if name not in self._own}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """As chat templates and OpenAI's API have them."""
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": inspect.getdoc(self._tools[name]) or "",
-                    "parameters": _plain(form.model_json_schema()),
-                },
-            }
-            for name, form in self._forms.items()
-        ]
+        return [self._own[name] if name in self._own else self._shown(name) for name in self._tools]
+
+    def _shown(self, name: str) -> dict[str, Any]:
+        function = {
+            "name": name,
+            "description": inspect.getdoc(self._tools[name]) or "",
+            "parameters": _plain(self._forms[name].model_json_schema()),
+        }
+        return {"type": "function", "function": function}
 
     def bound(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """The call, ready to be made; ValueError says what the model got wrong."""
+        if name in self._own:
+            return partial(self._tools[name], **arguments)
         form = self._forms.get(name)
         if form is None:
             raise ValueError(f"there is no tool {name[:100]!r}; there are: {', '.join(self._tools) or 'none'}")

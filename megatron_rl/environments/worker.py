@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_rl.environments.environment import (
+    Agent,
     Answer,
     Environment,
     Loaded,
@@ -76,12 +77,14 @@ def main(descriptor: int, parent: int) -> None:
 def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Whether it is an agent, and the tools that it has; an environment is made once, to see that it can be."""
     if loaded.make is None:
+        assert loaded.agent is not None
+        inspect.signature(loaded.agent(**settings)).bind("", {})
         return {"agent": True, "tools": []}
     environment = loaded.make(**settings)
     try:
         return {"agent": False, "tools": ToolBox(getattr(environment, "tools", ())).schemas}
     finally:
-        _closed(environment)
+        _settle(asyncio.new_event_loop(), _closed(environment))
 
 
 def _live(connection: socket.socket, nursery: int, loaded: Loaded, settings: Mapping[str, Any]) -> None:
@@ -116,6 +119,7 @@ class Conversation:
     def __init__(self, loaded: Loaded, settings: Mapping[str, Any]) -> None:
         self._loaded, self._settings = loaded, settings
         self._environment: Environment | None = None
+        self._agent: Agent | None = None
         self._tools = ToolBox(())
         self._loop = asyncio.new_event_loop()
 
@@ -190,26 +194,31 @@ class Conversation:
 
     def _run(self, base_url: str, key: str, row: Mapping[str, Any]) -> Any:
         assert self._loaded.agent is not None
+        self._agent = self._agent or self._loaded.agent(**self._settings)
         os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}  # where OpenAI's clients look for them
-        found = self._settled(self._loaded.agent(base_url, row))
+        found = self._settled(self._agent(base_url, row))
         if isinstance(found, Mapping):
             numbers = {str(name): float(number) for name, number in found.items()}
             return {"reward": numbers.pop("reward", numbers.pop("score", None)), "numbers": numbers}
         return {"reward": None if found is None else float(found), "numbers": {}}
 
-    def _close(self) -> None:
+    def _close(self) -> float | None:
+        """The reward that the environment adds at the end."""
         environment, self._environment = self._environment, None
-        if environment is not None:
-            _closed(environment)
+        reward = None if environment is None else self._settled(_closed(environment))
+        return None if reward is None else float(reward)
 
     def _settled(self, returned: Any) -> Any:
-        return self._loop.run_until_complete(returned) if inspect.isawaitable(returned) else returned
+        return _settle(self._loop, returned)
 
 
-def _closed(environment: Any) -> None:
+def _settle(loop: asyncio.AbstractEventLoop, returned: Any) -> Any:
+    return loop.run_until_complete(returned) if inspect.isawaitable(returned) else returned
+
+
+def _closed(environment: Any) -> Any:
     close = getattr(environment, "close", None)
-    if callable(close):
-        close()
+    return close() if callable(close) else None
 
 
 def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,71 @@
+"""NeMo Gym's agents over HTTP: POST /run with a row's responses_create_params, the reward in the reply.
+
+NeMo Gym's model server has one address for all rollouts, and a session of the gateway has its own. A relay stands
+between: `python -m megatron_rl.environments.adapters.nemo_gym PORT`, and `policy_base_url: http://127.0.0.1:PORT/v1`
+in NeMo Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from megatron_rl.environments.adapters import numbers_of
+from megatron_rl.environments.environment import as_messages
+
+URL, KEY = "policy_base_url", "policy_api_key"  # in the metadata
+LARGEST = 32 << 20
+
+
+class Agent:
+    """Has the agent server at `url` play each row. `params`: responses_create_params for rows that have none."""
+
+    def __init__(self, url: str, params: Mapping[str, Any] | None = None) -> None:
+        self._url, self._params = url.rstrip("/").removesuffix("/run"), dict(params or {})
+
+    async def run(self, base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
+        params = row.get("responses_create_params") or {"input": as_messages(row["prompt"])}
+        params = {**self._params, **(json.loads(params) if isinstance(params, str) else params)}
+        session = {URL: base_url, KEY: os.environ["OPENAI_API_KEY"]}
+        params["metadata"] = {**(params.get("metadata") or {}), **session}
+        body = {**row, "responses_create_params": params}
+        timeout = aiohttp.ClientTimeout(total=None)  # environment.session_timeout_s ends it
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as client,
+            client.post(f"{self._url}/run", json=body) as response,
+        ):
+            if response.status >= 400:
+                raise RuntimeError(f"{self._url}/run: {response.status} {(await response.text())[:300]}")
+            reply = await response.json()
+        return {**numbers_of(reply.get("reward_components")), "reward": float(reply["reward"])}
+
+
+async def relayed(request: web.Request) -> web.Response:
+    """A request of NeMo Gym's model server, sent to the gateway of its session."""
+    body = await request.json()
+    metadata = body.pop("metadata", None) or {}
+    url, key = metadata.get(URL, ""), metadata.get(KEY, "")
+    if not url.startswith("http://127.0.0.1:"):
+        return web.json_response({"error": {"message": f"metadata has no {URL} of a gateway"}}, status=400)
+    headers = {"Authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
+        client.post(f"{url}/chat/completions", json=body, headers=headers) as response,
+    ):
+        return web.Response(body=await response.read(), status=response.status, content_type="application/json")
+
+
+def relay() -> web.Application:
+    application = web.Application(client_max_size=LARGEST)
+    application.router.add_post("/v1/chat/completions", relayed)
+    return application
+
+
+if __name__ == "__main__":
+    web.run_app(relay(), host="127.0.0.1", port=int(sys.argv[1]), print=None)

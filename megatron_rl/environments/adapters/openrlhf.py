@@ -1,0 +1,46 @@
+r"""OpenRLHF's agents (AgentInstanceBase): `reset(states)`, and `step(states)` with rewards and feedback.
+
+OpenRLHF's prompts and feedback are raw text, the marks of the chat template in them; here they are messages. `feedback`
+is a regular expression that finds the message in the text, such as `user\n(.*?)<\|im_end\|>` (its first group; all of
+the text without one, and where it finds nothing).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.environments.adapters import numbers_of
+from megatron_rl.environments.environment import Answer, Step, as_messages
+from megatron_rl.rewards.functions import imported
+
+
+class Environment:
+    """A conversation with an AgentInstance. `label`: the column of the row that is its label."""
+
+    def __init__(self, target: str, label: str = "label", feedback: str | None = None) -> None:
+        self._make, self._label = imported(target), label
+        self._feedback = re.compile(feedback, re.DOTALL) if feedback else None
+        self._agent: Any = None
+        self._seen, self._given = "", None  # what OpenRLHF calls observation_text; the label
+
+    async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._agent, self._given = self._make(), row.get(self._label)
+        messages = as_messages(row["prompt"])
+        prompt = "\n".join(str(one.get("content") or "") for one in messages)
+        self._seen = (await self._agent.reset({"observation": prompt, "label": self._given}))["observation"]
+        return messages if self._seen == prompt else as_messages(self._found(self._seen))
+
+    async def step(self, answer: Answer) -> Step:
+        states = {"observation_text": self._seen, "action_text": answer.text, "label": self._given}
+        found = await self._agent.step({**states, "sampling_params": None})
+        said = found["environment_feedback"]
+        self._seen += answer.text + said
+        numbers = numbers_of({"score": found.get("scores"), **(found.get("extra_logs") or {})})
+        done = bool(found["done"])
+        return Step(() if done else self._found(said), float(found["rewards"]), done, numbers)
+
+    def _found(self, text: str) -> str:
+        match = self._feedback.search(text) if self._feedback else None
+        return match[1] if match else text

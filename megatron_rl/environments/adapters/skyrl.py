@@ -1,0 +1,53 @@
+"""SkyRL-Gym's environments (BaseTextEnv): `init(prompt)`, `step(action)` with observations, reward, done, metadata."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.environments.adapters import numbers_of
+from megatron_rl.environments.environment import Answer, Step, as_messages
+from megatron_rl.rewards.functions import imported
+
+
+class Environment:
+    """A conversation with a BaseTextEnv: `target: module:Class`, or `id`, the name it is registered by in skyrl_gym.
+
+    `env_config` and `extras` go to its constructor; the row's columns are among the extras, as SkyRL has it.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        id: str | None = None,
+        env_config: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (target is None) == (id is None):
+            raise ValueError("give either target, module:Class, or id, a name that skyrl_gym knows")
+        self._make, self._id = imported(target or "skyrl_gym:make"), id
+        self._config, self._extras = dict(env_config or {}), dict(extras or {})
+        self._environment: Any = None
+
+    def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        extras = {name: value for name, value in row.items() if name != "prompt"} | self._extras
+        given = () if self._id is None else (self._id,)
+        self._environment = self._make(*given, env_config=self._config, extras=copy.deepcopy(extras))
+        messages, _ = self._environment.init(as_messages(row["prompt"]))
+        return messages
+
+    async def step(self, answer: Answer) -> Step:
+        found = self._environment.step(answer.text)
+        if inspect.isawaitable(found):
+            found = await found
+        done = bool(found["done"])
+        numbers = numbers_of(found.get("metadata"))
+        if done:
+            numbers |= numbers_of(self._environment.get_metrics())
+        return Step(found["observations"], float(found["reward"]), done, numbers)
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()

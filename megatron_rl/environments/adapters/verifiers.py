@@ -1,0 +1,120 @@
+"""Verifiers' environments (PyPI verifiers) as an agent: they ask the gateway as they ask any OpenAI client's endpoint.
+
+With `python`, an interpreter that has verifiers where this project's has not, that interpreter plays them in a process
+of its own, which runs this file without the rest of the project.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import cache
+from typing import Any
+
+MODEL = "policy"
+# not `python FILE`: that would put this folder, and this file, before the package of its name
+PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+LARGEST = 16 << 20
+
+
+class Agent:
+    """Plays the environment `name`, loaded with `arguments`, for each row: its own task number `index` of the row.
+
+    A row without `index` is itself the task, as verifiers' data sets have them (prompt, answer, info); from 0.4 on
+    (verifiers.v1) a task is always one of the taskset's, and `arguments` are those of EnvConfig.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None, python: str | None = None) -> None:
+        self._about, self._python = {"name": name, "arguments": dict(arguments or {})}, python
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
+        asked = {**self._about, "base_url": base_url, "row": dict(row), "key": os.environ.get("OPENAI_API_KEY", "")}
+        if self._python is None:
+            return await play(asked)
+        if self._process is None:
+            self._process = await asyncio.create_subprocess_exec(
+                self._python, "-c", PROGRAM, __file__, stdin=PIPE, stdout=PIPE, limit=LARGEST
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked, default=str).encode() + b"\n")
+        await self._process.stdin.drain()
+        line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._python} has ended, with {await self._process.wait()}")
+        found = json.loads(line)
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found
+
+
+async def play(asked: Mapping[str, Any]) -> dict[str, float]:
+    """The reward of one rollout, and its metrics."""
+    import verifiers
+
+    os.environ["OPENAI_API_KEY"] = asked["key"]
+    environment = _loaded(asked["name"], json.dumps(asked["arguments"]))
+    row = asked["row"]
+    if not hasattr(verifiers, "load_environment"):
+        return await _play_v1(environment, asked)
+    from verifiers.types import ClientConfig
+
+    task = environment.get_dataset()[int(row["index"])] if "index" in row else {"example_id": 0, **row}
+    client = ClientConfig(
+        client_type="openai_chat_completions", api_base_url=asked["base_url"], api_key_var="OPENAI_API_KEY"
+    )
+    output = await environment.run_rollout(task, client=client, model=MODEL, sampling_args={})
+    if output.get("error"):
+        raise RuntimeError(f"{asked['name']}: {output['error']}")
+    return {**(output["metrics"] or {}), "reward": float(output["reward"])}
+
+
+async def _play_v1(environment: Any, asked: Mapping[str, Any]) -> dict[str, float]:
+    import verifiers.v1 as vf
+    from verifiers.v1.env import RunSlot
+
+    task = next(itertools.islice(iter(environment.taskset), int(asked["row"]["index"]), None))
+    client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var="OPENAI_API_KEY")
+    async with environment.serving():
+        episode = await environment.run_slot(RunSlot(task=task), vf.ModelContext(model=MODEL, client=client))
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError(f"{asked['name']}: {errors[-1].message if errors else 'the episode has failed'}"[:500])
+    (trace,) = episode.traces
+    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    return {**metrics, "reward": float(trace.reward)}
+
+
+@cache
+def _loaded(name: str, arguments: str) -> Any:
+    import verifiers
+
+    given = json.loads(arguments)
+    if hasattr(verifiers, "load_environment"):
+        return verifiers.load_environment(name, **given)
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    return load_environment(resolve_env_config({**given, "taskset": {**given.get("taskset", {}), "id": name}}))
+
+
+def _serve() -> None:
+    """In the other interpreter: a request in each line, a reply in each."""
+    loop, replies = asyncio.new_event_loop(), sys.stdout
+    with redirect_stdout(sys.stderr):
+        for line in sys.stdin:
+            try:
+                found: Mapping[str, Any] = loop.run_until_complete(play(json.loads(line)))
+            except (Exception, SystemExit) as error:
+                found = {"error": f"{type(error).__name__}: {error}"[:500]}
+            replies.write(json.dumps(found, default=float) + "\n")
+            replies.flush()
+
+
+if __name__ == "__main__":
+    _serve()

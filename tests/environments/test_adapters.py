@@ -1,0 +1,377 @@
+"""Adapters of other projects' environments, each against a small object of the protocol that project publishes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from megatron_rl.environments.adapters import nemo_gym, numbers_of, opening
+from megatron_rl.environments.environment import Loaded, load
+from megatron_rl.environments.worker import Conversation
+
+ADAPTERS = "megatron_rl.environments.adapters"
+HERE = "adapted_parts"  # this module's objects, as a recipe names them
+
+
+@pytest.fixture(autouse=True)
+def _named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+class Played:
+    """What the process of a conversation does, in this one."""
+
+    def __init__(self, name: str, row: dict[str, Any], **settings: Any) -> None:
+        self._conversation = Conversation(load(f"{ADAPTERS}.{name}"), settings)
+        begun = self.ask("reset", row=row)
+        self.messages, self.tools = begun["messages"], begun["tools"]
+
+    def ask(self, do: str, **more: Any) -> Any:
+        return self._conversation._answer({"do": do, **more})
+
+    def say(self, text: str) -> Any:
+        self._turn = getattr(self, "_turn", -1) + 1
+        return self.ask("step", answer={"text": text, "content": text, "calls": [], "turn": self._turn})
+
+    def call(self, name: str, **arguments: Any) -> str:
+        return self.ask("tool", name=name, arguments=arguments)["text"]
+
+    def close(self) -> float | None:
+        return self.ask("close")
+
+
+class Counter:
+    """A TRL environment."""
+
+    def reset(self, **row: Any) -> str:
+        self.goal, self.count = row["goal"], 0
+        return f" Goal: {row['goal']}."
+
+    def add(self, amount: int) -> int:
+        """Adds to the count.
+
+        Args:
+            amount: How much.
+        """
+        self.count += amount
+        return self.count
+
+    def _hidden(self) -> None: ...
+
+    def get_reward(self) -> float:
+        return float(self.count == self.goal)
+
+
+async def double(x: int) -> dict[str, int]:
+    """Doubles a number.
+
+    Args:
+        x: The number.
+    """
+    return {"double": 2 * x}
+
+
+def closeness(environments: list[Counter], completions: list[Any], **columns: Any) -> list[float]:
+    assert completions == [[{"role": "assistant", "content": "done"}]] and columns["goal"] == [5]
+    return [1 / (1 + abs(one.goal - one.count)) for one in environments]
+
+
+def test_trl() -> None:
+    row = {"prompt": [{"role": "user", "content": "Count."}], "goal": 5}
+    settings = {"target": f"{HERE}:Counter", "tools": [f"{HERE}:double"], "reward": f"{HERE}:closeness"}
+    played = Played("trl:Environment", row, **settings)
+    assert played.messages == [{"role": "user", "content": "Count. Goal: 5."}]
+    assert [one["function"]["name"] for one in played.tools] == ["double", "add"]
+    assert played.tools[1]["function"]["parameters"]["properties"]["amount"]["description"] == "How much."
+    assert (played.call("add", amount=2), played.call("double", x=4)) == ("2", "{'double': 8}")
+    assert "unexpected keyword" in played.call("add", much=1)
+    assert played.call("add", amount=2) == "4"
+    assert played.say("done")["done"]
+    assert played.close() == 0.0 + 0.5
+
+
+class Instance:
+    """An OpenRLHF agent."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        import torch
+
+        self.seen = states["observation_text"]
+        right = states["label"] in states["action_text"]
+        said = f"\n\nHuman: [{len(self.seen)}] No.\n</s>\n\nAssistant: "
+        reward = torch.tensor([float(right)])
+        return {
+            "rewards": reward,
+            "scores": reward,
+            "environment_feedback": said,
+            "done": right,
+            "extra_logs": {"n": reward},
+        }
+
+
+def test_openrlhf() -> None:
+    row = {"prompt": "12 + 30?", "label": "42"}
+    played = Played("openrlhf:Environment", row, target=f"{HERE}:Instance", feedback=r"Human: (.*?)\s*</s>")
+    assert played.messages == [{"role": "user", "content": "12 + 30?"}]
+    assert played.say("41")["messages"] == [{"role": "user", "content": "[8] No."}]
+    step = played.say("42")
+    assert (step["done"], step["reward"], step["numbers"]) == (True, 1.0, {"score": 1.0, "n": 1.0})
+
+
+class Schema(dict[str, Any]):
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return dict(self)
+
+
+class Check:
+    """A tool of verl's."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
+        self.name, self.made, self.released = "check", dict[str, Any](), list[str]()
+        self.schema = Schema(type="function", function={"name": "check", "parameters": {"type": "object"}})
+        self.config = config
+
+    def get_openai_tool_schema(self) -> Schema:
+        return self.schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        name = f"i{len(self.made) + len(self.released)}"
+        self.made[name] = {"truth": kwargs["create_kwargs"]["truth"], "best": 0.0}
+        return name, None
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, Any]:
+        right = parameters["answer"] == self.made[instance_id]["truth"]
+        self.made[instance_id]["best"] = float(right)
+        return SimpleNamespace(text=f"{instance_id} {right}", image=None, video=None), -0.05, {"asked": 1}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return self.made[instance_id]["best"]
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.released.append(instance_id)
+        del self.made[instance_id]
+
+
+@pytest.mark.parametrize(("instance", "said", "reward"), [("call", "i1 True", -0.1), ("conversation", "i0 True", 0.9)])
+def test_verl(instance: str, said: str, reward: float) -> None:
+    row = {"prompt": "12 + 30?", "extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"truth": "42"}}}}}
+    tools = [{"class_name": f"{HERE}.Check", "config": {"type": "native"}}]
+    played = Played("verl:Environment", row, tools=tools, instance=instance, rewarded=True)
+    assert played.tools == [{"type": "function", "function": {"name": "check", "parameters": {"type": "object"}}}]
+    assert played.call("check", answer="41") == "i0 False"
+    assert played.call("check", answer="42") == said
+    assert played.say("42")["numbers"] == {"asked": 1.0, "tool_reward": -0.1}
+    assert played.close() == pytest.approx(reward)
+
+
+class Text:
+    """An environment of SkyRL-Gym's."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        self.truth, self.turns, self.closed = extras["reward_spec"]["ground_truth"], 0, False
+        assert env_config == {"k": 1} and extras["max_turns"] == 2
+
+    def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        return [{"role": "system", "content": "Think."}, *prompt], {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.turns += 1
+        done = action == self.truth
+        observations = [] if done else [{"role": "user", "content": "Again."}]
+        return {
+            "observations": observations,
+            "reward": float(done),
+            "done": done,
+            "metadata": {"m": self.turns, "s": "x"},
+        }
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"steps": self.turns}
+
+    def close(self) -> None: ...
+
+
+def test_skyrl() -> None:
+    row = {"prompt": "12 + 30?", "reward_spec": {"ground_truth": "42"}}
+    settings = {"env_config": {"k": 1}, "extras": {"max_turns": 2}}
+    played = Played("skyrl:Environment", row, target=f"{HERE}:Text", **settings)
+    assert [one["role"] for one in played.messages] == ["system", "user"]
+    assert played.say("41")["messages"] == [{"role": "user", "content": "Again."}]
+    assert played.say("42") | {"messages": []} == {
+        "messages": [], "reward": 1.0, "done": True, "numbers": {"m": 2.0, "steps": 2.0}, "advantage": None,
+    }  # fmt: skip
+
+
+class Corridor:
+    """A gymnasium environment."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        self.place = seed or 0
+        return self.place, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.place += action
+        return self.place, float(self.place == self.length), self.place == self.length, False, {"p": 0.5}
+
+
+def test_gymnasium() -> None:
+    settings = {"arguments": {"length": 3}, "action": "builtins:int"}
+    played = Played("gymnasium:Environment", {"prompt": "Go.", "seed": 1}, target=f"{HERE}:Corridor", **settings)
+    assert played.messages == [{"role": "user", "content": "Go.\n\n1"}]
+    assert played.say("east")["messages"][0]["content"].startswith("error: invalid literal")
+    assert played.say("1")["messages"] == [{"role": "user", "content": "2"}]
+    assert (
+        (step := played.say("1"))["done"] and step["reward"] == 1.0 and step["numbers"] == {"p": 0.5, "truncated": 0.0}
+    )
+
+
+class Nim:
+    """A game of TextArena's, for two, whose observations say everything from the beginning."""
+
+    def __init__(self, env_id: str) -> None:
+        self.said = env_id
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        assert num_players == 2
+        self.left, self.player = 4, 0
+
+    def get_observation(self) -> tuple[int, str]:
+        return self.player, self.said
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.left -= int(action)
+        self.said += f"\n{self.player} took {action}"
+        self.last, self.player = self.player, 1 - self.player
+        return self.left == 0, {}
+
+    def close(self) -> tuple[dict[int, int], dict[str, Any]]:
+        return {self.last: 1, 1 - self.last: -1}, {}
+
+
+def one(seen: str) -> str:
+    return "1"
+
+
+@pytest.mark.parametrize(("second", "reward"), [("2", 1.0), ("1", -1.0)])
+def test_textarena(second: str, reward: float) -> None:
+    settings = {"arguments": {"env_id": "Nim"}, "opponents": [f"{HERE}:one"]}
+    played = Played("gymnasium:TextArena", {"prompt": ""}, target=f"{HERE}:Nim", **settings)
+    assert played.messages == [{"role": "user", "content": "Nim"}]
+    assert played.say("1")["messages"] == [{"role": "user", "content": "0 took 1\n1 took 1"}]
+    step = played.say(second)
+    assert (step["done"], step["reward"]) == (True, reward)
+
+
+def test_reasoning_gym() -> None:
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("spell_backward", size=1, seed=1)[0]
+    played = Played("reasoning_gym:Environment", dict(entry), tries=3)
+    wrong = played.say(f"<answer>{entry['answer'][:-1]}</answer>")
+    assert not wrong["done"] and 0 < wrong["reward"] < 1 and "not right" in wrong["messages"][0]["content"]
+    right = played.say(f"<answer>{entry['answer']}</answer>")
+    assert right["done"] and wrong["reward"] + right["reward"] == pytest.approx(1.0)
+
+
+def agent(name: str, /, **settings: Any) -> Any:
+    loaded: Loaded = load(name)
+    assert loaded.agent is not None
+    return loaded.agent(**settings)
+
+
+async def bare(base_url: str, row: dict[str, Any], *, bonus: float = 0.0) -> float:
+    return row["worth"] + bonus
+
+
+def test_an_agents_settings_reach_it() -> None:
+    assert asyncio.run(agent(f"{HERE}:bare", bonus=1.0)("", {"worth": 2.0})) == 3.0
+    conversation = Conversation(load(f"{HERE}:bare"), {"bonus": 0.5})
+    asked = {"do": "run", "base_url": "http://x", "key": "k", "row": {"worth": 1.0}}
+    assert conversation._answer(asked)["reward"] == 1.5
+
+
+def test_nemo_gym_and_its_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    seen = dict[str, Any]()
+
+    async def gateway(request: web.Request) -> web.Response:
+        seen.update(await request.json(), key=request.headers["Authorization"])
+        return web.json_response({"choices": []})
+
+    async def run() -> Any:
+        servers = [TestServer(one) for one in (web.Application(), nemo_gym.relay(), web.Application())]
+        policy, relay, gym = servers
+
+        async def played(request: web.Request) -> web.Response:
+            import aiohttp
+
+            params = (await request.json())["responses_create_params"]
+            body = {"messages": params["input"], "metadata": params["metadata"]}
+            async with aiohttp.ClientSession() as client:
+                for metadata, status in (({}, 400), (params["metadata"], 200)):
+                    async with client.post(
+                        relay.make_url("/v1/chat/completions"), json=body | {"metadata": metadata}
+                    ) as told:
+                        assert told.status == status
+            return web.json_response({"reward": 0.5, "reward_components": {"form": 1.0}})
+
+        policy.app.router.add_post("/s/v1/chat/completions", gateway)
+        gym.app.router.add_post("/run", played)
+        for server in servers:
+            await server.start_server()
+        try:
+            playing = agent(f"{ADAPTERS}.nemo_gym:Agent", url=str(gym.make_url("/")))
+            return await playing(f"http://127.0.0.1:{policy.port}/s/v1", {"prompt": "12 + 30?"})
+        finally:
+            for server in servers:
+                await server.close()
+
+    assert asyncio.run(run()) == {"reward": 0.5, "form": 1.0}
+    assert seen == {"messages": [{"role": "user", "content": "12 + 30?"}], "key": "Bearer secret"}
+
+
+VERIFIERS = """
+class Environment:
+    def get_dataset(self): return [{"prompt": "12 + 30?", "answer": "42", "example_id": 0}]
+    async def run_rollout(self, input, client, model, sampling_args):
+        print("to be kept out of the replies", client.api_base_url)
+        return {"reward": float(input["answer"]), "metrics": {"n": 1.0}, "error": None}
+def load_environment(name, **arguments):
+    assert (name, arguments) == ("sums", {"hard": True})
+    return Environment()
+"""
+
+
+def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").write_text(VERIFIERS)
+    types = "from types import SimpleNamespace\nClientConfig = SimpleNamespace\n"
+    (tmp_path / "verifiers" / "types.py").write_text(types)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def run() -> list[Any]:
+        playing = agent(f"{ADAPTERS}.verifiers:Agent", name="sums", arguments={"hard": True}, python=sys.executable)
+        found = [await playing("http://127.0.0.1:1/v1", row) for row in ({"index": 0}, {"prompt": "", "answer": "7"})]
+        with pytest.raises(RuntimeError, match="ValueError: could not convert"):
+            await playing("http://127.0.0.1:1/v1", {"prompt": "", "answer": "x"})
+        return found
+
+    assert asyncio.run(run()) == [{"reward": 42.0, "n": 1.0}, {"reward": 7.0, "n": 1.0}]
+
+
+def test_openings_and_numbers() -> None:
+    assert opening([{"role": "system", "content": "s"}], "go")[-1] == {"role": "user", "content": "go"}
+    assert opening("p", None) == [{"role": "user", "content": "p"}]
+    assert numbers_of({"a": 1, "b": True, "c": "1", "d": None, "e": [1]}) == {"a": 1.0, "b": 1.0}
