@@ -61,7 +61,7 @@ class Stale(StrEnum):
 
 class History(StrEnum):
     template = "template"  # as the chat template writes the conversation: it forks where that changes what was said
-    append = "append"  # what was sampled stays
+    append = "append"  # a turn goes on behind the exact tokens before it, even where the template would not have those
 
 
 class Credit(StrEnum):

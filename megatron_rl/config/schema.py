@@ -15,9 +15,8 @@ from megatron_rl.config.bounds import (  # isort: skip
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
-    InFlight, KlOn,
-    KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside, Precision, Reduce,
-    Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
+    InFlight, KlOn, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
+    Precision, Reduce, Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
@@ -47,8 +46,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    # a Hugging Face folder (config.json, tokenizer, and weights where init is pretrained), or what
-    # `tools/convert.py import` made of one
+    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained), or what `convert.py import` made
     path: str = ""
     init: ModelInit = ModelInit.pretrained
     # of the logits, in the learner and in the engines that a run starts; weights stay in BF16
@@ -91,8 +89,7 @@ class RolloutSection:
     samples_per_prompt: Samples = 8
     max_prompt_tokens: Positive = 512
     max_response_tokens: Positive = 512  # with an environment: of one turn
-    # with an environment: of a whole conversation; null: max_prompt_tokens + max_response_tokens
-    max_context_tokens: Positive | None = None
+    max_context_tokens: Positive | None = None  # of a whole conversation; null: the sum of the two above
     # vLLM samples at nothing below or above
     temperature: Annotated[float, between(0.01, 2, "0.01 to 2 (greedy is for evaluation)")] = 1.0
     # tokens are drawn among the k most likely ones, and of those among the first that hold a share top_p of their
@@ -110,7 +107,6 @@ class RolloutSection:
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of a prompt, or conversation, and its answer together."""
         return self.max_context_tokens or self.max_prompt_tokens + self.max_response_tokens
 
     @property
@@ -126,18 +122,16 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class EnvironmentSection:
-    """Who answers the policy, for several turns; without a name nobody does (docs/environments.md)."""
+    """Who answers the policy, for several turns (docs/environments.md). Without a name nobody does."""
 
     # package.module:Class, path/file.py:Class, or a coroutine function run(base_url, row): an agent
     name: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # what the class is given
-    turns: Positive = 8  # answers of a conversation at most
+    turns: Positive = 8  # answers at most
     tool_timeout_s: Seconds = 10.0  # of a tool, reset or step; then it is stopped
     session_timeout_s: Seconds = 600.0  # of an agent
     observation_tokens: Positive = 512  # of what a turn adds: more is cut, and says so
     sessions: Annotated[int, between(1, 65536)] = 64  # open at once, each with a process of its own
-    # append: a turn goes on behind the exact tokens before it, even where the chat template would now write those
-    # otherwise, such as without earlier thinking
     history: History = History.template
     tool_parser: str = AUTO  # one of vLLM's; auto: told from the chat template
     credit: Credit = Credit.outcome
@@ -161,8 +155,7 @@ class FleetSection:
 class SamplerSection:
     tensor_parallel: Ranks = 1
     engines: Ranks = 1  # embedded ones, each on its share of sampler.devices, or of a host's cores
-    # GPUs, counted among those this job sees: a text such as "4,5", for a fleet a list of one for each started server,
-    # such as ["0,1", "2,3"]; null: all
+    # GPUs among those this job sees, such as "4,5"; for a fleet a list such as ["0,1", "2,3"]; null: all
     devices: Any | None = None
     start_timeout_s: Seconds = 600.0
     request_timeout_s: Seconds = 600.0
@@ -195,8 +188,7 @@ class SyncSection:
     probe_budget: Annotated[
         Any | None, need(lambda nats: nats == AUTO or is_weight(nats), "use auto, or nats above 0")
     ] = AUTO
-    # with the probe, both engines' values at every point of one answer's forward pass (docs/one_arithmetic.md)
-    probe_layers: bool = False
+    probe_layers: bool = False  # with it, both engines' values at every point of one answer (docs/one_arithmetic.md)
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
     # next request, which takes no memory and cannot fall back on the version before
     staged: bool = True
@@ -359,8 +351,7 @@ class EvalSection:
     temperature: Temperature | None = None  # null: 0 (greedy) for one sample, rollout.temperature for several
     top_p: Nucleus = 1.0
     max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None  # null: as in rollout
-    # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
-    sets: Annotated[
+    sets: Annotated[  # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
         dict[str, EvalSet] | None, need(are_set_names, "a set's name is one of letters, digits, _ and -")
     ] = None
 

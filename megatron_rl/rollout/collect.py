@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -26,11 +26,11 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool, Score
 from megatron_rl.rewards.task import Task
+from megatron_rl.rollout.session_rewards import session_metrics, session_score
 from megatron_rl.runs.timeline import Span
-from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Session, SessionTurn, Verdict, written
+from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
-TURNS_SHOWN = 4  # turns that have numbers of their own
 MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
 Group = list[Scored]
 
@@ -205,48 +205,6 @@ class Collector:
         }
 
 
-def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
-    """How the step's conversations went."""
-    if not sessions:
-        return {}
-    turns = [turn for one in sessions for turn in one.turns]
-    total = Counter[str]()
-    for one in sessions:
-        total.update(one.counts)
-    longest = max(len(one.turns) for one in sessions)
-    return {
-        "session/turns_mean": fmean(len(one.turns) for one in sessions),
-        "session/turns_max": longest,
-        "session/turn_tokens_mean": fmean(turn.tokens for turn in turns) if turns else 0.0,
-        "session/turns_cut_fraction": fmean(turn.finish_reason == "length" for turn in turns) if turns else 0.0,
-        "session/tool_calls": total["calls"],
-        "session/tool_calls_failed": total["calls_failed"],
-        "session/tool_calls_late": total["calls_late"],
-        "session/tool_calls_unread": total["calls_unread"],
-        "session/tool_seconds_mean": fmean(turn.tool_seconds for turn in turns) if turns else 0.0,
-        "session/observations_cut": total["observations_cut"],
-        "session/forks": total["forks"],
-        "session/restarts": total["restarts"],
-        "session/errors": sum(one.error is not None for one in sessions),
-        "session/out_of_turns_fraction": fmean(one.end == "turns" for one in sessions),
-        "session/out_of_context_fraction": fmean(one.end == "length" for one in sessions),
-        **{
-            f"session/turn_{number}/{name}": value
-            for number in range(min(longest, TURNS_SHOWN))
-            for name, value in _of_turn([one.turns[number] for one in sessions if len(one.turns) > number])
-        },
-    }
-
-
-def _of_turn(turns: Sequence[SessionTurn]) -> Iterator[tuple[str, float]]:
-    yield "sessions", len(turns)
-    yield "tokens_mean", fmean(turn.tokens for turn in turns)
-    yield "tool_seconds_mean", fmean(turn.tool_seconds for turn in turns)
-    rewards = [turn.reward for turn in turns if turn.reward is not None]
-    if rewards:
-        yield "reward_mean", fmean(rewards)
-
-
 def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
     """How many answers got which verdict, and the means of what the rewards measured beside."""
     count = Counter(one.verdict for one in scored)
@@ -349,16 +307,6 @@ class Scorer:
     def pieces(self, one: Scored) -> list[str]:
         """The text of each token."""
         return self.tokenizer.decode([[token] for token in one.rollout.token_ids])
-
-
-def session_score(session: Session) -> Score | None:
-    """The reward that a session's environment has given; None: none."""
-    if session.error is not None:
-        return Score(0.0, Verdict.error, f"environment: {session.error}")
-    if session.reward is None:
-        return None
-    details = {f"own/{name.replace('/', '_')}": value for name, value in session.numbers.items()}
-    return Score(session.reward, Verdict.right if session.reward >= RIGHT - SPREAD else Verdict.wrong, None, details)
 
 
 def _task(rollout: Rollout, text: str) -> Task:

@@ -10,11 +10,11 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_counting, write_reasoning, write_toy
-from megatron_rl.data.toy_tools import write_tools
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import read_status
+from megatron_rl.workshop.toy_tools import write_tools
 
 
 @dataclass(frozen=True)

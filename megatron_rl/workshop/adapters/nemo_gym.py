@@ -1,7 +1,7 @@
 """NeMo Gym's agents over HTTP: POST /run with a row's responses_create_params, the reward in the reply.
 
 NeMo Gym's model server has one address for all rollouts, and a session of the gateway has its own. A relay stands
-between: `python -m megatron_rl.environments.adapters.nemo_gym PORT`, and `policy_base_url: http://127.0.0.1:PORT/v1`
+between: `python -m megatron_rl.workshop.adapters.nemo_gym PORT`, and `policy_base_url: http://127.0.0.1:PORT/v1`
 in NeMo Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from megatron_rl.environments.adapters import numbers_of
 from megatron_rl.environments.environment import as_messages
+from megatron_rl.workshop.adapters import numbers_of
 
 URL, KEY = "policy_base_url", "policy_api_key"  # in the metadata
 LARGEST = 32 << 20

@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from megatron_rl.environments.adapters import opening
 from megatron_rl.environments.environment import Answer, Step
 from megatron_rl.rewards.functions import imported
+from megatron_rl.workshop.adapters import opening
 
 NO_TOOLS = ("reset", "get_reward")
 

@@ -7,12 +7,12 @@ import pytest
 
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.data.toy_tools import CALL_END, CALL_START, write_tools
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.templates import Behaviour, behaviour, parser_of
 from megatron_rl.environments.tools import ToolBox
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.workshop.toy_tools import CALL_END, CALL_START, write_tools
 
 TOOLS = ToolBox(Calculator.tools).schemas
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.environments.adapters import numbers_of, opening
 from megatron_rl.environments.environment import Answer, Step
 from megatron_rl.rewards.functions import imported
+from megatron_rl.workshop.adapters import numbers_of, opening
 
 
 class Environment:

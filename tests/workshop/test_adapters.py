@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megatron_rl.environments.adapters import nemo_gym, numbers_of, opening
 from megatron_rl.environments.environment import Loaded, load
 from megatron_rl.environments.worker import Conversation
+from megatron_rl.workshop.adapters import nemo_gym, numbers_of, opening
 
-ADAPTERS = "megatron_rl.environments.adapters"
+ADAPTERS = "megatron_rl.workshop.adapters"
 HERE = "adapted_parts"  # this module's objects, as a recipe names them
 
 

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.environments.adapters import numbers_of
 from megatron_rl.environments.environment import Answer, Step, as_messages
 from megatron_rl.rewards.functions import imported
+from megatron_rl.workshop.adapters import numbers_of
 
 
 class Environment:
