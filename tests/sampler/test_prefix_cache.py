@@ -1,5 +1,7 @@
 """Cached prefixes: a prompt is prefilled once per policy version, and none of an old version is answered from."""
 
+import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,8 +22,10 @@ PARAMS = SamplingParams(samples=SAMPLES, max_tokens=20)
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("prefixes")
     model = make_model(folder / "hf", True)
+    config = model.folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 320}))
     vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 100 << 20, "block_size": BLOCK}
-    settings = replace(make_settings(vllm=vllm), max_tokens=64, in_flight_cache=Cache.keep)
+    settings = replace(make_settings(vllm=vllm), max_tokens=320, in_flight_cache=Cache.keep)
     with startable(), Sampler(settings, model.folder, folder) as sampler:
         yield Live(sampler, model, Format.none, folder)
 
@@ -72,3 +76,20 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
     whole = {(one.group, one.sample): one for part in iter(fresh.finished, []) for group in part for one in group}
     same = [one.token_ids == whole[one.group, one.sample].token_ids for one in late]
     assert sum(same) > 0.8 * len(same), "but for rounding"
+
+
+def test_the_turns_of_a_conversation_prefill_what_was_added(live: Live) -> None:
+    """Linear in turns: of each the engine has what it wrote and read before, but for the last block."""
+    added, turns = 12, 6
+    tokens, before, whole = list(PROMPT.token_ids), prefilled(live), 0
+    asking = live.sampler.turns(replace(PARAMS, samples=1), patient=True)
+    try:
+        for turn in range(turns):
+            asked = asking.ask(tokens, max_tokens=20, seed=turn, key="a session")
+            completion, _ = asyncio.run(asked)
+            whole += len(tokens)
+            tokens += [*completion.token_ids, *PROMPT.token_ids[:added]]
+    finally:
+        asking.close()
+    assert len(tokens) > 4 * BLOCK
+    assert prefilled(live) - before <= LENGTH + turns * (added + BLOCK) < whole

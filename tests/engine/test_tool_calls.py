@@ -1,0 +1,35 @@
+"""Tool calls as vLLM's own parser reads them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from environments.chats import TOOLS
+
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.engine.tool_calls import ToolCallParser
+from megatron_rl.workshop.toy_tools import write_tools
+
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "317*999"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tools")
+    write_tools(place)
+    return place / "model"
+
+
+@pytest.mark.engine
+def test_vllms_parser_reads_a_call_and_leaves_what_is_none(model: Path) -> None:
+    tokenizer, parser = FolderTokenizer(model), ToolCallParser(str(model))
+    stops, about = list(tokenizer.stop_token_ids), ("hermes", json.dumps(TOOLS))
+    ids = tokenizer.encode(CALL)
+    found = parser.parsed(
+        [*ids, *tokenizer.stop_token_ids[:1]], list(tokenizer.stop_token_ids), "hermes", json.dumps(TOOLS)
+    )
+    assert found["calls"] == [{"name": "calculate", "arguments": '{"expression": "317*999"}'}]
+    assert found["content"] == ""
+    for text in ("316683", CALL[:40]):
+        found = parser.parsed(tokenizer.encode(text), stops, *about)
+        assert found == {"content": tokenizer.decode_all(tokenizer.encode(text)), "calls": []}
