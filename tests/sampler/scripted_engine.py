@@ -120,7 +120,7 @@ class ScriptedEngine:
         return [b""] * len(sequences)
 
     async def status(self) -> Mapping[str, Any]:
-        return {"policy_version": self.version, "torn": self.torn, "refusal": None, "longest": 48}
+        return {"policy_version": self.version, "torn": self.torn, "refusal": None, "longest": 48, "cache_tokens": 20}
 
     async def look(self) -> Look:
         return self.looks.pop(0) if self.looks else Look(True)

@@ -4,7 +4,7 @@ import asyncio
 import tracemalloc
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from scripted_engine import until
 from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, sampled, told
 
+from megatron_rl.engine.messages import Generate
 from megatron_rl.sampler import client as module
 from megatron_rl.sampler.client import EngineClient
 from megatron_rl.sampler.engine import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
@@ -157,17 +158,34 @@ def test_what_an_engine_refuses_is_no_dead_engine() -> None:
 def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told() -> None:
     async def use(engine: EngineClient) -> None:
         line = engine.line
-        samples = [asyncio.ensure_future(generate(engine)) for _ in range(3)]
+        samples = [asyncio.ensure_future(generate(engine)) for _ in range(4)]
         await until(lambda: line.sent)
-        assert [one["method"] for one in line.sent] == ["generate"] * 3
-        for one in samples[:2]:
-            one.cancel()
-        await until(lambda: len(line.sent) > 3)
-        assert line.sent[3:] == [{"id": 0, "method": "cancel", "arguments": {"requests": [1, 2]}}]
-        line.received(replied(line.sent[:3]))
-        await samples[2]
+        for given_up in (samples[:2], samples[2:3]):
+            for one in given_up:
+                one.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert [one["method"] for one in line.sent] == ["generate"] * 4 + ["cancel"] * 2
+        assert [one["arguments"] for one in line.sent[4:]] == [{"requests": [1, 2]}, {"requests": [3]}]
+        line.received(replied(line.sent[:4]))
+        await samples[3]
 
     told(lambda frames: None, use)
+
+
+def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
+    params = SamplingParams(3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3)
+    wanted = asdict(params) | {"tokens": [1, 2], "seed": 7, "stop_token_ids": [4], "policy_version": 3, "patient": True}
+    del wanted["samples"]
+
+    async def use(engine: EngineClient) -> None:
+        with pytest.raises(EngineGone):  # the reply has no candidates
+            await generate(engine, params)
+        (asked,) = engine.line.sent
+        assert asked["arguments"] == wanted
+        assert wanted.keys() == set(Generate.__struct_fields__)
+
+    told(replied, use)
 
 
 @pytest.fixture
@@ -246,7 +264,8 @@ def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace, end: Any) -> 
     told(lambda frames: None, use)
 
 
-def test_a_deadline_begins_with_a_question(clock: SimpleNamespace) -> None:
+@pytest.mark.parametrize("idle_s", [25, 65])
+def test_a_deadline_begins_with_a_question(clock: SimpleNamespace, idle_s: float) -> None:
     """However long nothing was asked before."""
 
     async def use(engine: EngineClient) -> None:
@@ -255,7 +274,8 @@ def test_a_deadline_begins_with_a_question(clock: SimpleNamespace) -> None:
         await until(lambda: line.sent)
         line.received(replied(line.sent))
         await first
-        clock.s += 25
+        clock.s += idle_s
+        await asyncio.sleep(0.01)  # nobody waits when the deadline comes
         sample = asyncio.ensure_future(generate(engine))
         await until(lambda: len(line.sent) == 2)
         clock.s += 20

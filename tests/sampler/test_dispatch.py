@@ -82,13 +82,15 @@ def test_the_least_loaded_server_is_next():
     assert (len(idle.engine.asked), len(busy.engine.asked)) == (30, 10)
 
 
-def test_an_engine_is_given_what_its_cache_holds():
+def test_an_engine_is_given_what_its_cache_holds_and_one_alone_is_given_everything():
     """A prompt of a token and its answer of 4: a cache of 20 holds 4 such sequences."""
     small, large = replica("a", pause_s=0.02), replica("b", pause_s=0.02)
     small.cache_tokens = 20
     run([small, large], 20, max_sequences=16)
     assert small.engine.most == 4
     assert large.engine.most == 20
+    run([small], 20, max_sequences=16)
+    assert small.engine.most == 40
 
 
 def test_the_faster_server_answers_more():
@@ -107,6 +109,19 @@ def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
         await until(lambda: 2 * dispatcher.retried == len(hanging.engine.asked))
 
     assert tokens(run([hanging, other], 6, during=find_out)) == expected(6)
+
+
+def test_a_retried_prompt_comes_before_those_that_wait():
+    dying = replica("dying", dies_at=1)
+    other = replica("other", once=lambda: not dying.ready)
+    run([dying, other], 4, max_sequences=2)
+    assert other.engine.asked[::2] == [10, 0, 20, 30]
+
+
+def test_the_siblings_of_a_sample_that_failed_are_given_up():
+    goes_on = iter([False, True])  # the first sample never, the second at once
+    failing = replica("failing", dies_at=2, once=lambda: next(goes_on, False))
+    assert tokens(run([failing, replica("other")], 1)) == expected(1)  # `run` sees that none works on
 
 
 def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_taken_out():
@@ -144,9 +159,14 @@ def test_copies_of_one_sample_are_drawn_once():
     assert one.engine.asked == [0]
 
 
-def test_a_prompt_that_kills_every_server_is_given_up():
-    with pytest.raises(SamplerError, match=f"given up: {TRIES} tries.*killed"):
-        run([replica(str(i), dies_at=1) for i in range(TRIES + 1)], 1)
+@pytest.mark.parametrize(("dies_at", "reason"), [(1, "killed"), (None, "did not answer 3 times in a row")])
+def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
+    several = [replica(str(i), dies_at=dies_at) for i in range(TRIES + 1)]
+    for one in several:
+        one.engine.once = lambda one=one: dies_at or one.take_out(reason)  # as its supervisor does
+    with pytest.raises(SamplerError, match=f"given up: {TRIES} tries.*{reason}"):
+        run(several, 1)
+    assert not several[TRIES].engine.asked
 
 
 def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do():
@@ -157,20 +177,21 @@ def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do()
 
 def test_servers_that_were_given_up_are_not_waited_for():
     ended = replica("server 0", ready=False)
-    ended.given_up = "given up after 3 restarts"
-    with pytest.raises(SamplerError, match="given up after"):
+    ended.given_up = "given up after 3 restarts:\nRuntimeError: no room"
+    with pytest.raises(SamplerError, match=r"given up after 3 restarts\. Read.*\nserver 0:\nRuntimeError: no room"):
         run([ended], 1, patience_s=60)
 
 
 def test_a_server_that_comes_back_is_used():
-    only = replica(dies_at=2)
+    only, ended = replica(dies_at=2), replica("ended", ready=False)
+    ended.given_up = "given up after 3 restarts"
 
     async def restart(dispatcher, gone):
         await until(lambda: not only.ready)
         only.engine.dies_at, only.ready, only.version = None, True, 0
         dispatcher.changed.set()
 
-    assert tokens(run([only], 6, during=restart, patience_s=120)) == expected(6)
+    assert tokens(run([only, ended], 6, during=restart, patience_s=120)) == expected(6)
 
 
 def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added():

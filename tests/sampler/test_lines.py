@@ -79,15 +79,19 @@ def behind_a_port(
     use: Callable[[EngineClient, list[Frames]], Awaitable[Any]],
     health: tuple[int, Any] | None = (200, {"engine": "answers"}),
     instances: Iterable[bytes] = (),
+    key: str = "k" * 32,
 ) -> Any:
     """A server that answers each transmission by the next line of its script, bytes as they are on the wire."""
     asked: list[Frames] = []
     names = iter(instances)
 
     async def converse(request: web.Request) -> web.WebSocketResponse:
+        if request.headers.get("authorization", "Bearer ") != f"Bearer {key}":
+            raise web.HTTPUnauthorized
         connection = web.WebSocketResponse(compress=False)
         await connection.prepare(request)
-        await connection.send_bytes(next(names, b"this one"))
+        if instance := next(names, b"this one"):
+            await connection.send_bytes(instance)
         async for message in connection:
             asked.append(msgspec.msgpack.decode(message.data))
             answer = script.pop(0)
@@ -114,7 +118,7 @@ def behind_a_port(
 
     async def main() -> Any:
         async with server:
-            engine = EngineClient(NAME, PortLine(str(server.make_url("")).rstrip("/"), "k" * 32), 30.0, 100)
+            engine = EngineClient(NAME, PortLine(str(server.make_url("")).rstrip("/"), key), 30.0, 100)
             try:
                 return await use(engine, asked)
             finally:
@@ -240,21 +244,26 @@ def test_a_server_that_is_starved_is_not_hung(monkeypatch: pytest.MonkeyPatch, c
         process.communicate()
 
 
-@pytest.mark.fault("a server given by address answers without the key, or takes fewer tokens", "it is refused")
-def test_a_given_server_is_looked_at_before_it_serves() -> None:
-    def connecting(key: str, longest: int) -> None:
+@pytest.mark.fault("a given server answers without the key, takes fewer tokens, or is silent", "it is refused")
+def test_a_given_server_is_looked_at_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connecting(key: str, longest: int, **server: Any) -> None:
         async def use(engine: EngineClient, asked: list[Frames]) -> None:
-            state = SamplerState(1.0, 30.0, 48, 100, print)
+            state = SamplerState(0.0, 30.0, 48, 100, print)
             replica = Replica(NAME, Format.int8, engine)
             try:
-                await Supervisor(replica, None, state, engine.line._address, key)._connect()
+                await asyncio.wait_for(Supervisor(replica, None, state, engine.line._address, key)._connect(), 60)
             finally:
                 await replica.engine.close()
 
-        behind_a_port([lambda frames: replied(frames, {"longest": longest})], use)
+        behind_a_port([lambda frames: replied(frames, {"longest": longest})], use, key=key, **server)
 
     connecting("", 48)
     with pytest.raises(EngineGone, match="without the key; start it with `megatron-rl serve`"):
         connecting("k" * 32, 48)
     with pytest.raises(EngineGone, match="takes 47 tokens, the recipe needs 48"):
         connecting("", 47)
+    with pytest.raises(EngineGone, match=r"no answer from http.* in sampler\.start_timeout_s=0; .*failed \(503\)"):
+        connecting("", 48, health=(503, {}))
+    monkeypatch.setattr(module, "OPEN_S", 0.1)
+    with pytest.raises(EngineGone, match=r"did not answer within 0\.1 s"):
+        connecting("", 48, instances=[b""])

@@ -16,7 +16,7 @@ from megatron_rl.sampler.engine_process import ProcessSettings
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import MAX_RESTARTS, POLL_S, SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates
-from megatron_rl.weight_sync.manifest import NO_VERSION
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")
 
@@ -85,61 +85,71 @@ def test_a_hang_during_a_re_sync_is_noticed():
     run(use)
 
 
-def kept(state: SamplerState, version: int) -> None:
-    """The update that brought the present version."""
-    state.served.append(version)
-    told = ("start", {}), ("stage", {Format.none: {"update_info": {"policy_version": version}}})
-    state.kept_update = [*told, ("finish", {})]
-    state.init_info = {}
+async def updated(state: SamplerState, version: int) -> None:
+    """Another engine has received this version."""
+    updates = Updates([replica("server 1")], state)
+    await updates.init({})
+    await updates.begin()
+    await updates.stage({Format.none: {"policy_version": version}})
+    await updates.finish()
 
 
 def test_an_engine_that_comes_back_receives_the_present_version_before_it_serves():
     async def use(state: SamplerState) -> None:
         one = replica("server 0", ready=False, version=NO_VERSION)
-        kept(state, 4)
+        await updated(state, 4)
         await state.updating.acquire()
         coming = asyncio.ensure_future(over(one, state)._make_current())
         await until(lambda: one.up)
         assert not one.ready, "an update may be on its way"
         state.updating.release()
         await coming
-        assert (one.ready, one.version, one.engine.version) == (True, 4, 4)
+        assert (one.ready, one.version, one.engine.version, one.cache_tokens) == (True, 4, 4, 20)
         assert one.engine.events == [f"server 0: {step}" for step in ("forget", "init", "start", "stage", "finish")]
 
     run(use)
 
 
-DEAD = SimpleNamespace(
-    ended=lambda: "its process ended (exit status -9)",
-    wait=lambda seconds: -9,
-    log_path="sampler_0.log",
-    log_end=lambda: "RuntimeError: no room",
-    end=lambda: None,
-)
+END, REFUSED = "its process ended (exit status -9)", WeightSyncError("corrupt tensor")
+OLD, AGAIN = f"the re-sync was refused: {REFUSED}", "starts again (1 of 3 restarts): "
+
+
+def dying(one: Replica) -> SimpleNamespace:
+    """A process that ends as soon as its engine serves."""
+    log = {"log_path": "sampler_0.log", "log_end": lambda: "RuntimeError: no room"}
+    return SimpleNamespace(ended=lambda: END if one.ready else None, wait=lambda _: -9, end=lambda: None, pid=1, **log)
 
 
 @pytest.mark.fault("an engine ends again and again", "three restarts; then it is given up, with the end of its log")
 @pytest.mark.parametrize(
-    ("transport", "restarts", "said"),
-    [(Transport.file, MAX_RESTARTS, "given up after 3 restarts"), (Transport.nccl, 0, "sync.transport=file alone")],
+    ("restarts", "fails", "why", "told"),
+    [
+        (MAX_RESTARTS, {}, END, [f"is out: {END}", AGAIN + END, "is back with policy version 4"]),
+        (MAX_RESTARTS, {"stage": REFUSED}, OLD, ["refuses policy version 4", AGAIN + OLD]),
+        (0, {}, END, [f"is out: {END}"]),
+    ],
 )
-def test_restarts_are_few(transport, restarts, said):
+def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
     async def use(state: SamplerState) -> Replica:
-        one, state.transport = replica("server 0"), transport
-        supervisor = Supervisor(one, object(), state, "", "")
-        supervisor.first_start.set_result(None)
-        while not one.given_up:
-            one.process, one.up = DEAD, True
-            await supervisor._watch()
-            assert not one.up
-            assert one.process is None
+        one, seen = replica("server 0", ready=False, version=NO_VERSION, fails=fails), []
+        await updated(state, 4)
+        state.transport = Transport.file if restarts else Transport.nccl
+        changed = SimpleNamespace(set=lambda: seen.append((one.ready, bool(one.given_up))))
+        state.dispatchers.append(SimpleNamespace(changed=changed))
+        supervisor = Supervisor(one, ProcessSettings(arguments={}, log_path=None), state, "", "")
+        supervisor.start_process = lambda: setattr(one, "process", dying(one))
+        supervisor.start_process()
+        await supervisor.run()
+        assert ((True, False) in seen) != bool(fails), "dispatchers are told that it serves"
+        assert seen[-1] == (False, True), "and that it will not come back"
+        assert one.process is None
         return one
 
     one, notes = run(use)
+    said = "given up after 3 restarts" if restarts else "sync.transport=file alone"
     assert one.restarts == restarts
-    assert said in one.given_up
-    assert "its process ended (exit status -9). The end of sampler_0.log:\nRuntimeError: no room" in one.given_up
-    assert notes[0] == "server 0 is out: its process ended (exit status -9)"
+    assert f"{said}: {why}. The end of sampler_0.log:\nRuntimeError: no room" in one.given_up
+    assert [note.partition(" as it is kept")[0] for note in notes[: len(told)]] == [f"server 0 {what}" for what in told]
 
 
 def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):

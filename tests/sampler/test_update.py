@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def several(*scripts: dict[str, Any]) -> tuple[list[Replica], list[str]]:
 async def loaded(updates: Updates, **info: Any) -> Any:
     """What became of version 1."""
     await updates.begin()
-    await updates.stage({Format.none: {"policy_version": 1} | info})
+    await updates.stage({one.format: {"policy_version": 1, "format": one.format} | info for one in updates._replicas})
     return await updates.finish()
 
 
@@ -76,16 +77,30 @@ def test_no_engine_goes_on_before_every_one_has_loaded():
     assert all((one.ready, one.version) == (True, 1) for one in replicas)
 
 
-def test_one_engine_alone_stands_for_nobody():
-    _, _, events, result = swapped({})
+def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them():
+    (one,), events = several({})
+
+    async def use(state: SamplerState) -> None:
+        state.keep_cache, updates, open_one = True, Updates([one], state), SimpleNamespace(changed=asyncio.Event())
+        state.dispatchers.append(open_one)
+        await updates.hold()
+        assert (await loaded(updates))["stood_s"] == 0
+        assert state.updating.locked(), "files may be written over until then"
+        assert open_one.changed.is_set(), "it takes prompts again"
+        await updates.release()
+        assert not state.updating.locked()
+
+    run(use)
     assert [event.split()[-1] for event in events] == ["start", "stage", "finish"]
-    assert result["stood_s"] == 0
+    assert one.engine.told["finish"] == {"keep_cache": True, "stand": False}
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_an_update_is_verified_beside_answers_that_are_being_written(background):
     replicas, events = several({}, {})
+    replicas[1].format = Format.int8
     run(lambda state: loaded(Updates(replicas, state), background=background))
+    assert [one.engine.told["stage"]["update_info"]["format"] for one in replicas] == [Format.none, Format.int8]
     assert (events[4:6] == ["engine 0: await", "engine 1: await"]) == background
 
 
@@ -205,7 +220,23 @@ def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
         return await updating
 
     assert run(use)["policy_version"] == 1
-    assert (other.ready, other.version) == (True, 1)
+    assert (other.ready, other.version, hung.reason) == (True, 1, "did not answer 3 times in a row")
+
+
+@pytest.mark.fault("a server dies in an update and is back before its end", "it is told nothing of this update")
+def test_an_engine_that_comes_back_in_the_middle_takes_no_part_in_the_rest():
+    (back, other), _ = several({}, {})
+
+    async def use(state: SamplerState) -> None:
+        updates = Updates([back, other], state)
+        await updates.begin()
+        state.take_out(back, "killed")
+        back.engine, back.up = ScriptedEngine(), True
+        await updates.stage({Format.none: {"policy_version": 1}})
+        await updates.finish()
+
+    run(use)
+    assert (other.version, back.engine.events, back.ready) == (1, [], False)
 
 
 @pytest.mark.fault("the only engine dies in an update", "the one that takes its place is told all of it again")
