@@ -144,8 +144,8 @@ class Driver:
             return None
         from megatron_rl.environments.sessions import Sessions
 
-        options = config.data.template or {}
-        sessions = Sessions(config.environment, config.rollout, options, tokenizer, self.sampler)
+        patience_s = config.sampler.request_timeout_s
+        sessions = Sessions(config.environment, config.rollout, config.data, tokenizer, self.sampler, patience_s)
         self._stack.callback(sessions.close)
         sessions.start()
         return sessions

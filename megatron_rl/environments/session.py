@@ -41,6 +41,7 @@ class Rules:
     context_tokens: int
     options: Mapping[str, Any]  # of the chat template
     parser: str | None  # of tool calls
+    system: str | None = None  # what conversations begin with that have no such message of their own
 
 
 @dataclass(eq=False)
@@ -135,6 +136,8 @@ class EnvironmentSession:
         transcript = self._policy.transcript
         begun = await self._process.ask({"do": "reset", "row": dict(row)}, self._limit_s)
         messages, tools = list(begun["messages"]), begun["tools"]
+        if self._rules.system is not None and not any(one["role"] == "system" for one in messages):
+            messages.insert(0, {"role": "system", "content": self._rules.system})
         for number in range(self._rules.section.turns):
             try:
                 completion, message = await self._policy.answer(messages, tools)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
 
-from megatron_rl.config.schema import Credit, EnvironmentSection, RolloutSection
+from megatron_rl.config.schema import Credit, DataSection, EnvironmentSection, RolloutSection
+from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import AgentSession, Gateway
 from megatron_rl.environments.conversation import Row
@@ -42,11 +42,13 @@ class Sessions:
         self,
         section: EnvironmentSection,
         rollout: RolloutSection,
-        options: Mapping[str, Any],
+        data: DataSection,
         tokenizer: FolderTokenizer,
         sampler: Sampler,
+        patience_s: float,
     ) -> None:
-        self._section, self._rollout, self._options = section, rollout, options
+        """`patience_s`: the longest that an engine may take for an answer."""
+        self._section, self._rollout, self._data, self._patience_s = section, rollout, data, patience_s
         self._tokenizer, self._sampler = tokenizer, sampler
         self.pool = EnvironmentPool(section)
         self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
@@ -79,11 +81,13 @@ class Sessions:
     def _answering(self, params: SamplingParams, seed: int, patient: bool) -> SessionsAnswering:
         parser = parser_of(self._section, self._tokenizer) if self.pool.about.tools or self.pool.about.agent else None
         rules = Rules(
-            self._section, params.max_tokens, self._rollout.context_tokens, self._options, parser,
+            self._section, params.max_tokens, self._rollout.context_tokens, self._data.template or {}, parser,
+            self._data.system_prompt,
         )  # fmt: skip
         turns = self._sampler.turns(params, patient=patient)
-        player = Player(rules, turns, self._tokenizer, self.pool, self._gateway, seed)
-        return SessionsAnswering(self._loop, player, params.samples, turns)
+        served = lambda: self._sampler.policy_version  # noqa: E731
+        player = Player(rules, turns, self._tokenizer, self.pool, self._gateway, seed, served)
+        return SessionsAnswering(self._loop, player, params.samples, turns, self._patience_s)
 
     def close(self) -> None:
         if self._gateway is not None:
@@ -96,8 +100,9 @@ class Sessions:
 class SessionsAnswering:
     """Sessions that are being played, for one thread."""
 
-    def __init__(self, loop: EventLoopThread, player: Player, samples: int, turns: Turns) -> None:
+    def __init__(self, loop: EventLoopThread, player: Player, samples: int, turns: Turns, patience_s: float) -> None:
         self._loop, self._player, self._samples, self._turns = loop, player, samples, turns
+        self._patience_s = patience_s
         self._done: queue.SimpleQueue[list[Rollout] | BaseException] = queue.SimpleQueue()
         self._open = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,7 +139,7 @@ class SessionsAnswering:
         limit_s = section.session_timeout_s if self._player.agents else section.tool_timeout_s
         key = "environment.session_timeout_s" if self._player.agents else "environment.tool_timeout_s"
         groups: list[list[Rollout]] = []
-        with waiting("e", max(limit_s, self._player.patience_s), key):  # engines, and environments
+        with waiting("", max(limit_s, self._patience_s), key):  # for engines, and environments
             while not groups or not self._done.empty():
                 try:
                     found = self._done.get(timeout=LOOK_S)
@@ -163,8 +168,6 @@ class SessionsAnswering:
 class Player:
     """Plays sessions, as many at once as there may be environments."""
 
-    patience_s = 600.0
-
     def __init__(
         self,
         rules: Rules,
@@ -173,9 +176,11 @@ class Player:
         pool: EnvironmentPool,
         gateway: Gateway | None,
         seed: int,
+        served: Callable[[], int],
     ) -> None:
+        """`served`: the policy version that engines answer with."""
         self.rules, self._turns, self._tokenizer = rules, turns, tokenizer
-        self._pool, self._gateway, self._seed = pool, gateway, seed
+        self._pool, self._gateway, self._seed, self._served = pool, gateway, seed, served
         self._room = asyncio.Semaphore(rules.section.sessions)
 
     @property
@@ -196,15 +201,16 @@ class Player:
                     break
                 except EnvironmentFailed as error:
                     transcript.error, transcript.end = str(error), "error"
-        return rollouts(transcript, prompt, group, sample, self.rules.section)
+        return rollouts(transcript, prompt, group, sample, self.rules.section, self._served())
 
     async def _played(self, policy: Policy, prompt: Prompt) -> None:
+        row = {"prompt": field(prompt.row, prompt.prompt_key), "answer": prompt.answer, **prompt.row}
         process = await self._pool.take()
         try:
             if self._gateway is not None:
-                await AgentSession(policy, process, self.rules, self._gateway).play(prompt.row)
+                await AgentSession(policy, process, self.rules, self._gateway).play(row)
             else:
-                await EnvironmentSession(policy, process, self.rules, self._tokenizer).play(prompt.row)
+                await EnvironmentSession(policy, process, self.rules, self._tokenizer).play(row)
         except BaseException:
             if process.alive:
                 process.kill()  # what it holds is nobody's any more
@@ -225,9 +231,9 @@ class Player:
 
 
 def rollouts(
-    transcript: Transcript, prompt: Prompt, group: int, sample: int, section: EnvironmentSection
+    transcript: Transcript, prompt: Prompt, group: int, sample: int, section: EnvironmentSection, served: int
 ) -> list[Rollout]:
-    """A row for each branch; one without tokens, where nothing was sampled."""
+    """A row for each branch; one without tokens, of the version that is served, where nothing was sampled."""
     rows = transcript.conversation.rows()
     counts = {**transcript.counts, "forks": transcript.conversation.forks}
     session = Session(
@@ -236,7 +242,7 @@ def rollouts(
         conversation=transcript.messages,
     )  # fmt: skip
     if not rows:
-        return [Rollout(prompt, group, sample, (), (), (), "abort", 0, session=session)]
+        return [Rollout(prompt, group, sample, (), (), (), "abort", served, session=session)]
     return [
         _rollout(row, number, session, replace(prompt, token_ids=tuple(row.prompt)), group, sample, section)
         for number, row in enumerate(rows)

@@ -49,16 +49,16 @@ class Updates:
         await self.on_all(lambda one: one.engine.wake(parts))
 
     async def _on(self, replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
-        state = self._state
+        state, engines = self._state, [one.engine for one in replicas]
         answers = await asyncio.gather(*(one.wait_for(ask(one)) for one in replicas), return_exceptions=True)
-        for replica, answer in zip(replicas, answers, strict=True):
-            if isinstance(answer, EngineGone):
+        for replica, engine, answer in zip(replicas, engines, answers, strict=True):
+            if isinstance(answer, EngineGone) and replica.engine is engine:  # another may have taken its place
                 state.take_out(replica, str(answer))
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [answer for answer in refused if not isinstance(answer, EngineGone)]
         if serious:
             raise serious[0]
-        if not any(replica.up for replica in replicas):
+        if len(refused) == len(answers):
             raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 

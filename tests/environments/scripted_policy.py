@@ -11,7 +11,7 @@ from typing import Any
 
 from environments.chats import APPENDS, completion, folder_of
 
-from megatron_rl.config.schema import Credit, EnvironmentSection, RolloutSection
+from megatron_rl.config.schema import Credit, DataSection, EnvironmentSection, RolloutSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.sessions import Sessions
 from megatron_rl.sampler.engine import Completion, WrittenCall
@@ -28,7 +28,7 @@ class ScriptedPolicy:
         self.tokenizer, self.says = tokenizer, says
         self.asked: list[tuple[list[int], int, str]] = []  # tokens, most tokens, key
         self.open = self.most = 0
-        self.version = 0
+        self.version = self.policy_version = 0
         self.pause_s = 0.0
 
     def turns(self, params: SamplingParams, *, patient: bool) -> ScriptedPolicy:
@@ -69,10 +69,12 @@ class Played:
         self.tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
         self.policy = ScriptedPolicy(self.tokenizer, says)
         context, response = settings.pop("context", 4096), settings.pop("response", 256)
+        system = settings.pop("system", None)
         given = {"tool_parser": "hermes", "tool_timeout_s": 2.0, "credit": Credit.outcome} | settings
         self.section = EnvironmentSection(name=name, **given)
         rollout = RolloutSection(max_response_tokens=response, max_context_tokens=context)
-        self.sessions = Sessions(self.section, rollout, {}, self.tokenizer, self.policy)  # type: ignore[arg-type]
+        data = DataSection(system_prompt=system)
+        self.sessions = Sessions(self.section, rollout, data, self.tokenizer, self.policy, 60.0)  # type: ignore[arg-type]
         self.params = SamplingParams(samples=1, max_tokens=response)
 
     def __enter__(self) -> Played:

@@ -35,6 +35,14 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
     assert sorted(set(rollout.turns or ())) == [-1, 0, 1]
 
 
+def test_what_the_row_and_the_recipe_say_comes_first(tmp_path: Path) -> None:
+    with Played(tmp_path, counting, system="Be brief.") as played:
+        played.policy.policy_version = 7
+        ((rollout,), (failed,)) = played.play({}, {"how": "reset raises"})
+    assert played.text(rollout).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is")
+    assert (len(failed.token_ids), failed.policy_version) == (0, 7)  # it makes no batch look old
+
+
 def test_tools_are_called_and_answered(tmp_path: Path) -> None:
     def says(text: str, seed: int) -> str:
         return "42" if "42<|im_end|>" in text else call("add", a=12, b=30)
@@ -105,6 +113,7 @@ def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_pa
 
 
 def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
+    others = set(psutil.Process().children(recursive=True))
     with Played(tmp_path, counting) as played:
         groups = played.play(*({"how": how} for how in ("floods", "forks", "leaves a child", "prints")))
         for (rollout,) in groups:
@@ -112,8 +121,8 @@ def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
             assert (rollout.session.error, rollout.session.reward) == (None, 0.0 if rollout is groups[0][0] else 1.0)
         assert groups[0][0].session is not None
         assert groups[0][0].session.counts["observations_cut"] == 2
-        pids = [one.pid for one in psutil.Process().children(recursive=True)]
-    assert pids
+        pids = [one.pid for one in psutil.Process().children(recursive=True) if one not in others]
+    assert len(pids) > 4
     wait_for(lambda: not any(state_of(pid) not in ("", "Z") for pid in pids), "end of all processes")
 
 

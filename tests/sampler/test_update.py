@@ -288,3 +288,30 @@ def test_a_question_reaches_every_engine_and_the_lost_ones_are_taken_out():
     assert [one.ready for one in replicas] == [False, True]
     run(lambda state: Updates(replicas, state).on_all(lambda one: one.engine.sleep(2)))
     assert events == ["engine 1: sleeps at level 2"]
+
+
+def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None:
+    """One dies in an update; another has started in its place before the last of them has staged it."""
+
+    async def use(state: SamplerState) -> None:
+        staged = asyncio.Event()
+        (dying, slow), _ = several({"fails": {"stage": GONE}}, {})
+        stages = slow.engine.update
+
+        async def slowly(step: UpdateStep, **more: Any) -> Any:
+            if step == "stage":
+                await staged.wait()
+            return await stages(step, **more)
+
+        slow.engine.update = slowly  # type: ignore[method-assign]
+        updates = Updates([dying, slow], state)
+        await updates.begin()
+        staging = asyncio.ensure_future(updates.stage({Format.none: {"policy_version": 1}}))
+        await asyncio.sleep(0)
+        state.take_out(dying, "killed")
+        dying.engine, dying.up = ScriptedEngine("again"), True
+        staged.set()
+        await staging
+        assert dying.up
+
+    run(use)
