@@ -7,8 +7,19 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_rl.advantage import AdvantageConfig, group_advantages, has_spread, overlong_penalty
+from megatron_rl.advantage import (
+    AdvantageConfig,
+    group_advantages,
+    has_spread,
+    overlong_penalty,
+    session_advantages,
+    turn_advantages,
+)
+from megatron_rl.config.schema import Credit, Estimator
+from megatron_rl.types import Batch
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5, 2.5, 2.0, 9.0])
 GROUPS = torch.tensor([5, 5, 2, 5, 2, 2, 2, 8])
@@ -116,3 +127,54 @@ def test_overlong_penalty() -> None:
     found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20, penalty=0.5)
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
+
+
+def session_batch(rewards: list[float], rows: list[int], credit: list[list[float]] | None = None) -> Batch:
+    """One group: `rows` branches of each session, three tokens each."""
+    samples = [sample for sample, count in enumerate(rows) for _ in range(count)]
+    turns = torch.zeros(len(samples), 3)
+    return Batch(
+        tokens_BS=turns.long(), prompt_lengths_B=torch.ones(len(samples)), response_lengths_B=torch.ones(len(samples)),
+        mask_BT=turns == 0, sampler_logprobs_BT=turns, rewards_B=torch.tensor([rewards[one] for one in samples]),
+        groups_B=torch.zeros(len(samples), dtype=torch.int64), versions_B=turns[:, 0], samples_B=torch.tensor(samples),
+        credit_BT=None if credit is None else torch.tensor([credit[one] for one in samples]),
+    )  # fmt: skip
+
+
+def of(batch: Batch, estimator: Estimator) -> torch.Tensor:
+    keep = torch.ones(len(batch), dtype=torch.bool)
+    config = AdvantageConfig(estimator)
+    return session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, keep, config)[0]
+
+
+@pytest.mark.parametrize("estimator", list(Estimator))
+@given(st.lists(st.floats(0.1, 4), min_size=2, max_size=6), st.lists(st.integers(1, 4), min_size=6, max_size=6))
+def test_a_session_counts_once_in_its_groups_baseline(estimator, rewards, rows):
+    rows = rows[: len(rewards)]
+    whole, forked = session_batch(rewards, [1] * len(rewards)), session_batch(rewards, rows)
+    each = of(whole, estimator)
+    assert torch.allclose(of(forked, estimator), each.repeat_interleave(torch.tensor(rows)), atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", list(Estimator))
+@given(st.lists(st.floats(0.1, 4), min_size=2, max_size=6))
+def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimator, rewards):
+    batch = session_batch(rewards, [2] * len(rewards), [[0.0] * 3] * len(rewards))
+    advantages = of(batch, estimator)
+    found = turn_advantages(batch, advantages, AdvantageConfig(estimator), Credit.turns)
+    assert torch.equal(found, advantages[:, None].expand(-1, 3))
+    assert turn_advantages(batch, advantages, AdvantageConfig(estimator), Credit.outcome) is None
+
+
+@pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.rloo, Estimator.dr_grpo, Estimator.maxrl])
+def test_a_turns_return_takes_the_place_of_its_sessions_reward(estimator):
+    """What an estimator makes of the reward 3 it makes of a turn's return of 3, in the same group."""
+    rewards = [1.0, 2.0, 4.0, 3.0]
+    batch = session_batch(rewards, [1] * 4, [[0.0, 1.0, 0.0], [0.0] * 3, [-1.0, 0.0, 0.0], [0.0] * 3])
+    advantages = of(batch, estimator)
+    found = turn_advantages(batch, advantages, AdvantageConfig(estimator), Credit.turns)
+    assert found[2, 0] == pytest.approx(float(advantages[3]), abs=1e-5)  # 4 - 1
+    assert found[0, 1] == pytest.approx(float(advantages[1]), abs=1e-5)  # 1 + 1
+    alike = session_batch([1.0] * 4, [1] * 4, [[0.5] * 3] * 4)  # no spread: nothing to scale by
+    if estimator == Estimator.grpo:
+        assert not turn_advantages(alike, of(alike, estimator), AdvantageConfig(estimator), Credit.turns).any()
