@@ -16,7 +16,7 @@ from megatron_rl.engine.messages import Generate
 from megatron_rl.sampler import client as module
 from megatron_rl.sampler.client import EngineClient
 from megatron_rl.sampler.engine import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import SamplingParams, ToolFormat
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 DEEP = b"\x91" * 200_000  # lists in lists
@@ -174,7 +174,8 @@ def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told
 
 
 def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
-    params = SamplingParams(3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3)
+    tools = ToolFormat("hermes", "[]")
+    params = SamplingParams(3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3, tools=tools)
     wanted = asdict(params) | {"tokens": [1, 2], "seed": 7, "stop_token_ids": [4], "policy_version": 3, "patient": True}
     del wanted["samples"]
 

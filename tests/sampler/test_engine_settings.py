@@ -86,11 +86,12 @@ def test_the_layout_of_each_format():
     assert block["input_activations"]["group_size"] == 128
 
 
-def test_the_folder_holds_the_quantized_config_alone(tmp_path):
+def test_the_folder_holds_the_quantized_config_and_the_tokenizer_of_tool_calls(tmp_path):
     model = make_model(tmp_path / "hf", tied=True)
     (model.folder / "tokenizer.json").write_text("{}")
     folder = write_engine_folder(model.folder, tmp_path / "engine", QuantizationSection(Format.fp8))
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    assert (folder / "tokenizer.json").samefile(model.folder / "tokenizer.json")
     written = json.loads((folder / "config.json").read_text())
     assert written.pop("quantization_config")["format"] == "float-quantized"
     assert written == json.loads((model.folder / "config.json").read_text())
