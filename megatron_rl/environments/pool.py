@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -110,11 +109,9 @@ class EnvironmentPool:
     def __init__(self, config: EnvironmentSection) -> None:
         self._config, self._log = config, RewardLog()
         self.about = _About()
-        self.killed = 0
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._idle: list[EnvironmentProcess] = []
-        self._all: set[EnvironmentProcess] = set()
         self._starting = threading.Lock()
         self._closed = False
 
@@ -175,16 +172,11 @@ class EnvironmentPool:
             writer.close()
             self._end_nursery()  # it is deaf, or cannot fork any more
             raise EnvironmentFailed(f"no process was forked ({type(error).__name__})") from None
-        process = EnvironmentProcess(reader, writer, pid)
-        self._all.add(process)
-        return process
+        return EnvironmentProcess(reader, writer, pid)
 
     def give_back(self, process: EnvironmentProcess) -> None:
         if process.alive and not self._closed:
             self._idle.append(process)
-        else:
-            self.killed += not self._closed
-            self._all.discard(process)
 
     def close(self) -> None:
         self._closed = True
@@ -192,16 +184,12 @@ class EnvironmentPool:
         self._log.close()
 
     def _end_nursery(self) -> None:
-        """With it end all processes that it has forked."""
+        """With it end all processes that it has forked; whoever asks one of them sees the end of its stream."""
         nursery, self._nursery = self._nursery, None
         control, self._control = self._control, None
         if nursery is not None:
             end_with_descendants(nursery.pid)
             nursery.wait()
-        for process in self._all:
-            with suppress(RuntimeError):  # the event loop has ended
-                process.kill() if process.alive else None
-        self._all.clear()
         self._idle.clear()
         if control is not None:
             control.close()

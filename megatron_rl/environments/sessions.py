@@ -93,8 +93,8 @@ class Sessions:
         if self._gateway is not None:
             with suppress(SessionsEnded):
                 self._loop.call(self._gateway.close())
+        self.pool.close()  # first: all processes end at once, and nothing has to be waited for
         self._loop.stop()
-        self.pool.close()
 
 
 class SessionsAnswering:
@@ -127,6 +127,7 @@ class SessionsAnswering:
         except BaseExceptionGroup as failed:
             self._done.put(failed.exceptions[0])
         except asyncio.CancelledError:
+            self._done.put(SessionsEnded("the sessions were given up"))  # for whoever still waits
             raise
         except BaseException as error:
             self._done.put(error)

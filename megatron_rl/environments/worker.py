@@ -47,6 +47,7 @@ class TooLate(BaseException):
 def main(descriptor: int, parent: int) -> None:
     """The nursery."""
     die_with_parent(parent)
+    adopt_orphans()  # what a conversation's process leaves behind ends with this one
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     release(signal.SIGINT)

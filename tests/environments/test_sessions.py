@@ -11,8 +11,11 @@ from helpers import refusal, wait_for
 from megatron_rl.config.schema import Credit, EnvironmentSection
 from megatron_rl.environments.environment import Answer, Environment, Step, as_step
 from megatron_rl.environments.pool import check_importable
+from megatron_rl.environments.sessions import SessionsEnded
 from megatron_rl.environments.tools import ToolBox
 from megatron_rl.processes.process import state_of
+from megatron_rl.processes.threads import in_thread
+from megatron_rl.types import Prompt
 
 
 def counting(text: str, seed: int) -> str:
@@ -136,6 +139,19 @@ def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
         ((rollout,),) = played.play()
     assert rollout.session is not None
     assert (rollout.session.end, len(rollout.session.turns)) == ("length", 1)
+
+
+def test_closing_ends_whoever_waits_for_sessions(tmp_path: Path) -> None:
+    with Played(tmp_path, counting, tool_timeout_s=600.0) as played:
+        answering = played.sessions.answering(played.params, seed=1)
+        row = {"prompt": "Hm?", "answer": "42", "how": "hangs"}
+        answering.add([Prompt(0, (1,), "", row)], 0)
+        wait_for(lambda: played.policy.asked)
+        waiting = in_thread("waiting", answering.finished)
+        played.sessions.close()
+        with pytest.raises(SessionsEnded):
+            waiting.result(60)
+        answering.close()
 
 
 def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
