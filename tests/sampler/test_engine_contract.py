@@ -101,7 +101,10 @@ def test_many_are_drawn_side_by_side_and_cancelled_ones_leave_nothing(subject: S
         return await asyncio.gather(*asked, return_exceptions=True)
 
     found = subject.run(ask())
-    assert [essence(one) for one in found[:6]] == [essence(subject.draw(seed)) for seed in range(6)]
+    alone = [subject.draw(seed) for seed in range(6)]
+    assert [(one.token_ids, one.spans) for one in found[:6]] == [(one.token_ids, one.spans) for one in alone]
+    for one, other in zip(found, alone, strict=False):  # a batch of another size rounds otherwise on some hosts
+        assert list(one.logprobs) == pytest.approx(list(other.logprobs), abs=0.03)
     assert all(isinstance(one, asyncio.CancelledError) for one in found[6:])
     assert subject.run(subject.engine.status()).get("open", 0) == 0
 
