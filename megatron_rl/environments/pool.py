@@ -113,14 +113,14 @@ class EnvironmentPool:
         self._control: socket.socket | None = None
         self._idle: list[EnvironmentProcess] = []
         self._starting = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     def start(self) -> None:
         """Fails here, with the key's name, where the class cannot be imported or made."""
         with self._starting:
             if self._nursery is not None and self._nursery.poll() is None:
                 return
-            if self._closed:
+            if self.closed:
                 raise EnvironmentFailed("the environments are closed")
             ours, theirs = socket.socketpair()
             with theirs, for_the_driver_alone():
@@ -175,11 +175,11 @@ class EnvironmentPool:
         return EnvironmentProcess(reader, writer, pid)
 
     def give_back(self, process: EnvironmentProcess) -> None:
-        if process.alive and not self._closed:
+        if process.alive and not self.closed:
             self._idle.append(process)
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._end_nursery()
         self._log.close()
 

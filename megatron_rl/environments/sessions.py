@@ -201,6 +201,8 @@ class Player:
                     await self._played(policy, prompt)
                     break
                 except EnvironmentFailed as error:
+                    if self._pool.closed:
+                        raise SessionsEnded("the sessions are closed") from None
                     transcript.error, transcript.end = str(error), "error"
         return rollouts(transcript, prompt, group, sample, self.rules.section, self._served())
 
