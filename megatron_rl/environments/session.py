@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.conversation import Conversation, Turn
-from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
+from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.sampler.engine import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
@@ -210,6 +210,3 @@ class EnvironmentSession:
         self._policy.transcript.counts["observations_cut"] += 1
         kept = self._tokenizer.decode_all(ids[:most])
         return message | {"content": f"{kept}\n[cut: the first {most} tokens]"}
-
-
-__all__ = ["ContextFull", "EnvironmentFailed", "EnvironmentPool", "EnvironmentSession", "Policy", "Rules", "Transcript"]

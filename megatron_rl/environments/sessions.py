@@ -24,7 +24,7 @@ from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, 
 from megatron_rl.environments.templates import parser_of
 from megatron_rl.processes.pulse import waiting
 from megatron_rl.processes.threads import EventLoopThread
-from megatron_rl.sampler.sampler import Sampler, Turns, request_seed
+from megatron_rl.sampler.sampler import Sampler, Turns, answered, request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Session
 
 LOOK_S = 0.5
@@ -68,15 +68,7 @@ class Sessions:
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
         """Ordered by prompt, sample and branch; the group of a prompt is `first_group` plus its index."""
-        answering = self._answering(params, seed, patient=False)
-        try:
-            answering.add(prompts, first_group)
-            groups: list[list[Rollout]] = []
-            while more := answering.finished():
-                groups += more
-        finally:
-            answering.close()
-        return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+        return answered(self._answering(params, seed, patient=False), prompts, first_group)
 
     def _answering(self, params: SamplingParams, seed: int, patient: bool) -> SessionsAnswering:
         parser = parser_of(self._section, self._tokenizer) if self.pool.about.tools or self.pool.about.agent else None
@@ -85,8 +77,8 @@ class Sessions:
             self._data.system_prompt,
         )  # fmt: skip
         turns = self._sampler.turns(params, patient=patient)
-        served = lambda: self._sampler.policy_version  # noqa: E731
-        player = Player(rules, turns, self._tokenizer, self.pool, self._gateway, seed, served)
+        known = rules, turns, self._tokenizer, self.pool, self._gateway
+        player = Player(*known, seed, lambda: self._sampler.policy_version)
         return SessionsAnswering(self._loop, player, params.samples, turns, self._patience_s)
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ class Conversation:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except TooLate:
                 self._loop = asyncio.new_event_loop()  # it may have been stopped anywhere
-                reply = {"error": f"not done within {request['seconds']:g} s", "late": True}
+                reply = {"error": f"not done within {request['seconds']:g} s"}
             except BaseException as error:  # the user's code: whatever it raises is its result
                 reply = {"error": _text_of(error)}
             if os.getpid() != itself:

@@ -68,11 +68,6 @@ class _Status(msgspec.Struct):
     written: int = 0
 
 
-class _Call(msgspec.Struct):
-    name: str
-    arguments: str
-
-
 class _Sample(msgspec.Struct):
     tokens: bytes
     logprobs: bytes
@@ -81,7 +76,7 @@ class _Sample(msgspec.Struct):
     kept_ids: bytes | None = None
     kept_counts: bytes | None = None
     content: str | None = None
-    calls: list[_Call] = []
+    calls: list[WrittenCall] = []
 
 
 class _Asked:
@@ -337,8 +332,7 @@ class EngineClient:
                 raise ValueError(f"more than the {params.candidates} candidates of a token that were asked for")
             kept, counts = array("i", sample.kept_ids), array("i", sample.kept_counts)
         tokens, logprobs = array("i", sample.tokens), array("f", sample.logprobs)
-        calls = [WrittenCall(one.name, one.arguments) for one in sample.calls]
-        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts, sample.content, calls)
+        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts, sample.content, sample.calls)
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -122,15 +122,7 @@ class Sampler:
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
         if not prompts:
             return []
-        answering = self._answering(params, seed, patient=False)
-        try:
-            answering.add(prompts, first_group)
-            groups: list[list[Rollout]] = []
-            while more := answering.finished():
-                groups += more
-        finally:
-            answering.close()
-        return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+        return answered(self._answering(params, seed, patient=False), prompts, first_group)
 
     def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
         """Answer prompts group by group."""
@@ -368,6 +360,16 @@ class Turns:
         """Give up what is open; safe to call twice, and after the sampler's own end."""
         with suppress(SamplerError):
             self._ask(lambda replicas: replicas.give_up(self._dispatcher))
+
+
+def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
+    """What all of the prompts are answered, group by group, by an Answering or its like, which is closed at last."""
+    groups: list[list[Rollout]] = []
+    with closing(answering):
+        answering.add(prompts, first_group)
+        while more := answering.finished():
+            groups += more
+    return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
 
 
 def _rollouts(done: Done) -> list[Rollout]:
