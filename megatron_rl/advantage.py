@@ -41,18 +41,11 @@ def group_advantages(
     keep_N = keep_N & (counts >= 2)
     mean = sums / counts.clamp(min=1.0)
     centred = (rewards - mean).masked_fill(~keep_N, 0.0)
-    others = (counts - 1.0).clamp(min=1.0)
-    if config.estimator == Estimator.grpo:
-        advantages = centred / (_deviation(centred, others, groups_N) + EPSILON)
-    elif config.estimator == Estimator.rloo:
-        advantages = centred * counts / others
-    elif config.estimator == Estimator.maxrl:
-        if bool((rewards[keep_N] < 0).any()):
-            lowest = float(rewards[keep_N].min())
-            raise ValueError(f"advantage.estimator maxrl needs rewards >= 0, the lowest is {lowest}; use grpo or rloo")
-        advantages = centred / (mean + EPSILON)
-    else:
-        advantages = centred
+    if config.estimator == Estimator.maxrl and bool((rewards[keep_N] < 0).any()):
+        lowest = float(rewards[keep_N].min())
+        raise ValueError(f"advantage.estimator maxrl needs rewards >= 0, the lowest is {lowest}; use grpo or rloo")
+    times, over = _scale(centred, mean, counts, groups_N, config)
+    advantages = centred * times / over
     return advantages.masked_fill(~keep_N, 0.0).float(), keep_N
 
 
@@ -98,24 +91,28 @@ def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:
 def _reward_scale(rewards_N: Tensor, groups_N: Tensor, stands_N: Tensor, config: AdvantageConfig) -> Tensor:
     """What a difference of rewards is multiplied by to become one of advantages; 0 in groups without spread."""
     rewards = rewards_N.double().masked_fill(~stands_N, 0.0)
-    counts = _group_sums(stands_N.double(), groups_N)
-    mean, others = _group_sums(rewards, groups_N) / counts.clamp(min=1.0), (counts - 1.0).clamp(min=1.0)
-    if config.estimator == Estimator.grpo:
-        deviation = _deviation((rewards - mean).masked_fill(~stands_N, 0.0), others, groups_N)
-        return torch.where(deviation > SPREAD, 1.0 / (deviation + EPSILON), 0.0).float()
-    if config.estimator == Estimator.rloo:
-        return (counts / others).float()
-    if config.estimator == Estimator.maxrl:
-        return torch.where(mean > SPREAD, 1.0 / (mean + EPSILON), 0.0).float()
     if config.estimator == Estimator.reinforce_pp:
         kept = rewards[stands_N]
         spread = float(kept.std()) if len(kept) > 1 else 0.0
         return torch.full_like(rewards, 1.0 / (spread + EPSILON) if spread > SPREAD else 0.0).float()
-    return torch.ones_like(rewards).float()
+    counts = _group_sums(stands_N.double(), groups_N)
+    mean = _group_sums(rewards, groups_N) / counts.clamp(min=1.0)
+    times, over = _scale((rewards - mean).masked_fill(~stands_N, 0.0), mean, counts, groups_N, config)
+    return torch.where(over - EPSILON > SPREAD, times / over, 0.0).float()
 
 
-def _deviation(centred_N: Tensor, others_N: Tensor, groups_N: Tensor) -> Tensor:
-    return (_group_sums(centred_N.square(), groups_N) / others_N).sqrt()
+def _scale(
+    centred_N: Tensor, mean_N: Tensor, counts_N: Tensor, groups_N: Tensor, config: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
+    """What an estimator multiplies a reward less its group's mean by, and what it divides that by."""
+    one_N, others_N = torch.ones_like(mean_N), (counts_N - 1.0).clamp(min=1.0)
+    if config.estimator == Estimator.grpo:
+        return one_N, (_group_sums(centred_N.square(), groups_N) / others_N).sqrt() + EPSILON
+    if config.estimator == Estimator.rloo:
+        return counts_N, others_N
+    if config.estimator == Estimator.maxrl:
+        return one_N, mean_N + EPSILON
+    return one_N, one_N
 
 
 def _group_sums(values_N: Tensor, groups_N: Tensor) -> Tensor:

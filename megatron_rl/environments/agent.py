@@ -93,17 +93,8 @@ class Gateway:
         try:
             status, content = 200, await self._answer(scope, receive)
         except Refused as refused:
-            status, content = (
-                refused.status,
-                {
-                    "error": {
-                        "message": str(refused),
-                        "type": "invalid_request_error",
-                        "code": refused.code,
-                        "param": None,
-                    }
-                },
-            )
+            error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code, "param": None}
+            status, content = refused.status, {"error": error}
         except asyncio.CancelledError:
             status, content = 410, {"error": {"message": "the session has ended", "type": "gone", "code": None}}
         body = json.dumps(content).encode("utf-8", "replace")
@@ -174,12 +165,10 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(
             400, "the conversation has reached rollout.max_context_tokens", "context_length_exceeded"
         ) from None
-    except (TypeError, ValueError, KeyError) as error:
-        raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
     except Exception as error:
-        if type(error).__module__.startswith("jinja2"):
-            raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
-        raise
+        if not (isinstance(error, TypeError | ValueError | KeyError) or type(error).__module__.startswith("jinja2")):
+            raise
+        raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
     transcript = policy.transcript
     calls = message.get("tool_calls", [])
     transcript.turns.append(

@@ -53,10 +53,13 @@ class Sessions:
         self.pool = EnvironmentPool(section)
         self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
         self._gateway: Gateway | None = None
+        self._parser: str | None = None  # of tool calls
 
     def start(self) -> None:
         """Fails here, with the key's name, where the environment cannot be imported."""
         self.pool.start()
+        if self.pool.about.tools or self.pool.about.agent:
+            self._parser = parser_of(self._section, self._tokenizer)
         if self.pool.about.agent:
             self._gateway = Gateway()
             self._loop.call(self._gateway.open())
@@ -71,9 +74,8 @@ class Sessions:
         return answered(self._answering(params, seed, patient=False), prompts, first_group)
 
     def _answering(self, params: SamplingParams, seed: int, patient: bool) -> SessionsAnswering:
-        parser = parser_of(self._section, self._tokenizer) if self.pool.about.tools or self.pool.about.agent else None
         rules = Rules(
-            self._section, params.max_tokens, self._rollout.context_tokens, self._data.template or {}, parser,
+            self._section, params.max_tokens, self._rollout.context_tokens, self._data.template or {}, self._parser,
             self._data.system_prompt,
         )  # fmt: skip
         turns = self._sampler.turns(params, patient=patient)
