@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -21,14 +19,12 @@ import msgspec
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.processes import pulse
-from megatron_rl.processes.channel import LENGTH, Channel, ChannelClosed
+from megatron_rl.processes.channel import LENGTH, Channel
 from megatron_rl.processes.environment import for_rewards
-from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
-from megatron_rl.rewards.functions import places
-from megatron_rl.rewards.pool import MEMORY_BYTES, RewardLog
+from megatron_rl.processes.process import end_with_descendants
+from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json, first_reply, user_process
 
 NURSERY = "environment nursery"
-START_TIMEOUT_S = 60.0
 GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
 LARGEST_REPLY = 16 << 20
 
@@ -61,11 +57,7 @@ class EnvironmentProcess:
     async def ask(self, what: dict[str, Any], seconds: float) -> Any:
         """The reply to a request; the process is killed where there is none in time."""
         number = next(self._numbers)
-        try:
-            content = msgspec.json.encode(what, enc_hook=str)
-        except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
-            content = json.dumps(what, default=str).encode()
-        frame = msgspec.msgpack.encode({"id": number, "seconds": seconds, "what": content.decode()})
+        frame = msgspec.msgpack.encode({"id": number, "seconds": seconds, "what": as_json(what).decode()})
         try:
             self._writer.write(LENGTH.pack(len(frame)) + frame)
             async with asyncio.timeout(seconds + GRACE_S):
@@ -122,27 +114,14 @@ class EnvironmentPool:
                 return
             if self.closed:
                 raise EnvironmentFailed("the environments are closed")
-            ours, theirs = socket.socketpair()
-            with theirs, for_the_driver_alone():
-                self._nursery = subprocess.Popen(
-                    [sys.executable, "-m", "megatron_rl.environments.worker", str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._log.descriptor,
-                    stderr=self._log.descriptor,
-                    env=for_rewards(os.environ, self._config.variables, "environment.variables"),
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            pulse.own(NURSERY, self._nursery)
-            self._control, channel = ours, Channel(ours)
-            about = {"name": self._config.name, "settings": self._config.settings, "memory_bytes": MEMORY_BYTES}
-            try:
-                channel.send(about | {"path": [os.getcwd(), *filter(None, sys.path), *places()]}, timeout_s=GRACE_S)
-                self.about = msgspec.convert(channel.receive(START_TIMEOUT_S, LARGEST_REPLY), _About)
-            except TimeoutError:
-                self.about = _About(error=f"no start within {START_TIMEOUT_S:.0f} s")
-            except (ChannelClosed, msgspec.DecodeError):
-                self.about = _About(error="its process died while it was imported")
+            variables = for_rewards(os.environ, self._config.variables, "environment.variables")
+            self._nursery, ours = user_process("megatron_rl.environments.worker", NURSERY, self._log, variables)
+            self._control = ours
+            start, died = (
+                {"name": self._config.name, "settings": self._config.settings},
+                "its process died at its start",
+            )
+            self.about = msgspec.convert(first_reply(Channel(ours), start, LARGEST_REPLY, died), _About)
             if self.about.error is not None:
                 self._end_nursery()
                 raise ConfigError(f"environment.name: {self.about.error}")

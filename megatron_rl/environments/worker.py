@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -34,7 +33,8 @@ from megatron_rl.environments.environment import (
 )
 from megatron_rl.environments.tools import ToolBox, as_text
 from megatron_rl.processes.channel import Channel, ChannelClosed
-from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
+from megatron_rl.processes.process import adopt_orphans, die_with_parent
+from megatron_rl.rewards.worker import begun
 
 MOST_ERROR = 500  # characters
 MOST_TEXT = 1 << 20  # bytes of what a tool or a step says: the rest is cut here
@@ -46,17 +46,7 @@ class TooLate(BaseException):
 
 def main(descriptor: int, parent: int) -> None:
     """The nursery."""
-    die_with_parent(parent)
-    adopt_orphans()  # what a conversation's process leaves behind ends with this one
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    release(signal.SIGINT)
-    control = socket.socket(fileno=descriptor)
-    control.set_inheritable(False)
-    channel = Channel(control)
-    start = channel.receive()
-    resource.setrlimit(resource.RLIMIT_DATA, (start["memory_bytes"], start["memory_bytes"]))
-    sys.path[:0] = start["path"]
+    control, channel, start = begun(descriptor, parent)
     try:
         loaded = load(start["name"])
         about = _about(loaded, start["settings"])

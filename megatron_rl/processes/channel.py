@@ -18,12 +18,6 @@ class ChannelClosed(ConnectionError):
     """The other side is gone."""
 
 
-def channel_pair() -> tuple[Channel, socket.socket]:
-    """This side's channel, and the socket that a child inherits."""
-    ours, theirs = socket.socketpair()
-    return Channel(ours), theirs
-
-
 class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

@@ -5,43 +5,33 @@ A worker that misses its deadline, dies or answers out of turn is replaced; its 
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import VERIFIERS, RewardSection
 from megatron_rl.processes import pulse
-from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
+from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.environment import for_rewards
-from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
-from megatron_rl.rewards.functions import places
+from megatron_rl.processes.process import end_with_descendants
 from megatron_rl.rewards.task import Task
+from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json, first_reply, user_process
 from megatron_rl.types import Verdict
 
 WORKER = "reward worker"  # and its number, in what is said of it
-START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
 IN_FLIGHT = 64
 CHANNEL_BYTES = 32 << 10
 LARGEST_REPLY = 1 << 20
 WATCHED = 32  # answers that the breaker looks at ...
 TOO_LATE = 30  # ... and so many late ones among them end the run
-MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
-MOST_BYTES = 1 << 20  # that the workers of a run print into its log, all together
-LOG_ENDS = f"\nrewards have printed {MOST_BYTES >> 20} MiB: what they print from here on is left out\n".encode()
-LOG_CHUNK = 64 << 10
 
 
 class RewardsHang(RuntimeError):
@@ -144,27 +134,11 @@ class _Worker:
         self._closed = False
 
     def start(self) -> None:
-        self._channel, theirs = channel_pair()
-        with theirs, for_the_driver_alone():
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log.descriptor,  # what a reward prints is no answer
-                stderr=self._log.descriptor,
-                env=for_rewards(os.environ, self._config.environment),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
-            )
-        pulse.own(self._name, self._process)
-        path = [os.getcwd(), *filter(None, sys.path), *places()]
-        start: dict[str, Any] = {"weights": self._config.weights, "wrong": self._config.wrong, "path": path}
-        try:
-            self._channel.send(start | {"memory_bytes": MEMORY_BYTES}, timeout_s=START_TIMEOUT_S)
-            reply = msgspec.convert(self._channel.receive(START_TIMEOUT_S, LARGEST_REPLY), dict[str, Any])
-        except TimeoutError:
-            reply = {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
-        except (ChannelClosed, msgspec.DecodeError):
-            reply = {"error": "the reward worker died at its start"}
+        variables = for_rewards(os.environ, self._config.environment)
+        self._process, ours = user_process("megatron_rl.rewards.worker", self._name, self._log, variables)
+        self._channel = Channel(ours)
+        start = {"weights": self._config.weights, "wrong": self._config.wrong}
+        reply = first_reply(self._channel, start, LARGEST_REPLY, "the reward worker died at its start")
         if "error" in reply:
             self.stop()
             raise ConfigError(f"reward.name: {reply['error']}")
@@ -185,7 +159,7 @@ class _Worker:
         messages: list[bytes] = []
         size = 0
         for task in tasks:
-            messages.append(_encoded(task))
+            messages.append(as_json(vars(task)))
             size += len(messages[-1])
             if size > CHANNEL_BYTES:
                 return messages[: max(1, len(messages) - 1)]
@@ -243,43 +217,3 @@ class _Worker:
             process.wait()
         if channel is not None:
             channel.close()
-
-
-def _encoded(task: Task) -> bytes:
-    try:
-        return msgspec.json.encode(task, enc_hook=str)
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
-        return json.dumps(vars(task), default=str).encode()
-
-
-class RewardLog:
-    """What rewards print goes to the run's log, up to a limit: an answer cannot fill the disk."""
-
-    def __init__(self) -> None:
-        self._read, write = os.pipe()  # neither is inherited: a worker is given a copy
-        self._end = io.FileIO(write, "wb")
-        self._thread = threading.Thread(target=self._relay, name="reward-log", daemon=True)
-        self._thread.start()
-
-    @property
-    def descriptor(self) -> int:
-        return self._end.fileno()
-
-    def _relay(self) -> None:
-        """Copy what workers print; read on after the limit, as a worker that nobody reads would wait."""
-        left = MOST_BYTES
-        while data := os.read(self._read, LOG_CHUNK):
-            if left > 0:
-                left -= len(data)
-                _print(data if left > 0 else data[: left or None] + LOG_ENDS)
-        os.close(self._read)
-
-    def close(self) -> None:
-        self._end.close()
-        self._thread.join(1.0)  # a program that a reward has left behind may still hold the other end
-
-
-def _print(data: bytes) -> None:
-    with suppress(OSError):  # a full disk is no matter of the rewards
-        while data:
-            data = data[os.write(2, data) :]

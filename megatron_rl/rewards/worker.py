@@ -27,7 +27,8 @@ LONGEST_ANSWER = 64  # bytes
 MAX_ERROR = 500  # characters: a window of replies must fit the channel
 
 
-def main(descriptor: int, parent: int) -> None:
+def begun(descriptor: int, parent: int) -> tuple[socket.socket, Channel, dict[str, Any]]:
+    """The start of a process for the user's code: its connection, and what it is told first."""
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
     show_on_request()
@@ -42,6 +43,11 @@ def main(descriptor: int, parent: int) -> None:
     start = channel.receive()
     resource.setrlimit(resource.RLIMIT_DATA, (start["memory_bytes"], start["memory_bytes"]))
     sys.path[:0] = start["path"]
+    return connection, channel, start
+
+
+def main(descriptor: int, parent: int) -> None:
+    _, channel, start = begun(descriptor, parent)
     try:
         rewards = Rewards(start["weights"], start["wrong"])
     except LookupError as error:

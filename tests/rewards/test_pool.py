@@ -15,7 +15,7 @@ from helpers import wait_for
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.processes.process import state_of
-from megatron_rl.rewards import pool as pools
+from megatron_rl.rewards import user_process
 from megatron_rl.rewards.functions import LONGEST_NAME, MOST_DETAILS
 from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
 from megatron_rl.rewards.task import Task
@@ -157,7 +157,7 @@ def odd(timeout_s: float) -> Iterator[RewardPool]:
 
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[RewardPool]:
-    monkeypatch.setattr(pools, "MEMORY_BYTES", 1 << 30)
+    monkeypatch.setattr(user_process, "MEMORY_BYTES", 1 << 30)
     with started(timeout_s=timeout_s) as pool:
         yield pool
 

@@ -1,0 +1,99 @@
+"""Processes for the user's code (rewards, environments): few variables, bounded memory, output cut to a limit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from megatron_rl.processes import pulse
+from megatron_rl.processes.channel import Channel, ChannelClosed
+from megatron_rl.processes.process import for_the_driver_alone
+from megatron_rl.rewards.functions import places
+
+START_TIMEOUT_S = 60.0
+MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
+MOST_BYTES = 1 << 20  # that the workers of a run print into its log, all together
+LOG_ENDS = f"\nrewards have printed {MOST_BYTES >> 20} MiB: what they print from here on is left out\n".encode()
+LOG_CHUNK = 64 << 10
+
+
+def user_process(
+    module: str, name: str, log: RewardLog, variables: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process for the user's code, and this side of the socket by which it is reached."""
+    ours, theirs = socket.socketpair()
+    with theirs, for_the_driver_alone():
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=log.descriptor,  # what a reward prints is no answer
+            stderr=log.descriptor,
+            env=variables,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
+        )
+    pulse.own(name, process)
+    return process, ours
+
+
+def first_reply(channel: Channel, start: Mapping[str, Any], largest: int, died: str) -> dict[str, Any]:
+    """What such a process says once it has imported the user's module; `error`, where it could not."""
+    path = [os.getcwd(), *filter(None, sys.path), *places()]
+    try:
+        channel.send({**start, "path": path, "memory_bytes": MEMORY_BYTES}, timeout_s=START_TIMEOUT_S)
+        return msgspec.convert(channel.receive(START_TIMEOUT_S, largest), dict[str, Any])
+    except TimeoutError:
+        return {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
+    except (ChannelClosed, msgspec.DecodeError):
+        return {"error": died}
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """What may hold anything of the user's, as JSON; what that does not know, as text."""
+    try:
+        return msgspec.json.encode(content, enc_hook=str)
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
+        return json.dumps(content, default=str).encode()
+
+
+class RewardLog:
+    """What rewards print goes to the run's log, up to a limit: an answer cannot fill the disk."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe()  # neither is inherited: a worker is given a copy
+        self._end = io.FileIO(write, "wb")
+        self._thread = threading.Thread(target=self._relay, name="reward-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def descriptor(self) -> int:
+        return self._end.fileno()
+
+    def _relay(self) -> None:
+        """Copy what workers print; read on after the limit, as a worker that nobody reads would wait."""
+        left = MOST_BYTES
+        while data := os.read(self._read, LOG_CHUNK):
+            if left > 0:
+                left -= len(data)
+                _print(data if left > 0 else data[: left or None] + LOG_ENDS)
+        os.close(self._read)
+
+    def close(self) -> None:
+        self._end.close()
+        self._thread.join(1.0)  # a program that a reward has left behind may still hold the other end
+
+
+def _print(data: bytes) -> None:
+    with suppress(OSError):  # a full disk is no matter of the rewards
+        while data:
+            data = data[os.write(2, data) :]
