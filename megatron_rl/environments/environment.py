@@ -20,21 +20,11 @@ Agent = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call as it was parsed from an answer."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = ""
-
-
-@dataclass(frozen=True)
 class Answer:
-    """What the policy has said in a turn."""
+    """What the policy has said in a turn without tool calls."""
 
-    text: str  # all of it, special tokens left out
-    content: str  # without the tool calls
-    calls: Sequence[ToolCall] = ()
+    text: str  # special tokens left out
+    content: str  # as it stands in the conversation
     turn: int = 0
     finish_reason: str = "stop"  # length: it was cut
     token_ids: Sequence[int] = ()

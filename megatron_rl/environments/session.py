@@ -174,7 +174,7 @@ class EnvironmentSession:
             transcript.counts["calls_unread"] += 1
             return SessionTurn(**about), [{"role": "tool", "content": "error: the tool call could not be read"}]
         answer = {
-            "text": transcript.answer, "content": message["content"], "turn": number, "calls": [],
+            "text": transcript.answer, "content": message["content"], "turn": number,
             "finish_reason": completion.finish_reason, "token_ids": list(completion.token_ids),
         }  # fmt: skip
         step = await self._process.ask({"do": "step", "answer": answer}, self._limit_s)

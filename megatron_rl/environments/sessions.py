@@ -238,23 +238,18 @@ def rollouts(
         end=transcript.end, numbers=transcript.numbers, counts=counts, answer=transcript.answer,
         conversation=transcript.messages,
     )  # fmt: skip
+    whole = Rollout(prompt, group, sample, (), (), (), "abort", served, format=transcript.format, session=session)
     if not rows:
-        return [Rollout(prompt, group, sample, (), (), (), "abort", served, session=session)]
-    return [
-        _rollout(row, number, session, replace(prompt, token_ids=tuple(row.prompt)), group, sample, section)
-        for number, row in enumerate(rows)
-    ]
+        return [whole]
+    return [_branch(whole, session, row, number, section) for number, row in enumerate(rows)]
 
 
-def _rollout(
-    row: Row, number: int, session: Session, prompt: Prompt, group: int, sample: int, section: EnvironmentSection
-) -> Rollout:
+def _branch(whole: Rollout, session: Session, row: Row, number: int, section: EnvironmentSection) -> Rollout:
     own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [0]
     mixed = any(one != other for one, other in pairwise(row.versions))
-    return Rollout(
-        prompt=prompt,
-        group=group,
-        sample=sample,
+    return replace(
+        whole,
+        prompt=replace(whole.prompt, token_ids=tuple(row.prompt)),
         token_ids=row.token_ids,
         logprobs=row.logprobs,
         loss_mask=row.mask if session.error is None else [0] * len(row.mask),
@@ -265,7 +260,6 @@ def _rollout(
         versions=row.versions if mixed else None,
         turns=row.turns,
         credit=credit(row, session, section),
-        session=session,
         row=number,
     )
 

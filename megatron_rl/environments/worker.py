@@ -26,7 +26,6 @@ from megatron_rl.environments.environment import (
     Environment,
     Loaded,
     Step,
-    ToolCall,
     as_messages,
     as_step,
     load,
@@ -158,8 +157,7 @@ class Conversation:
 
     def _step(self, answer: dict[str, Any]) -> Any:
         assert self._environment is not None
-        calls = [ToolCall(**call) for call in answer.pop("calls")]
-        step: Step = as_step(self._settled(self._environment.step(Answer(**answer, calls=calls))))
+        step: Step = as_step(self._settled(self._environment.step(Answer(**answer))))
         messages = [] if step.done and not step.messages else as_messages(step.messages)
         if not step.done and not messages:
             raise ValueError("step returned no message and done=False: the policy would have nothing to answer")

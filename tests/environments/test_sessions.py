@@ -29,6 +29,7 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
     session = rollout.session
     assert session is not None
     assert (session.reward, session.end, len(session.turns), session.rows) == (1.0, "done", 2, 1)
+    assert rollout.format == "int8"  # of the engine
     assert session.numbers == {"tries": 2.0}
     written = [token for token, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept]
     assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"

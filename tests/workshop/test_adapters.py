@@ -37,7 +37,7 @@ class Played:
 
     def say(self, text: str) -> Any:
         self._turn = getattr(self, "_turn", -1) + 1
-        return self.ask("step", answer={"text": text, "content": text, "calls": [], "turn": self._turn})
+        return self.ask("step", answer={"text": text, "content": text, "turn": self._turn})
 
     def call(self, name: str, **arguments: Any) -> str:
         return self.ask("tool", name=name, arguments=arguments)["text"]
