@@ -82,6 +82,6 @@ class Readiness:
         unknown = sorted(set(tags) - set(TAGS))
         if unknown:
             raise RuntimeError(f"nothing of the engine is called {unknown[0]!r}: its parts are {', '.join(TAGS)}")
-        if CACHE in tags and self.updating:
+        if CACHE in self.asleep.intersection(tags) and self.updating:  # one that started meanwhile never slept
             raise RuntimeError("a weight update has begun: finish it before the cache wakes")
         self.asleep -= set(tags)

@@ -41,6 +41,10 @@ class Updates:
                 return await self._on([replica for replica in self._replicas if replica.up], ask)
 
     async def sleep(self, level: int) -> None:
+        """Engines that are being started, or told of the present version, come first: the learner wants their room."""
+        if not self.holds:
+            with contextlib.suppress(NoServerLeft):
+                await self.until(lambda: all(one.ready or one.process is None for one in self._replicas))
         await self.on_all(lambda one: one.engine.sleep(level))
         self._state.asleep = True
 

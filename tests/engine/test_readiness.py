@@ -70,3 +70,11 @@ def test_another_version_than_the_announced_one_is_not_served():
 def test_unknown_parts_are_named():
     with pytest.raises(RuntimeError, match="'weight'"):
         served().wake(["weight"])
+
+
+def test_an_engine_that_never_slept_is_awake_whatever_it_is_told_of():
+    ready = served()
+    ready.begin_update()  # it starts again while the others wake
+    ready.wake(TAGS)
+    ready.complete_update(4)
+    assert ready.refusal(4) is None

@@ -315,3 +315,21 @@ def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None
         assert dying.up
 
     run(use)
+
+
+@pytest.mark.fault("an engine is told of the present weights while the others are put to sleep", "it sleeps with them")
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_sleep_waits_for_an_engine_that_is_being_started(comes_back: bool):
+    (well, late), events = several({}, {})
+    late.ready, late.process = False, SimpleNamespace()
+
+    async def use(state: SamplerState) -> None:
+        sleeping = asyncio.ensure_future(Updates([well, late], state).sleep(1))
+        await asyncio.sleep(0.05)
+        assert not events, "the learner would find no room"
+        late.ready, late.up = comes_back, comes_back
+        late.process = late.process if comes_back else None
+        await sleeping
+
+    run(use, start_timeout_s=HANG_S)
+    assert [event.partition(":")[0] for event in events] == ["engine 0", "engine 1"][: 1 + comes_back]
