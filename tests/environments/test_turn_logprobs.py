@@ -1,0 +1,54 @@
+"""One pass of the learner over a conversation's row: each turn has the logprobs that the engine drew it with.
+
+All of it happens in one process (`turn_cases.py`), in which the learner may change torch.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preloaded import run
+
+from megatron_rl.config.schema import Format, Forward
+
+pytestmark = pytest.mark.engine
+SESSIONS, TURNS = 3, 4
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("turns")
+    tests = Path(__file__).parents[1]
+    path = [str(tests / "weight_sync"), str(tests / "engine"), str(tests), *sys.path]
+    script = Path(__file__).with_name("turn_cases.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    done = run("megatron", [sys.executable, script, folder], timeout=400.0, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("place", "format", "forward"),
+    [
+        *((place, Format.none, Forward.bf16) for place in (0, 1, 2)),
+        *((place, Format.int8, forward) for place in (3, 4, 5) for forward in Forward),
+        (6, Format.fp8, Forward.bf16),
+    ],
+)
+def test_every_turn_is_within_the_probes_budget(
+    place: int, format: Format, forward: Forward, found: list[dict[str, Any]]
+) -> None:
+    one = found[place][forward]
+    assert one["said"] == "", format
+    for turn in one["turns"]:
+        assert turn["tokens"] >= 8 * SESSIONS
+        assert 0 <= turn["mean"] <= one["budget"], "the first as the last"
+
+
+def test_prefixes_are_kept_and_forks_make_rows(found: list[dict[str, Any]]) -> None:
+    cached, computed = found[0]["prefilled"], found[1]["prefilled"]
+    assert cached < 0.6 * computed
+    assert found[0]["rows"] == SESSIONS - 1 + TURNS, "one of the sessions forks at every turn"

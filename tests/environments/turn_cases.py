@@ -1,0 +1,114 @@
+"""Conversations with live engines, one after the other, and what a learner's single pass over their rows says of each turn.
+
+Writes JSON. A process of its own, in which the learner may change torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from budget_cases import probed
+from environments.chats import APPENDS, folder_of
+from safetensors.torch import save_file
+from tiny_engine import Live, TinyModel, make_config, make_settings, startable
+from transformers import Qwen3Config
+
+from megatron_rl.config.schema import EnvironmentSection, Format, Forward, LearnerSection
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.environments.session import Policy, Rules
+from megatron_rl.environments.sessions import rollouts
+from megatron_rl.learner import host  # noqa: F401 - before megatron
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
+from megatron_rl.models.model import Model
+from megatron_rl.sampler.sampler import Sampler
+from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored, SessionTurn, collate
+
+CONTEXT, SESSIONS, TURNS, SEED = 320, 3, 4, 3
+REWRITES = 2  # the session that changes what it has said, and so forks at every turn
+# format, workers of the engine, and whether it keeps prefixes
+CASES = [
+    (Format.none, 1, True), (Format.none, 1, False), (Format.none, 2, True),
+    (Format.int8, 1, True), (Format.int8, 1, False), (Format.int8, 2, True), (Format.fp8, 1, True),
+]  # fmt: skip
+
+
+def write_model(folder: Path) -> tuple[TinyModel, FolderTokenizer]:
+    tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
+    hf = Qwen3Config(
+        vocab_size=420, hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=list(tokenizer.stop_token_ids), architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    hf.save_pretrained(folder)
+    model = TinyModel(folder, hf)
+    save_file(model.weights(SEED), folder / "model.safetensors", {"format": "pt"})
+    return model, tokenizer
+
+
+async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
+    """Rows of sessions that go on side by side; what they say is nonsense."""
+    asking = live.sampler.turns(SamplingParams(samples=1, max_tokens=16), patient=True)
+    rules = Rules(EnvironmentSection(name="none:needed"), 16, CONTEXT, {}, None)
+
+    async def session(number: int) -> list[Rollout]:
+        policy = Policy(asking, tokenizer, rules, lambda turn: 100 * number + turn, str(number))
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 12 + 30? " + "it is not " * number}]
+        for _ in range(TURNS):
+            completion, said = await policy.answer(messages, ())
+            policy.transcript.turns.append(SessionTurn(len(completion.token_ids), completion.finish_reason))
+            said["content"] += "!" * (number == REWRITES)
+            messages = [*messages, said, {"role": "user", "content": "Not yet. Again."}]
+        prompt = Prompt(number, (1,), "", {})
+        return rollouts(policy.transcript, prompt, number, 0, rules.section, live.sampler.policy_version)
+
+    with closing(asking):
+        return [row for rows in await asyncio.gather(*map(session, range(SESSIONS))) for row in rows]
+
+
+def by_turn(batch: Batch, logprobs_BT: Any) -> Iterator[dict[str, Any]]:
+    assert batch.turns_BT is not None
+    for turn in range(TURNS):
+        of_BT = batch.mask_BT & (batch.turns_BT == turn)
+        d = (logprobs_BT - batch.sampler_logprobs_BT)[of_BT].abs()
+        yield {"tokens": int(of_BT.sum()), "mean": float(d.mean()), "most": float(d.max())}
+
+
+def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, Any]:
+    folder.mkdir()
+    model, tokenizer = write_model(folder / "hf")
+    vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 100 << 20, "block_size": 32, "enable_prefix_caching": cached}
+    settings = replace(make_settings(format, vllm=vllm, tensor_parallel=workers), max_tokens=CONTEXT)
+    with startable(), Sampler(settings, model.folder, folder) as sampler:
+        live = Live(sampler, model, format, folder)
+        live.update(SEED)
+        rows = asyncio.run(converse(live, tokenizer))
+        prefilled = sampler.health()["prefilled"]
+    batch = collate([Scored(one, reward=0.0) for one in rows])
+    requests = sum(len(one.prompt.token_ids) + len(one.token_ids) for one in rows)
+    found: dict[str, Any] = {"rows": len(rows), "prefilled": prefilled, "tokens": requests}
+    for forward in Forward if format == Format.int8 else (Forward.bf16,):
+        section = LearnerSection(forward=forward)
+        sections = Sections.of(replace(make_config(format), learner=section))
+        with closing(Learner(Model.read(model.folder, section), sections)) as learner:
+            learner.load_hf(model.folder)
+            turns = list(by_turn(batch, learner.logprobs(batch)))
+            found[forward] = {"turns": turns, **probed(learner, batch, format)}
+    return found
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    found = [case(out / str(number), *given) for number, given in enumerate(CASES)]
+    (out / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
