@@ -52,7 +52,11 @@ class EnvironmentProcess:
         self.pid = pid
         self._reader, self._writer = reader, writer
         self._numbers = itertools.count(1)
-        self.alive = True
+        self._killed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._killed and not self._reader.at_eof()
 
     async def ask(self, what: dict[str, Any], seconds: float) -> Any:
         """The reply to a request; the process is killed where there is none in time."""
@@ -83,7 +87,7 @@ class EnvironmentProcess:
         return reply.value
 
     def kill(self) -> None:
-        self.alive = False
+        self._killed = True
         self._writer.close()
         end_with_descendants(self.pid)
 
@@ -112,6 +116,7 @@ class EnvironmentPool:
         with self._starting:
             if self._nursery is not None and self._nursery.poll() is None:
                 return
+            self._end_nursery(self._nursery)
             if self.closed:
                 raise EnvironmentFailed("the environments are closed")
             variables = for_rewards(os.environ, self._config.variables, "environment.variables")
@@ -123,25 +128,29 @@ class EnvironmentPool:
             )
             self.about = msgspec.convert(first_reply(Channel(ours), start, LARGEST_REPLY, died), _About)
             if self.about.error is not None:
-                self._end_nursery()
+                self._end_nursery(self._nursery)
                 raise ConfigError(f"environment.name: {self.about.error}")
             ours.settimeout(GRACE_S)
 
     async def take(self) -> EnvironmentProcess:
         """A process in which nothing is open."""
-        while self._idle:
+        nursery = self._nursery
+        while self._idle and nursery is not None and nursery.poll() is None:  # what it has forked has ended with it
             process = self._idle.pop()
             if process.alive:
                 return process
         ours, theirs = socket.socketpair()
         with theirs:
             await asyncio.to_thread(self.start)
-            assert self._control is not None
+            nursery, control = self._nursery, self._control
+            if control is None:  # another has found it deaf meanwhile
+                ours.close()
+                raise EnvironmentFailed("no process could be forked: the environments have just died")
             try:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                socket.send_fds(control, [b"+"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                self._end_nursery()
+                self._end_nursery(nursery)
                 raise EnvironmentFailed(f"no process could be forked ({error})") from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_REPLY)
         try:
@@ -149,7 +158,7 @@ class EnvironmentPool:
                 pid = int((await receive(reader))["pid"])
         except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             writer.close()
-            self._end_nursery()  # it is deaf, or cannot fork any more
+            self._end_nursery(nursery)  # it is deaf, or cannot fork any more
             raise EnvironmentFailed(f"no process was forked ({type(error).__name__})") from None
         return EnvironmentProcess(reader, writer, pid)
 
@@ -159,12 +168,14 @@ class EnvironmentPool:
 
     def close(self) -> None:
         self.closed = True
-        self._end_nursery()
+        self._end_nursery(self._nursery)
         self._log.close()
 
-    def _end_nursery(self) -> None:
+    def _end_nursery(self, nursery: subprocess.Popen[bytes] | None) -> None:
         """With it end all processes that it has forked; whoever asks one of them sees the end of its stream."""
-        nursery, self._nursery = self._nursery, None
+        if nursery is not self._nursery:
+            return  # another has taken its place
+        self._nursery = None
         control, self._control = self._control, None
         if nursery is not None:
             end_with_descendants(nursery.pid)

@@ -116,6 +116,38 @@ def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_pa
             assert rollout.session.counts["restarts"] == restarts
 
 
+def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
+    """Those at work, and those that wait for a conversation: each session is begun again once, and none is lost."""
+    asked = 0
+
+    def says(text: str, seed: int) -> str:
+        nonlocal asked
+        asked += 1
+        nursery = played.sessions.pool._nursery
+        if asked == 30 and nursery is not None:  # all sessions are in their second turn or before it
+            nursery.kill()
+            nursery.wait()
+        return counting(text, seed)
+
+    with Played(tmp_path, says) as played:
+        played.policy.pause_s = 0.01
+        ((first,),) = played.play()
+        groups = played.play(*[{}] * 24)
+        for (rollout,) in groups:
+            assert rollout.session is not None
+            assert (rollout.session.error, rollout.session.reward) == (None, 1.0)
+        again = [rollout.session.counts["restarts"] for (rollout,) in groups if rollout.session]
+        assert 0 < sum(again) <= 24
+        nursery = played.sessions.pool._nursery
+        assert nursery is not None
+        nursery.kill()
+        nursery.wait()
+        for (rollout,) in played.play(*[{}] * 4):
+            assert rollout.session is not None
+            assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0), "nothing was open"
+    assert first.session is not None
+
+
 def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))
     with Played(tmp_path, counting) as played:
