@@ -241,7 +241,22 @@ class Dispatcher:
         replica.load += sequences
         self._load[replica.name] += sequences
 
+    def _other_versions(self, given: _Given, completions: Sequence[Completion]) -> set[int]:
+        """Those of an answer's tokens, less the weights that were served since it was asked."""
+        versions = {version for one in completions for version, tokens in one.spans if tokens}
+        return versions - set(self._served[given.since :])
+
+    def _is_early(self, answering: asyncio.Future[list[Completion]]) -> bool:
+        """Of weights that an engine has just loaded, and its answer to that update is not dealt with yet."""
+        given = self._running[answering]
+        if not given.replica.updating or answering.cancelled() or answering.exception() is not None:
+            return False
+        return bool(self._other_versions(given, answering.result()))
+
     def _collect(self, answering: asyncio.Future[list[Completion]]) -> None:
+        if self._is_early(answering):
+            self._over.append(answering)  # looked at again once the update is over
+            return
         given = self._release(answering)
         replica, job = given.replica, given.job
         if job.given_up:
@@ -257,9 +272,8 @@ class Dispatcher:
             return
         except RequestRefused as error:
             raise SamplerError(f"{job} cannot be answered: {error}") from None
-        allowed = self._served[given.since :]  # weights that were served since
-        other = {version for one in completions for version, tokens in one.spans if tokens} - set(allowed)
-        if other:
+        allowed = self._served[given.since :]
+        if other := self._other_versions(given, completions):
             reason = f"{replica.name} answered with policy version {min(other)}, not {' or '.join(map(str, allowed))}"
             self._on_gone(replica, reason)
             self._retry(job, reason)

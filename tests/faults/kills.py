@@ -56,7 +56,7 @@ def moments(seed: int, count: int) -> list[Moment]:
 
 
 def strike(
-    box: Box, moment: Moment, goes_on: subprocess.Popen[str] | None, more: Sequence[str] = ()
+    box: Box, moment: Moment, goes_on: subprocess.Popen[str] | None, more: Sequence[str] = (), **at: str
 ) -> subprocess.Popen[str] | None:
     """Kills a run at a moment, and waits until nothing is left of it.
 
@@ -64,7 +64,7 @@ def strike(
     is REPLACED ends no run: that run is the one that goes on, and is returned.
     """
     begun = 0.0 if goes_on else time.time()
-    process = goes_on or box.train(*RECIPE, *more)
+    process = goes_on or box.train(*RECIPE, *more, **at)
 
     def there() -> bool:
         return _step(box, begun) >= moment.line or process.poll() is not None

@@ -152,6 +152,27 @@ def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no
     assert "answered with policy version 3, not 4 or 5" in other.reason
 
 
+@pytest.mark.fault("a short answer of new weights overtakes the news that they are loaded", "it is a right answer")
+@pytest.mark.parametrize("loaded", [True, False])
+def test_an_answer_may_come_before_the_news_of_its_weights(loaded: bool):
+    served, one, spare = [4], replica("one", version=4, lie=((5, 2),)), replica("spare", version=3)
+    one.engine.once = lambda: one.updating
+
+    async def update(dispatcher: Dispatcher, gone) -> None:
+        await until(lambda: one.engine.asked)
+        one.updating = True
+        await until(lambda: dispatcher._over)
+        await asyncio.sleep(0.01)
+        assert one.ready
+        served.extend([5] * loaded)  # else another engine could not load them
+        one.updating, spare.version, spare.engine.version = False, served[-1], served[-1]
+        dispatcher.changed.set()
+
+    (done,) = run([one, spare], 1, served=served, during=update)
+    assert one.ready == loaded
+    assert (done.completions[0].spans == ((5, 2),)) == loaded
+
+
 def test_copies_of_one_sample_are_drawn_once():
     one = replica()
     (done,) = run([one], 1, params=replace(PARAMS, temperature=0.0))
