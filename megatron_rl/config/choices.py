@@ -18,8 +18,9 @@ OnNonFinite = StrEnum("OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_a
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
 Anchor = StrEnum("Anchor", ["prox", "sampler"])
-Level = StrEnum("Level", ["none", "token", "sequence"])
-Aggregate = StrEnum("Aggregate", ["product", "geometric"])
+Level = StrEnum("Level", ["none", "token", "sequence", "turn", "prefix"])
+# min: the token's own ratio times the smallest one before it, in place of the product of all before it
+Aggregate = StrEnum("Aggregate", ["product", "geometric", "min"])
 Outside = StrEnum("Outside", ["truncate", "zero"])
 # staleness: updates between the policy that wrote the token and the learner's
 Stat = StrEnum("Stat", ["ratio", "k1", "k2", "k3", "m2", "abs", "staleness"])

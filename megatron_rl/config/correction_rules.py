@@ -127,8 +127,12 @@ def check_correction(config: CorrectionConfig, path: str = "correction") -> list
 
 def _check_weight(found: Findings, weight: WeightConfig, path: str) -> None:
     found.ordered(path, weight.low, weight.high)
-    if weight.level != Level.sequence and weight.aggregate != Aggregate.product:
-        found.add(f"{path}.aggregate", weight.aggregate, f"only {path}.level: sequence aggregates; leave it at product")
+    if weight.level in (Level.none, Level.token) and weight.aggregate != Aggregate.product:
+        way_out = f"{path}.level: {weight.level} aggregates nothing; leave it at product, or use sequence, turn or prefix"
+        found.add(f"{path}.aggregate", weight.aggregate, way_out)
+    elif weight.aggregate == Aggregate.min and weight.level != Level.prefix:
+        way_out = f"it takes the smallest ratio before each token; use product or geometric, or {path}.level: prefix"
+        found.add(f"{path}.aggregate", weight.aggregate, way_out)
     if weight.level == Level.none:
         if weight.outside != Outside.truncate:
             found.add(f"{path}.outside", weight.outside, f"{path}.level is none, so there is no weight; use token")
@@ -156,9 +160,10 @@ def _check_target(found: Findings, weight: WeightConfig, path: str) -> None:
 
 def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
     if rule.level == Level.none:
-        found.add(f"{path}.level", rule.level, "a rule rejects tokens or sequences; use token or sequence")
-    if rule.level == Level.sequence and rule.reduce is None:
-        found.add(f"{path}.reduce", None, f"a sequence rule needs one of {', '.join(Reduce)}")
+        way_out = "a rule rejects tokens, sequences, turns, or tokens by their prefix; use token, sequence, turn or prefix"
+        found.add(f"{path}.level", rule.level, way_out)
+    elif rule.level != Level.token and rule.reduce is None:
+        found.add(f"{path}.reduce", None, f"a {rule.level} rule needs one of {', '.join(Reduce)}")
     if rule.level == Level.token and rule.reduce is not None:
         found.add(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out, or use level: sequence")
     if rule.stat == Stat.staleness:

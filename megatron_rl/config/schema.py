@@ -244,7 +244,7 @@ class WeightConfig:
 @dataclass(frozen=True)
 class RejectRule:
     # `choices`: a recipe must name these, as bounds mean nothing without them
-    level: Level = field(default=Level.sequence, metadata={"choices": (Level.token, Level.sequence)})
+    level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
     stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
     reduce: Reduce | None = None
     low: float | None = None

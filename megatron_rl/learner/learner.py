@@ -148,7 +148,7 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
     batch, rows = targets.batch, torch.tensor(mine.rows)
     names = ("anchor_logprobs", "ref_logprobs", "weights", "mask", "denominator_mask", "selected", "advantages")
     matrices = {f"{name}_BT": getattr(targets, f"{name}_BT") for name in names}
-    matrices["sampler_logprobs_BT"] = batch.sampler_logprobs_BT
+    matrices |= {"sampler_logprobs_BT": batch.sampler_logprobs_BT, "turns_BT": batch.turns_BT}
     cut = {"advantages_B": targets.advantages_B[rows], "prompt_ids_B": batch.groups_B[rows]}
     cut |= {name: matrix_BT[rows, : mine.horizon] for name, matrix_BT in matrices.items() if matrix_BT is not None}
     there: dict[str, Any] = dict.fromkeys((*matrices, "entropy_BT"))

@@ -185,7 +185,8 @@ def _extent(mask_BT: Tensor) -> int:
 
 def _by_current_policy(inputs: LossInputs, correction: CorrectionConfig) -> Correction:
     """d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
-    found = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
+    logprobs_BT, sampler_BT = inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT
+    found = rollout_correction(logprobs_BT, sampler_BT, inputs.mask_BT, correction, inputs.turns_BT)
     return apply_conditional_rules(found, inputs.advantages_B, correction)
 
 

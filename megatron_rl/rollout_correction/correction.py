@@ -60,7 +60,7 @@ def correct(
     completes the correction, and `completed` says afterwards what it did.
     """
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
-    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)
+    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT)
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
     advantages_B, keep_B = session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
     return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
@@ -82,14 +82,18 @@ def completed(
 
 @torch.no_grad()
 def rollout_correction(
-    prox_logprobs_BT: Tensor | None, sampler_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
+    prox_logprobs_BT: Tensor | None,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    config: CorrectionConfig,
+    turns_BT: Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and metrics for the global batch.
+    """Weights, mask and metrics for the global batch; without turns each row is one.
 
     Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the batch) hand over
     None here, and give `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
     """
-    source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool())
+    source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool(), turns_BT)
     _check(source, config)
     if prox_logprobs_BT is None:
         return _without_prox(source, config)
@@ -120,6 +124,8 @@ def _check(source: Source, config: CorrectionConfig) -> None:
                 f"the {name} logprobs are {list(logprobs_BT.shape)} and the mask is {list(shape)}: "
                 "hand over one logprob and one mask entry for each position of each row"
             )
+    if source.turns_BT is not None and source.turns_BT.shape != shape:
+        raise ValueError(f"the turns are {list(source.turns_BT.shape)} and the mask is {list(shape)}: one turn a position")
     unknown = list(sound(config, "correction")[1].values())
     if unknown:
         raise ValueError("; ".join(unknown))

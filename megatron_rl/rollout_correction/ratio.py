@@ -5,6 +5,7 @@ Shape legend: B sequences, T response positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import NonFinite
+from megatron_rl.config.schema import Level, NonFinite
 
 EXPONENT_LIMIT = 20.0
 
@@ -68,6 +69,7 @@ class LogRatio:
     one_BT: Tensor | None  # bool: tokens whose weight is 1 by `non_finite: one`
     sampler_faults: int
     learner_faults: int
+    turns_BT: Tensor | None = None  # int64: the turn of each token, -1: none; None: a row is one turn
 
     @cached_property
     def bounded_d_BT(self) -> Tensor:
@@ -96,8 +98,51 @@ class LogRatio:
         return self.d_BT.sum(dim=1, keepdim=True)
 
     @cached_property
-    def means_B1(self) -> Tensor:
-        return self.sums_B1 / self.counts_B1.clamp(min=1.0)
+    def slots_BT(self) -> Tensor:
+        """A token's column in tables with one column for each turn, the first for tokens of none."""
+        assert self.turns_BT is not None
+        return self.turns_BT + 1
+
+    def _by_turn(self, level: Level) -> bool:
+        return level == Level.turn and self.turns_BT is not None
+
+    def _table(self, like_BT: Tensor, fill: float) -> Tensor:
+        return like_BT.new_full((len(like_BT), int(self.slots_BT.amax()) + 1), fill)
+
+    def sums(self, level: Level, values_BT: Tensor) -> Tensor:
+        """Of what is 0 at tokens that do not count: [B, 1] of rows, one column for each turn, [B, T] up to each token."""
+        if level == Level.prefix:
+            return values_BT.cumsum(dim=1)
+        if not self._by_turn(level):
+            return values_BT.sum(dim=1, keepdim=True)
+        # one addition after the other: in float32 long turns would lose what torch's own sums keep
+        wide_BT = values_BT.double()
+        return self._table(wide_BT, 0.0).scatter_add_(1, self.slots_BT, wide_BT).float()
+
+    def extremes(self, level: Level, values_BT: Tensor, largest: bool) -> Tensor:
+        """In the shapes of `sums`; infinite where no token counts."""
+        fill = -math.inf if largest else math.inf
+        values_BT = values_BT.masked_fill(~self.counted_BT, fill)
+        if level == Level.prefix:
+            return (values_BT.cummax(dim=1) if largest else values_BT.cummin(dim=1)).values
+        name = "amax" if largest else "amin"
+        if self._by_turn(level):
+            return self._table(values_BT, fill).scatter_reduce_(1, self.slots_BT, values_BT, name)
+        return getattr(torch, name)(values_BT, dim=1, keepdim=True)
+
+    def counts(self, level: Level) -> Tensor:
+        return self.sums(level, self.counted_float_BT) if level in (Level.turn, Level.prefix) else self.counts_B1
+
+    def totals(self, level: Level) -> Tensor:
+        """Sums of d."""
+        return self.sums(level, self.d_BT) if level in (Level.turn, Level.prefix) else self.sums_B1
+
+    def means(self, level: Level) -> Tensor:
+        return self.totals(level) / self.counts(level).clamp(min=1.0)
+
+    def at_tokens(self, level: Level, values: Tensor) -> Tensor:
+        """What `sums` and the like have made, in a shape that broadcasts to [B, T]."""
+        return values.gather(1, self.slots_BT) if self._by_turn(level) else values
 
     def without_cache(self) -> LogRatio:
         return replace(self)
@@ -115,16 +160,22 @@ def difference(prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, out_BT: Te
 
 
 def log_ratio(
-    prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, out_BT: Tensor
+    prox_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    policy: NonFinite,
+    out_BT: Tensor,
+    turns_BT: Tensor | None = None,
 ) -> LogRatio:
     """The log-ratio of some rows, written to `out_BT`."""
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT).mul_(as_float(mask_BT))
     flat = out_BT.reshape(-1)
     # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
     if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
-        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0)
+        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT)
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
-    return _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
+    found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
+    return replace(found, turns_BT=turns_BT)
 
 
 def _without_faults(

@@ -19,10 +19,27 @@ SEARCH_STEPS = 40
 
 
 def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
-    """The ratio before any bound: [B, T] per token, [B, 1] per sequence."""
-    if config.level != Level.sequence:
+    """The ratio before any bound: [B, T] per token and prefix, [B, 1] per sequence, one column for each turn."""
+    if config.level in (Level.none, Level.token):
         return ratio.rho_BT
-    return bounded_exp(ratio.means_B1 if config.aggregate == Aggregate.geometric else ratio.sums_B1)
+    if config.aggregate == Aggregate.min:
+        return bounded_exp(ratio.d_BT + _smallest_before(ratio))
+    return bounded_exp(ratio.means(config.level) if config.aggregate == Aggregate.geometric else ratio.totals(config.level))
+
+
+def _smallest_before(ratio: LogRatio) -> Tensor:
+    """The smallest d among the row's tokens before each one, 0 before the first."""
+    smallest_BT = ratio.extremes(Level.prefix, ratio.d_BT, largest=False)
+    before_BT = torch.zeros_like(smallest_BT)
+    before_BT[:, 1:] = smallest_BT[:, :-1]
+    return before_BT.masked_fill_(before_BT.isinf(), 0.0)
+
+
+def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
+    """1 for each token, prefix, turn or row with a kept token, in the shape of its raw ratio: what the bounds act on."""
+    if config.level in (Level.sequence, Level.turn):
+        return (ratio.sums(config.level, kept_float_BT) > 0).float()
+    return kept_float_BT
 
 
 def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:

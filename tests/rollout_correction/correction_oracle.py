@@ -56,8 +56,10 @@ def correct(
     mask: torch.Tensor,
     config: CorrectionConfig,
     advantages: torch.Tensor | None = None,
+    turns: torch.Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(weights, mask, denominator mask); with `advantages`, conditional rules included."""
+    turn_of = {place: 0 if turns is None else int(turns[place]) for place in np.ndindex(*prox.shape)}
     p, m = prox.double().numpy(), mu.double().numpy()
     rows, columns = p.shape
     d: dict[tuple[int, int], float] = {}
@@ -81,27 +83,35 @@ def correct(
                 continue
             stays[i, t] = True
 
+    def group(level: str, i: int, t: int) -> Any:
+        """What a token's statistic is shared with: its row, its turn, or nothing."""
+        return {"sequence": i, "turn": (i, "turn", turn_of[i, t])}.get(level, (i, t))
+
+    def members(level: str, i: int, t: int) -> list[float]:
+        """The d of a token's row or turn, or of its row up to it."""
+        if level == "prefix":
+            return [d[i, s] for s in range(t + 1) if (i, s) in d]
+        return [d[i, s] for s in range(columns) if (i, s) in d and group(level, i, s) == group(level, i, t)]
+
     kept = stays.copy()
     for rule in config.reject:
         if rule.when is not None and advantages is None:
             continue
-        per_row = {i: [d[i, t] for t in range(columns) if (i, t) in d] for i in range(rows)}
-        if rule.level == "token":
+        level = str(rule.level)
+        if level == "token":
             values: dict[Any, float] = {place: TOKEN_STATS[str(rule.stat)](x) for place, x in d.items()}
         else:
-            values = {i: row_stat(rule, ds) for i, ds in per_row.items() if ds}
+            values = {group(level, i, t): row_stat(rule, members(level, i, t)) for i, t in d}
         cutoff = None if rule.budget is None else cutoff_of(list(values.values()), rule.budget)
-        for place, value in values.items():
-            row = place[0] if rule.level == "token" else place
-            if rule.when is not None and not advantages[row] < 0:
+        for i, t in np.ndindex(rows, columns):
+            value = values.get(group(level, i, t))
+            if value is None or (rule.when is not None and not advantages[i] < 0):
                 continue
-            if not inside(rule, value, cutoff):
-                kept[place] = False
+            kept[i, t] &= inside(rule, value, cutoff)
 
     weights = np.zeros((rows, columns))
     w = config.weight
     for i in range(rows):
-        ds = [d[i, t] for t in range(columns) if (i, t) in d]
         for t in range(columns):
             if not kept[i, t]:
                 continue
@@ -111,7 +121,10 @@ def correct(
                 weights[i, t] = 1.0
                 continue
             exponent = d[i, t]
-            if w.level == "sequence":
+            ds = members(str(w.level), i, t)
+            if w.aggregate == "min":
+                exponent += min(ds[:-1], default=0.0)
+            elif w.level != "token":
                 exponent = sum(ds) / (len(ds) if w.aggregate == "geometric" else 1)
             raw = exp(exponent)
             outside = (w.low is not None and raw < w.low) or (w.high is not None and raw > w.high)
@@ -119,7 +132,7 @@ def correct(
                 continue
             weights[i, t] = min(max(raw, w.low or 0.0), math.inf if w.high is None else w.high)
     if w.normalize:
-        per_unit = weights[kept] if w.level == "token" else [weights[i].max() for i in range(rows) if kept[i].any()]
+        per_unit = list({group(str(w.level), i, t): weights[i, t] for i, t in zip(*kept.nonzero(), strict=True)}.values())
         mean = float(np.mean(per_unit)) if len(per_unit) else 0.0
         weights = weights / mean if mean else weights
     return weights, kept, kept if config.renormalize else stays
