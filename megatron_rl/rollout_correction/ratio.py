@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Level, NonFinite
+from megatron_rl.rollout_correction.turns import Turns
 
 EXPONENT_LIMIT = 20.0
 
@@ -98,26 +99,16 @@ class LogRatio:
         return self.d_BT.sum(dim=1, keepdim=True)
 
     @cached_property
-    def slots_BT(self) -> Tensor:
-        """A token's column in tables with one column for each turn, the first for tokens of none."""
-        assert self.turns_BT is not None
-        return self.turns_BT + 1
+    def turns(self) -> Turns | None:
+        return None if self.turns_BT is None else Turns.of(self.turns_BT)
 
-    def _by_turn(self, level: Level) -> bool:
-        return level == Level.turn and self.turns_BT is not None
-
-    def _table(self, like_BT: Tensor, fill: float) -> Tensor:
-        return like_BT.new_full((len(like_BT), int(self.slots_BT.amax()) + 1), fill)
-
-    def sums(self, level: Level, values_BT: Tensor) -> Tensor:
+    def sums(self, level: Level, values_BT: Tensor, whole: bool = False) -> Tensor:
         """Of what is 0 at tokens that do not count: [B, 1] of rows, one column for each turn, [B, T] up to each token."""
         if level == Level.prefix:
             return values_BT.cumsum(dim=1)
-        if not self._by_turn(level):
-            return values_BT.sum(dim=1, keepdim=True)
-        # one addition after the other: in float32 long turns would lose what torch's own sums keep
-        wide_BT = values_BT.double()
-        return self._table(wide_BT, 0.0).scatter_add_(1, self.slots_BT, wide_BT).float()
+        if level == Level.turn and self.turns is not None:
+            return self.turns.sum(values_BT, whole)
+        return values_BT.sum(dim=1, keepdim=True)
 
     def extremes(self, level: Level, values_BT: Tensor, largest: bool) -> Tensor:
         """In the shapes of `sums`; infinite where no token counts."""
@@ -125,13 +116,14 @@ class LogRatio:
         values_BT = values_BT.masked_fill(~self.counted_BT, fill)
         if level == Level.prefix:
             return (values_BT.cummax(dim=1) if largest else values_BT.cummin(dim=1)).values
-        name = "amax" if largest else "amin"
-        if self._by_turn(level):
-            return self._table(values_BT, fill).scatter_reduce_(1, self.slots_BT, values_BT, name)
-        return getattr(torch, name)(values_BT, dim=1, keepdim=True)
+        if level == Level.turn and self.turns is not None:
+            return self.turns.extreme(values_BT, fill, largest)
+        return values_BT.amax(dim=1, keepdim=True) if largest else values_BT.amin(dim=1, keepdim=True)
 
     def counts(self, level: Level) -> Tensor:
-        return self.sums(level, self.counted_float_BT) if level in (Level.turn, Level.prefix) else self.counts_B1
+        if level in (Level.turn, Level.prefix):
+            return self.sums(level, self.counted_float_BT, whole=True)
+        return self.counts_B1
 
     def totals(self, level: Level) -> Tensor:
         """Sums of d."""
@@ -142,7 +134,7 @@ class LogRatio:
 
     def at_tokens(self, level: Level, values: Tensor) -> Tensor:
         """What `sums` and the like have made, in a shape that broadcasts to [B, T]."""
-        return values.gather(1, self.slots_BT) if self._by_turn(level) else values
+        return self.turns.at_tokens(values) if level == Level.turn and self.turns is not None else values
 
     def without_cache(self) -> LogRatio:
         return replace(self)

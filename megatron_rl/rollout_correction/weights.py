@@ -38,7 +38,7 @@ def _smallest_before(ratio: LogRatio) -> Tensor:
 def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
     """1 for each token, prefix, turn or row with a kept token, in the shape of its raw ratio: what the bounds act on."""
     if config.level in (Level.sequence, Level.turn):
-        return (ratio.sums(config.level, kept_float_BT) > 0).float()
+        return (ratio.sums(config.level, kept_float_BT, whole=True) > 0).float()
     return kept_float_BT
 
 
