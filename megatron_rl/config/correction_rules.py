@@ -41,7 +41,7 @@ SUPERVISED = losses(lambda loss: loss.supervised)
 # of learner.megatron: with them, no two forward passes are the same
 DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 # what a statistic is never below
-FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0, Stat.staleness: 0.0}
+FLOOR = dict.fromkeys(set(Stat) - {Stat.k1, Stat.prob}, 0.0) | {Stat.abs: 1.0}
 
 
 class Findings(list[str]):
@@ -166,6 +166,8 @@ def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
         found.add(f"{path}.reduce", None, f"a {rule.level} rule needs one of {', '.join(Reduce)}")
     if rule.level == Level.token and rule.reduce is not None:
         found.add(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out, or use level: sequence")
+    if rule.reduce == Reduce.arithmetic and rule.stat != Stat.ratio:
+        found.add(f"{path}.reduce", rule.reduce, f"only a ratio has two means; {rule.stat} takes mean")
     if rule.stat == Stat.staleness:
         for key in ("when", "budget"):
             if getattr(rule, key) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
 from megatron_rl.config.correction_rules import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, When
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
@@ -158,7 +158,7 @@ def keep_rows(correction: Correction, keep_B: Tensor, config: CorrectionConfig) 
 
 @torch.no_grad()
 def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
-    """Rules with `when: negative_advantage`, once the advantages are known; they move no baseline.
+    """Rules with `when`, once the advantages are known; they move no baseline.
 
     Adds `weight_bias` and `weight_variance`, which need the advantages too.
     """
@@ -168,11 +168,13 @@ def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config
     kept_BT = correction.mask_BT
     if rules:
         kept_BT = kept_BT.clone()
-        negative_B1 = (advantages_B < 0)[:, None]
+        advantages_B1 = advantages_B[:, None]
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
             for rule in rules:
-                kept_BT[rows] &= ~(violations(rule, ratio) & negative_B1[rows])
+                outward = rule.when == When.outward
+                where = ratio.d_BT * advantages_B1[rows] > 0 if outward else advantages_B1[rows] < 0
+                kept_BT[rows] &= ~(violations(rule, ratio) & where)
     correction = _narrow(correction, kept_BT, config)
     quality = weight_quality(correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config)
     return replace(correction, metrics=correction.metrics | quality)

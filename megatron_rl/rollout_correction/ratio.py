@@ -71,6 +71,7 @@ class LogRatio:
     sampler_faults: int
     learner_faults: int
     turns_BT: Tensor | None = None  # int64: the turn of each token, -1: none; None: a row is one turn
+    prox_logprobs_BT: Tensor | None = None  # p, as it was handed over
 
     @cached_property
     def bounded_d_BT(self) -> Tensor:
@@ -79,6 +80,12 @@ class LogRatio:
     @cached_property
     def rho_BT(self) -> Tensor:
         return self.bounded_d_BT.exp()
+
+    @cached_property
+    def prox_BT(self) -> Tensor:
+        """p, and 0 where there is no ratio."""
+        assert self.prox_logprobs_BT is not None
+        return self.prox_logprobs_BT.float().masked_fill(~self.counted_BT, 0.0)
 
     @cached_property
     def counted_float_BT(self) -> Tensor:
@@ -164,10 +171,10 @@ def log_ratio(
     flat = out_BT.reshape(-1)
     # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
     if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
-        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT)
+        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT, prox_logprobs_BT)
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
     found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
-    return replace(found, turns_BT=turns_BT)
+    return replace(found, turns_BT=turns_BT, prox_logprobs_BT=prox_logprobs_BT)
 
 
 def _without_faults(

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
+from megatron_rl.loss.table import binary_kl
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 from megatron_rl.types import Batch
 
 
-def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
+def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     """k1, k2 and k3 estimate KL(mu || p); `abs` is the multiplicative error of the probability."""
+    d_BT = ratio.d_BT
     if stat == Stat.ratio:
         return bounded_exp(d_BT)
     if stat == Stat.k1:
@@ -32,27 +34,46 @@ def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
         return d_BT.square()
     if stat == Stat.abs:
         return bounded_exp(d_BT.abs())
+    if stat == Stat.excess:
+        return d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_().abs_()
+    if stat in (Stat.prob, Stat.tv, Stat.binary_kl, Stat.binary_kl_max):
+        return _coin_stat(stat, ratio.prox_BT, ratio.prox_BT - d_BT)
     if stat == Stat.staleness:
         return d_BT  # `without_stale` hands ages over in place of differences
     raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
 
 
+def _coin_stat(stat: Stat, prox_BT: Tensor, sampler_BT: Tensor) -> Tensor:
+    """How far apart two coins are that fall on the token or not: the mismatch that one sampled token shows for certain."""
+    log_p_BT, log_mu_BT = prox_BT.clamp(max=0.0), sampler_BT.clamp(max=0.0)
+    p_BT, mu_BT = log_p_BT.exp(), log_mu_BT.exp()
+    if stat == Stat.prob:
+        return p_BT - mu_BT
+    if stat == Stat.tv:
+        return (p_BT - mu_BT).abs_()
+    tiny = torch.finfo(p_BT.dtype).eps
+    to_prox_BT = binary_kl(mu_BT, log_mu_BT, p_BT, log_p_BT, tiny)
+    if stat == Stat.binary_kl:
+        return to_prox_BT
+    return to_prox_BT.maximum(binary_kl(p_BT, log_p_BT, mu_BT, log_mu_BT, tiny))
+
+
 def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """The statistic of each row, turn or prefix in the shape of `ratio.sums`; meaningless where no token counts."""
-    if rule.reduce in (Reduce.sum, Reduce.mean):
-        # for the ratio it is d that is summed or averaged: the product, or the geometric mean
-        if rule.stat == Stat.ratio:
-            return bounded_exp(ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level))
-        total = ratio.sums(rule.level, token_stat(rule.stat, ratio.d_BT) * ratio.counted_float_BT)
+    # for the ratio it is d that is summed or averaged: the product, or the geometric mean
+    if rule.stat == Stat.ratio and rule.reduce in (Reduce.sum, Reduce.mean):
+        return bounded_exp(ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level))
+    if rule.reduce in (Reduce.sum, Reduce.mean, Reduce.arithmetic):
+        total = ratio.sums(rule.level, token_stat(rule.stat, ratio) * ratio.counted_float_BT)
         return total if rule.reduce == Reduce.sum else total / ratio.counts(rule.level).clamp(min=1.0)
     if rule.reduce in (Reduce.max, Reduce.min):
-        return ratio.extremes(rule.level, token_stat(rule.stat, ratio.d_BT), rule.reduce == Reduce.max)
+        return ratio.extremes(rule.level, token_stat(rule.stat, ratio), rule.reduce == Reduce.max)
     raise ValueError(f"a {rule.level} rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}")
 
 
 def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """[B, T] for rules on tokens and prefixes, [B, 1] for those on sequences, one column for each turn."""
-    return token_stat(rule.stat, ratio.d_BT) if rule.level == Level.token else reduced_stat(rule, ratio)
+    return token_stat(rule.stat, ratio) if rule.level == Level.token else reduced_stat(rule, ratio)
 
 
 def judged(rule: RejectRule, ratio: LogRatio) -> Tensor:

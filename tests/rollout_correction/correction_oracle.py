@@ -25,14 +25,41 @@ TOKEN_STATS = {
     "k3": lambda d: exp(d) - 1 - d,
     "m2": lambda d: d * d,
     "abs": lambda d: exp(abs(d)),
+    "excess": lambda d: abs(exp(d) - 1),
 }
-REDUCERS: dict[str, Any] = {"sum": sum, "mean": lambda xs: sum(xs) / len(xs), "max": max, "min": min}
 
 
-def row_stat(rule: RejectRule, ds: list[float]) -> float:
+def mean(xs: list[float]) -> float:
+    return sum(xs) / len(xs)
+
+
+def coin(p: float, q: float) -> float:
+    """KL of two coins, in nats."""
+    faces = [(p, q), (1 - p, 1 - q)]
+    return sum(0.0 if x == 0 else math.inf if y == 0 else x * math.log(x / y) for x, y in faces)
+
+
+COIN_STATS: dict[str, Any] = {
+    "prob": lambda p, mu: p - mu,
+    "tv": lambda p, mu: abs(p - mu),
+    "binary_kl": lambda p, mu: coin(mu, p),
+    "binary_kl_max": lambda p, mu: max(coin(mu, p), coin(p, mu)),
+}
+
+
+def token_stat(stat: str, d: float, p: float) -> float:
+    """`p`: the learner's logprob."""
+    return COIN_STATS[stat](math.exp(p), math.exp(p - d)) if stat in COIN_STATS else TOKEN_STATS[stat](d)
+
+
+REDUCERS: dict[str, Any] = {"sum": sum, "mean": mean, "max": max, "min": min, "arithmetic": mean}
+
+
+def row_stat(rule: RejectRule, ds: list[tuple[float, float]]) -> float:
+    """`ds`: each token's d and p."""
     if rule.stat == "ratio" and rule.reduce in ("sum", "mean"):
-        return exp(REDUCERS[str(rule.reduce)](ds))
-    return REDUCERS[str(rule.reduce)]([TOKEN_STATS[str(rule.stat)](d) for d in ds])
+        return exp(REDUCERS[str(rule.reduce)]([d for d, _ in ds]))
+    return REDUCERS[str(rule.reduce)]([token_stat(str(rule.stat), d, p) for d, p in ds])
 
 
 def inside(rule: RejectRule, value: float, cutoff: float | None) -> bool:
@@ -87,11 +114,12 @@ def correct(
         """What a token's statistic is shared with: its row, its turn, or nothing."""
         return {"sequence": i, "turn": (i, "turn", turn_of[i, t])}.get(level, (i, t))
 
-    def members(level: str, i: int, t: int) -> list[float]:
-        """The d of a token's row or turn, or of its row up to it."""
+    def members(level: str, i: int, t: int) -> list[tuple[float, float]]:
+        """d and p of a token's row or turn, or of its row up to it."""
         if level == "prefix":
-            return [d[i, s] for s in range(t + 1) if (i, s) in d]
-        return [d[i, s] for s in range(columns) if (i, s) in d and group(level, i, s) == group(level, i, t)]
+            return [(d[i, s], p[i, s]) for s in range(t + 1) if (i, s) in d]
+        same = [s for s in range(columns) if (i, s) in d and group(level, i, s) == group(level, i, t)]
+        return [(d[i, s], p[i, s]) for s in same]
 
     kept = stays.copy()
     for rule in config.reject:
@@ -99,13 +127,15 @@ def correct(
             continue
         level = str(rule.level)
         if level == "token":
-            values: dict[Any, float] = {place: TOKEN_STATS[str(rule.stat)](x) for place, x in d.items()}
+            values: dict[Any, float] = {place: token_stat(str(rule.stat), x, p[place]) for place, x in d.items()}
         else:
             values = {group(level, i, t): row_stat(rule, members(level, i, t)) for i, t in d}
         cutoff = None if rule.budget is None else cutoff_of(list(values.values()), rule.budget)
         for i, t in np.ndindex(rows, columns):
             value = values.get(group(level, i, t))
-            if value is None or (rule.when is not None and not advantages[i] < 0):
+            if value is None:
+                continue
+            if rule.when is not None and not (d.get((i, t), 0.0) if rule.when == "outward" else -1.0) * advantages[i] > 0:
                 continue
             kept[i, t] &= inside(rule, value, cutoff)
 
@@ -121,7 +151,7 @@ def correct(
                 weights[i, t] = 1.0
                 continue
             exponent = d[i, t]
-            ds = members(str(w.level), i, t)
+            ds = [x for x, _ in members(str(w.level), i, t)]
             if w.aggregate == "min":
                 exponent += min(ds[:-1], default=0.0)
             elif w.level != "token":
