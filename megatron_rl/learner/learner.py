@@ -30,6 +30,7 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
+from megatron_rl.rollout_correction.weights import step_scale
 from megatron_rl.types import LossInputs, OwnPass, Targets
 
 
@@ -120,6 +121,7 @@ class Learner(ForwardPasses):
     def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
         rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
+        rate *= step_scale(targets.weights_BT, targets.mask_BT, self.correction.step_power)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()

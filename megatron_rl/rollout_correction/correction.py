@@ -23,7 +23,7 @@ from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig,
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
-from megatron_rl.rollout_correction.ratio import filled, log_ratio, row_chunks
+from megatron_rl.rollout_correction.ratio import LogRatio, as_float, filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
 from megatron_rl.types import Batch
 
@@ -62,7 +62,10 @@ def correct(
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
     correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT)
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
-    advantages_B, keep_B = session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
+    scored = (batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
+    # what a reward adds to the variance: its weight squared, times its gradient squared, for which its length stands
+    masses_B = correction.weights_BT.square().sum(dim=1) if config.weigh_baseline and prox_BT is not None else None
+    advantages_B, keep_B = session_advantages(*scored, masses_B)
     return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
 
 
@@ -125,7 +128,8 @@ def _check(source: Source, config: CorrectionConfig) -> None:
                 "hand over one logprob and one mask entry for each position of each row"
             )
     if source.turns_BT is not None and source.turns_BT.shape != shape:
-        raise ValueError(f"the turns are {list(source.turns_BT.shape)} and the mask is {list(shape)}: one turn a position")
+        turns = list(source.turns_BT.shape)
+        raise ValueError(f"the turns are {turns} and the mask is {list(shape)}: one turn for each position of each row")
     unknown = list(sound(config, "correction")[1].values())
     if unknown:
         raise ValueError("; ".join(unknown))
@@ -172,12 +176,27 @@ def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
             for rule in rules:
-                outward = rule.when == When.outward
-                where = ratio.d_BT * advantages_B1[rows] > 0 if outward else advantages_B1[rows] < 0
-                kept_BT[rows] &= ~(violations(rule, ratio) & where)
-    correction = _narrow(correction, kept_BT, config)
+                kept_BT[rows] &= ~(violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B1[rows]))
+    correction = _only_where(_narrow(correction, kept_BT, config), advantages_B, config)
     quality = weight_quality(correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config)
     return replace(correction, metrics=correction.metrics | quality)
+
+
+def _concerned(when: When | None, ratio: LogRatio, advantages_B1: Tensor) -> Tensor:
+    return ratio.d_BT * advantages_B1 > 0 if when == When.outward else advantages_B1 < 0
+
+
+def _only_where(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
+    """With `weight.when`, the other tokens weigh 1."""
+    if config.weight.when is None:
+        return correction
+    weights_BT = as_float(correction.mask_BT)
+    for rows in row_chunks(weights_BT):
+        ratio, kept_BT = correction.source.ratio(rows, config), correction.mask_BT[rows]
+        ratio.fix_weights_(weights_BT[rows], kept_BT)
+        concerned = _concerned(config.weight.when, ratio, advantages_B[rows, None])
+        weights_BT[rows] = correction.weights_BT[rows].where(concerned, weights_BT[rows])
+    return replace(correction, weights_BT=weights_BT)
 
 
 def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:

@@ -110,7 +110,7 @@ class LogRatio:
         return None if self.turns_BT is None else Turns.of(self.turns_BT)
 
     def sums(self, level: Level, values_BT: Tensor, whole: bool = False) -> Tensor:
-        """Of what is 0 at tokens that do not count: [B, 1] of rows, one column for each turn, [B, T] up to each token."""
+        """Of what is 0 at tokens that do not count: [B, 1] of rows, [B, K] of turns, [B, T] up to each token."""
         if level == Level.prefix:
             return values_BT.cumsum(dim=1)
         if level == Level.turn and self.turns is not None:

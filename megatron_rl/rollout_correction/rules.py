@@ -44,7 +44,7 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
 
 
 def _coin_stat(stat: Stat, prox_BT: Tensor, sampler_BT: Tensor) -> Tensor:
-    """How far apart two coins are that fall on the token or not: the mismatch that one sampled token shows for certain."""
+    """How far apart two coins are that fall on the token or not: what the sampled token alone says for certain."""
     log_p_BT, log_mu_BT = prox_BT.clamp(max=0.0), sampler_BT.clamp(max=0.0)
     p_BT, mu_BT = log_p_BT.exp(), log_mu_BT.exp()
     if stat == Stat.prob:

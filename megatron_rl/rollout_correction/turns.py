@@ -15,7 +15,7 @@ KEY = 1 << 32  # more than a row has turns
 
 @dataclass(frozen=True)
 class Turns:
-    """Neighbours of one turn are a run: summed in one pass, where a scatter of every token takes three times as long."""
+    """Neighbours of one turn are a run, summed in one pass: a scatter of every token takes three times as long."""
 
     lengths_R: Tensor  # int64, of the runs, row after row
     cells_R: Tensor  # int64: each run's place in a flat [B, K]
@@ -29,7 +29,8 @@ class Turns:
         keys_R, lengths_R = (turns_BT + (rows_B1 * KEY + 1)).flatten().unique_consecutive(return_counts=True)
         slots_R = keys_R % KEY
         width = int(slots_R.amax()) + 1 if len(slots_R) else 1
-        return cls(lengths_R, keys_R.div(KEY, rounding_mode="floor") * width + slots_R, (len(turns_BT), width), turns_BT.shape)
+        cells_R = keys_R.div(KEY, rounding_mode="floor") * width + slots_R
+        return cls(lengths_R, cells_R, (len(turns_BT), width), turns_BT.shape)
 
     def _runs(self, values_BT: Tensor, reduce: str) -> Tensor:
         return torch.segment_reduce(values_BT.reshape(-1), reduce, lengths=self.lengths_R, unsafe=True)

@@ -135,7 +135,10 @@ def correct(
             value = values.get(group(level, i, t))
             if value is None:
                 continue
-            if rule.when is not None and not (d.get((i, t), 0.0) if rule.when == "outward" else -1.0) * advantages[i] > 0:
+            if (
+                rule.when is not None
+                and not (d.get((i, t), 0.0) if rule.when == "outward" else -1.0) * advantages[i] > 0
+            ):
                 continue
             kept[i, t] &= inside(rule, value, cutoff)
 
@@ -162,7 +165,9 @@ def correct(
                 continue
             weights[i, t] = min(max(raw, w.low or 0.0), math.inf if w.high is None else w.high)
     if w.normalize:
-        per_unit = list({group(str(w.level), i, t): weights[i, t] for i, t in zip(*kept.nonzero(), strict=True)}.values())
+        per_unit = list(
+            {group(str(w.level), i, t): weights[i, t] for i, t in zip(*kept.nonzero(), strict=True)}.values()
+        )
         mean = float(np.mean(per_unit)) if len(per_unit) else 0.0
         weights = weights / mean if mean else weights
     return weights, kept, kept if config.renormalize else stays

@@ -1,4 +1,4 @@
-"""Weights and rules by turn and by prefix, and the statistics of probabilities: the oracle's numbers, and what must hold.
+"""Weights and rules by turn and by prefix, statistics of probabilities: the oracle's numbers, and what must hold.
 
 Shape legend: B sequences, T response positions.
 """
@@ -16,7 +16,7 @@ from loss_cases import batch_of, inputs_of, rows_of
 from test_properties import EXAMPLES, GARBAGE, Batch, batches, configs, far_from_bounds
 from test_rollout_correction import assert_matches, example
 
-from megatron_rl.config.schema import Aggregate, LossConfig, NonFinite, Outside, Reduce
+from megatron_rl.config.schema import AdvantageConfig, Aggregate, LossConfig, NonFinite, Outside, Reduce
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
 from megatron_rl.rollout_correction import (
     Correction,
@@ -28,11 +28,14 @@ from megatron_rl.rollout_correction import (
     rollout_correction,
 )
 from megatron_rl.rollout_correction.turns import Turns
-from megatron_rl.config.schema import AdvantageConfig
 
 FREE = {"low": None, "high": None}
 GROUPED = [
-    *(WeightConfig(level=level, aggregate=how, high=None) for level in ("turn", "prefix") for how in ("product", "geometric")),
+    *(
+        WeightConfig(level=level, aggregate=how, high=None)
+        for level in ("turn", "prefix")
+        for how in ("product", "geometric")
+    ),
     WeightConfig(level="prefix", aggregate="min", high=None),
 ]
 STATS = {
@@ -58,7 +61,9 @@ def name(one: WeightConfig | RejectRule) -> str:
 
 
 @pytest.mark.parametrize("weight", GROUPED, ids=name)
-@pytest.mark.parametrize("bounds", [FREE, {"high": 1.2}, {"low": 0.8, "high": 1.25, "outside": "zero"}, {"normalize": True}])
+@pytest.mark.parametrize(
+    "bounds", [FREE, {"high": 1.2}, {"low": 0.8, "high": 1.25, "outside": "zero"}, {"normalize": True}]
+)
 def test_weights(weight: WeightConfig, bounds: dict) -> None:
     for seed in range(4):
         batch = example(seed)
@@ -108,7 +113,9 @@ def test_sixty_turns_have_sixty_weights() -> None:
     turns_BT = (torch.arange(3000) // 50)[None]
     ones_BT = torch.ones(1, 3000, dtype=torch.bool)
     found = {
-        level: rollout_correction(d_BT - 2, d_BT * 0 - 2, ones_BT, CorrectionConfig(weight=WeightConfig(level=level)), turns_BT)
+        level: rollout_correction(
+            d_BT - 2, d_BT * 0 - 2, ones_BT, CorrectionConfig(weight=WeightConfig(level=level)), turns_BT
+        )
         for level in ("token", "turn", "sequence")
     }
     assert [round(float(one.weights_BT[0, -1]), 4) for one in found.values()] == [0.9991, 0.9541, 0.0596]
@@ -125,7 +132,9 @@ def same(one: Correction, other: Correction, exact: bool = False) -> None:
 
 def by(level: str, config: CorrectionConfig) -> CorrectionConfig:
     """The same correction, all of it at one level."""
-    product = config.weight.aggregate if level in ("sequence", "turn") and config.weight.aggregate != "min" else "product"
+    product = (
+        config.weight.aggregate if level in ("sequence", "turn") and config.weight.aggregate != "min" else "product"
+    )
     weight = replace(config.weight, level=level, aggregate=Aggregate(product))
     rules = [replace(rule, level=level, reduce=None if level == "token" else "mean") for rule in config.reject]
     return replace(config, weight=weight, reject=rules)
@@ -189,7 +198,9 @@ def test_bfloat16_logprobs_are_their_float32_values(weight: WeightConfig) -> Non
 def test_more_rows_than_a_chunk_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = example(4, rows=40)
     rule = RejectRule(level="turn", stat="k3", reduce="sum", high=0.5)
-    config = CorrectionConfig(weight=WeightConfig(level="turn", target_ess=0.8, high=9.0, normalize=True), reject=[rule])
+    config = CorrectionConfig(
+        weight=WeightConfig(level="turn", target_ess=0.8, high=9.0, normalize=True), reject=[rule]
+    )
     whole = rollout_correction(*batch, config, turns_of(batch[2]))
     monkeypatch.setattr("megatron_rl.rollout_correction.ratio.CHUNK_ELEMENTS_HOST", 30)
     same(rollout_correction(*batch, config, turns_of(batch[2])), whole)
@@ -216,7 +227,9 @@ def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: No
     prox_BT, mu_BT, mask_BT = example(6)
     mu_BT[-1, 0] = float("nan")
     rule = RejectRule(level="turn", stat="ratio", reduce="min", low=0.5, when="negative_advantage")
-    config = CorrectionConfig(weight=replace(weight, high=1.5), reject=[rule], rebaseline=False, renormalize=False, non_finite=policy)
+    config = CorrectionConfig(
+        weight=replace(weight, high=1.5), reject=[rule], rebaseline=False, renormalize=False, non_finite=policy
+    )
     batch = batch_of(mask_BT, mu_BT, rewards_B=torch.arange(7.0), turns_BT=turns_of(mask_BT))
     known, advantages_B = correct(prox_BT, batch, config, AdvantageConfig())
     pi_BT = prox_BT.clone().requires_grad_()
@@ -225,7 +238,9 @@ def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: No
     (expected_BT,) = torch.autograd.grad(policy_loss(inputs, LossConfig(), totals)[0], pi_BT)
 
     later, _ = correct(None, batch, config, AdvantageConfig())
-    inputs = replace(inputs_of(pi_BT, prox_BT, mu_BT, later, advantages_B), anchor_logprobs_BT=None, turns_BT=batch.turns_BT)
+    inputs = replace(
+        inputs_of(pi_BT, prox_BT, mu_BT, later, advantages_B), anchor_logprobs_BT=None, turns_BT=batch.turns_BT
+    )
     parts = [policy_loss(rows_of(inputs, rows), LossConfig(), totals, config)[0] for rows in (slice(3), slice(3, None))]
     (found_BT,) = torch.autograd.grad(sum(parts), pi_BT)  # type: ignore[arg-type]
     torch.testing.assert_close(found_BT, expected_BT, rtol=1e-6, atol=1e-8)
