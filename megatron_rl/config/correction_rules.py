@@ -119,6 +119,9 @@ def _check_clip(found: Findings, config: LossConfig, path: str) -> None:
 
 def _check_shared(found: Findings, config: LossConfig, path: str) -> None:
     _check_aggregate(found, config, path)
+    if config.level == Level.none:
+        found.add(f"{path}.level", config.level, "a ratio is of something; use token, sequence, turn or prefix")
+        return
     for key, off, names in (("level", Level.token, SHARED), ("clip_growth", 0.0, GROWING)):
         if getattr(config, key) != off and config.name not in names:
             found.add(f"{path}.{key}", getattr(config, key), f"only {', '.join(names)} have it; leave it at {off}")

@@ -28,6 +28,7 @@ from megatron_rl.rollout_correction import (
     rollout_correction,
 )
 from megatron_rl.rollout_correction.turns import Turns
+from megatron_rl.rollout_correction.weights import step_scale
 
 FREE = {"low": None, "high": None}
 GROUPED = [
@@ -251,3 +252,52 @@ def test_shapes_that_do_not_fit() -> None:
     batch = example()
     with pytest.raises(ValueError, match=r"the turns are \[7, 1\] and the mask is \[7, 9\]"):
         rollout_correction(*batch, CorrectionConfig(), torch.zeros(7, 1, dtype=torch.int64))
+
+
+def test_weights_for_some_advantages() -> None:
+    """TOPR: what is pushed down weighs its row's bounded geometric ratio, the rest 1; what has no ratio stays at 0."""
+    prox_BT, mu_BT, mask_BT = example(5)
+    mu_BT[-1, 0] = float("inf")
+    weight = WeightConfig(level="sequence", aggregate="geometric", high=1.0)
+    plain = rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig(weight=weight, non_finite="zero"))
+    advantages_B = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, 2.0])
+    config = CorrectionConfig(weight=replace(weight, when="negative_advantage"), non_finite="zero")
+    found = apply_conditional_rules(rollout_correction(prox_BT, mu_BT, mask_BT, config), advantages_B, config)
+    down_B1 = (advantages_B < 0)[:, None]
+    ones_BT = mask_BT.float()
+    ones_BT[-1, 0] = 0.0
+    assert torch.equal(found.weights_BT, plain.weights_BT.where(down_B1, ones_BT))
+    outward = replace(config, weight=replace(weight, level="token", aggregate="product", high=None, when="outward"))
+    found = apply_conditional_rules(rollout_correction(prox_BT, mu_BT, mask_BT, outward), advantages_B, outward)
+    d_BT = (prox_BT - mu_BT).masked_fill(ones_BT == 0, 0.0)
+    expected_BT = d_BT.exp().where(d_BT * advantages_B[:, None] > 0, 1.0) * ones_BT
+    torch.testing.assert_close(found.weights_BT, expected_BT)
+
+
+def test_the_step_follows_the_sample_size() -> None:
+    weights_BT = torch.tensor([[3.0, 1.0, 0.0], [0.0, 9.0, 0.0]])
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    assert step_scale(weights_BT, mask_BT, 0.5) == pytest.approx((16 / (3 * 10)) ** 0.5)
+    assert step_scale(weights_BT, mask_BT, 0.0) == step_scale(mask_BT.float(), mask_BT, 1.0) == 1.0
+    assert step_scale(weights_BT, ~mask_BT & False, 1.0) == 1.0
+
+
+def test_the_weighed_baseline_has_the_least_variance() -> None:
+    """b = sum m R / sum m minimises sum m (R - b)^2 for m = the row's sum of squared weights; sessions count once."""
+    prox_BT, mu_BT, mask_BT = example(1, rows=6)
+    mask_BT[0] = mask_BT[1]
+    rewards_B = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    config = CorrectionConfig(weight=WeightConfig(level="sequence", high=3.0), weigh_baseline=True)
+    batch = batch_of(mask_BT, mu_BT, rewards_B=rewards_B)
+    found, advantages_B = correct(prox_BT, batch, config, AdvantageConfig("dr_grpo"))
+    masses_B = found.weights_BT.double().square().sum(1)
+    baseline = float((masses_B * rewards_B).sum() / masses_B.sum())
+    torch.testing.assert_close(advantages_B, (rewards_B - baseline).float())
+    _, by_deviation_B = correct(prox_BT, batch, config, AdvantageConfig("grpo"))
+    torch.testing.assert_close(by_deviation_B, (rewards_B - baseline).float() / (rewards_B.std() + 1e-6))
+    forked = replace(
+        batch, samples_B=torch.tensor([0, 0, 1, 2, 3, 4]), rewards_B=rewards_B.index_fill(0, torch.tensor([1]), 1.0)
+    )
+    _, advantages_B = correct(prox_BT, forked, config, AdvantageConfig("dr_grpo"))
+    baseline = float((masses_B * forked.rewards_B).sum() / masses_B.sum())
+    torch.testing.assert_close(advantages_B, (forked.rewards_B - baseline).float())
