@@ -132,7 +132,7 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
         too_high_BT, too_low_BT = gap_BT > config.clip_high, gap_BT < -config.clip_low
     elif config.trust_region == "binary_kl":
         coins = (anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
-        kl_BT = binary_kl(*coins, terms.rounding)
+        kl_BT = _binary_kl(*coins, terms.rounding)
         too_high_BT, too_low_BT = (kl_BT > config.clip_high) & (gap_BT > 0), (kl_BT > config.clip_low) & (gap_BT < 0)
     else:
         raise ValueError(f"loss.trust_region is {config.trust_region!r}; one of total_variation, binary_kl")
@@ -142,7 +142,7 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
     return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
 
 
-def binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float) -> Tensor:
+def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float) -> Tensor:
     """KL between two coins, heads p and q. Tails use log1p, bounded where a probability rounds to 1."""
     log_tail_p_BT = (-p_BT.clamp(max=1.0 - tiny)).log1p()
     log_tail_q_BT = (-q_BT.clamp(max=1.0 - tiny)).log1p()

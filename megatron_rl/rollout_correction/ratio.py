@@ -95,6 +95,10 @@ class LogRatio:
     def counts_B1(self) -> Tensor:
         return self.counted_float_BT.sum(dim=1, keepdim=True)
 
+    @cached_property
+    def counts_BK(self) -> Tensor:
+        return self.sums(Level.turn, self.counted_float_BT, whole=True)
+
     @property
     def stays_B1(self) -> Tensor:
         if self.stays_BT is self.counted_BT:
@@ -128,9 +132,9 @@ class LogRatio:
         return values_BT.amax(dim=1, keepdim=True) if largest else values_BT.amin(dim=1, keepdim=True)
 
     def counts(self, level: Level) -> Tensor:
-        if level in (Level.turn, Level.prefix):
-            return self.sums(level, self.counted_float_BT, whole=True)
-        return self.counts_B1
+        if level == Level.prefix:
+            return self.sums(level, self.counted_float_BT)
+        return self.counts_BK if level == Level.turn else self.counts_B1
 
     def totals(self, level: Level) -> Tensor:
         """Sums of d."""

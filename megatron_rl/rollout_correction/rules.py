@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
-from megatron_rl.loss.table import binary_kl
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 from megatron_rl.types import Batch
@@ -37,25 +36,29 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     if stat == Stat.excess:
         return d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_().abs_()
     if stat in (Stat.prob, Stat.tv, Stat.binary_kl, Stat.binary_kl_max):
-        return _coin_stat(stat, ratio.prox_BT, ratio.prox_BT - d_BT)
+        return _coin_stat(stat, ratio)
     if stat == Stat.staleness:
         return d_BT  # `without_stale` hands ages over in place of differences
     raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
 
 
-def _coin_stat(stat: Stat, prox_BT: Tensor, sampler_BT: Tensor) -> Tensor:
+def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     """How far apart two coins are that fall on the token or not: what the sampled token alone says for certain."""
-    log_p_BT, log_mu_BT = prox_BT.clamp(max=0.0), sampler_BT.clamp(max=0.0)
-    p_BT, mu_BT = log_p_BT.exp(), log_mu_BT.exp()
+    most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
+    p_BT = ratio.prox_BT.exp().clamp_(max=most)
+    mu_BT = (ratio.prox_BT - ratio.d_BT).exp_().clamp_(max=most)
     if stat == Stat.prob:
-        return p_BT - mu_BT
+        return p_BT.sub_(mu_BT)
     if stat == Stat.tv:
-        return (p_BT - mu_BT).abs_()
-    tiny = torch.finfo(p_BT.dtype).eps
-    to_prox_BT = binary_kl(mu_BT, log_mu_BT, p_BT, log_p_BT, tiny)
-    if stat == Stat.binary_kl:
-        return to_prox_BT
-    return to_prox_BT.maximum(binary_kl(p_BT, log_p_BT, mu_BT, log_mu_BT, tiny))
+        return p_BT.sub_(mu_BT).abs_()
+    to_prox_BT = _coin_kl(mu_BT, p_BT, ratio.d_BT, sign=-1.0)
+    return to_prox_BT if stat == Stat.binary_kl else to_prox_BT.maximum(_coin_kl(p_BT, mu_BT, ratio.d_BT, sign=1.0))
+
+
+def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor, sign: float) -> Tensor:
+    """KL of coins whose heads are p and q, with log p - log q = sign d."""
+    tails_BT = (q_BT - p_BT).div_(1.0 - q_BT).log1p_()
+    return tails_BT.mul_(1.0 - p_BT).addcmul_(p_BT, d_BT, value=sign)
 
 
 def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LONGEST_NARROW = 4096
 KEY = 1 << 32  # more than a row has turns
 
 
@@ -36,11 +37,10 @@ class Turns:
         return torch.segment_reduce(values_BT.reshape(-1), reduce, lengths=self.lengths_R, unsafe=True)
 
     def sum(self, values_BT: Tensor, whole: bool = False) -> Tensor:
-        """[B, K]. In float64, as one addition after the other loses in long turns what torch's own sums keep.
-
-        `whole`: these are whole numbers, which need no such care.
-        """
-        runs_R = self._runs(values_BT if whole else values_BT.double(), "sum")
+        """[B, K]. `whole`: whole numbers, of which float32 loses nothing."""
+        # one addition after the other loses what torch's own sums keep: a millionth in the longest float32 turn
+        narrow = whole or self.shape_BT[1] <= LONGEST_NARROW
+        runs_R = self._runs(values_BT if narrow else values_BT.double(), "sum")
         table = runs_R.new_zeros(self.shape_BK).view(-1).index_add_(0, self.cells_R, runs_R)
         return table.view(self.shape_BK).to(values_BT.dtype)
 

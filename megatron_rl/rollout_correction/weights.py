@@ -42,6 +42,8 @@ def _smallest_before(ratio: LogRatio) -> Tensor:
 
 def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
     """1 for each token, turn or row that is kept, in the shape of its raw ratio: what the bounds act on."""
+    if config.level == Level.turn and torch.equal(kept_float_BT, ratio.counted_float_BT):
+        return (ratio.counts_BK > 0).float()
     if config.level in (Level.sequence, Level.turn):
         return (ratio.sums(config.level, kept_float_BT, whole=True) > 0).float()
     return kept_float_BT

@@ -301,3 +301,10 @@ def test_the_weighed_baseline_has_the_least_variance() -> None:
     _, advantages_B = correct(prox_BT, forked, config, AdvantageConfig("dr_grpo"))
     baseline = float((masses_B * forked.rewards_B).sum() / masses_B.sum())
     torch.testing.assert_close(advantages_B, (forked.rewards_B - baseline).float())
+
+
+def test_a_long_turn_is_summed_as_its_row_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    d_BT = 0.05 * torch.randn(2, 50_000, generator=generator)
+    found = Turns.of(torch.zeros(2, 50_000, dtype=torch.int64)).sum(d_BT)
+    torch.testing.assert_close(found[:, 1:].double(), d_BT.double().sum(dim=1, keepdim=True), rtol=1e-6, atol=1e-6)
