@@ -86,8 +86,8 @@ def train(
 def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Standing:
     """The policy as it is at the start, or as a checkpoint has it."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
-    if folder is None or config.loss.kl_coef:  # the reference is what the run began with
-        load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
+    if folder is None or config.loss.needs_reference:  # the reference is what the run began with
+        load_policy(learner, config.model, config.run.seed, config.loss.needs_reference)
     if folder is None:
         if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
             learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
@@ -97,12 +97,12 @@ def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> 
     return Standing.of(found.step, found.driver)
 
 
-def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
+def load_policy(learner: Learner, model: ModelSection, seed: int, reference: bool) -> None:
     if model.init == ModelInit.pretrained:
         learner.load_hf(Path(model.path))
     else:
         learner.init_random(seed)
-    if kl_coef:
+    if reference:
         learner.keep_reference()
 
 
@@ -134,7 +134,7 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         drawn |= stale
     with recorder.phase("prox"):
         anchor_BT = anchor_logprobs(learner, batch, config)
-        reference_BT = learner.reference_logprobs(batch) if config.loss.kl_coef else None
+        reference_BT = learner.reference_logprobs(batch) if config.loss.needs_reference else None
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)

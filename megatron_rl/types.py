@@ -284,6 +284,7 @@ class LossInputs:
     denominator_mask_BT: torch.Tensor
     prompt_ids_B: torch.Tensor
     selected_BT: torch.Tensor | None = None
+    turns_BT: torch.Tensor | None = None  # see Batch
     advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
 
 

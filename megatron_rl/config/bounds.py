@@ -131,6 +131,10 @@ Seconds = Annotated[float, expect(lambda value: 0 < value <= WEEK_S, f"seconds: 
 Nucleus = Annotated[float, expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")]
 Coefficient = Annotated[float, need(lambda value: value >= 0, "use 0 or more")]
 Temperature = Annotated[float, between(0, 2, "0 (greedy) to 2")]
+Shape = Annotated[  # of vespo's weight
+    list[float],
+    need(lambda shape: len(shape) == 2 and min(shape) > 0, "use two numbers above 0, a power and the rate of its fall"),
+]
 Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0")]
 
 

@@ -18,13 +18,19 @@ OnNonFinite = StrEnum("OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_a
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
 Anchor = StrEnum("Anchor", ["prox", "sampler"])
-Level = StrEnum("Level", ["none", "token", "sequence"])
-Aggregate = StrEnum("Aggregate", ["product", "geometric"])
+Level = StrEnum("Level", ["none", "token", "sequence", "turn", "prefix"])
+# min: the token's own ratio times the smallest one before it, in place of the product of all before it
+Aggregate = StrEnum("Aggregate", ["product", "geometric", "min"])
 Outside = StrEnum("Outside", ["truncate", "zero"])
 # staleness: updates between the policy that wrote the token and the learner's
-Stat = StrEnum("Stat", ["ratio", "k1", "k2", "k3", "m2", "abs", "staleness"])
-Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min"])
-When = StrEnum("When", ["negative_advantage"])
+Stat = StrEnum(
+    "Stat",
+    ["ratio", "k1", "k2", "k3", "m2", "abs", "excess", "prob", "tv", "binary_kl", "binary_kl_max", "staleness"],
+)
+# arithmetic: the plain mean of a ratio, whose mean is otherwise the geometric one
+Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min", "arithmetic"])
+# outward: only tokens that the update would move further from the sampler
+When = StrEnum("When", ["negative_advantage", "outward"])
 NonFinite = StrEnum("NonFinite", {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"})
 Reduction = StrEnum(
     "Reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"]
@@ -32,6 +38,7 @@ Reduction = StrEnum(
 Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
 TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
 KlOn = StrEnum("KlOn", ["trained", "counted"])
+KlTo = StrEnum("KlTo", ["reference", "sampler", "anchor"])
 Alarm = StrEnum(
     "Alarm",
     "mismatch mismatch_jump mismatch_over_bf16 probe ess rejected non_finite entropy reward_errors no_spread truncated "

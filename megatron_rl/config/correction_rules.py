@@ -15,6 +15,8 @@ from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
     CorrectionConfig,
+    Estimator,
+    KlTo,
     LearnerSection,
     Level,
     LossConfig,
@@ -33,6 +35,8 @@ BANDED = losses(lambda loss: loss.band)
 OPEN_BANDED = losses(lambda loss: loss.band == "open")
 CAPPED = losses(lambda loss: "absolute" in loss.reads)
 DUAL_CLIPPED = losses(lambda loss: "dual_clip" in loss.reads)
+SHARED = losses(lambda loss: "level" in loss.reads)
+GROWING = losses(lambda loss: "clip_growth" in loss.reads)
 COVARIANCE = losses(lambda loss: loss.selects)
 PER_ROW = losses(lambda loss: loss.per_row)
 WITH_RATIO = losses(lambda loss: loss.ratio)
@@ -41,7 +45,7 @@ SUPERVISED = losses(lambda loss: loss.supervised)
 # of learner.megatron: with them, no two forward passes are the same
 DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 # what a statistic is never below
-FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0, Stat.staleness: 0.0}
+FLOOR = dict.fromkeys(set(Stat) - {Stat.k1, Stat.prob}, 0.0) | {Stat.abs: 1.0}
 
 
 class Findings(list[str]):
@@ -63,6 +67,9 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
             "weight would count it twice; use correction.weight.level: none, or loss.name: reinforce"
         )
         found.add("correction.weight.level", correction.weight.level, way_out)
+    if correction.weigh_baseline and advantage.estimator not in (Estimator.grpo, Estimator.dr_grpo):
+        way_out = f"advantage.estimator: {advantage.estimator} has a baseline of its own; use grpo or dr_grpo, or false"
+        found.add("correction.weigh_baseline", True, way_out)
     if loss.name in AGAINST_SAMPLER and not by_sampler:
         found.add("loss.name", loss.name, "its ratio is pi over the sampler; set correction.anchor: sampler")
     if loss.name in COVARIANCE and by_sampler:
@@ -86,6 +93,8 @@ def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
         way_out = f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean"
         found.add(f"{path}.reduction", config.reduction, way_out)
     _check_clip(found, config, path)
+    _check_shared(found, config, path)
+    _check_penalty(found, config, path)
     if config.cov_low >= config.cov_high and not {f"{path}.cov_low", f"{path}.cov_high"} & wrong.keys():
         found.add(f"{path}.cov_low", config.cov_low, f"it must be below {path}.cov_high, which is {config.cov_high}")
     return list(found)
@@ -108,6 +117,25 @@ def _check_clip(found: Findings, config: LossConfig, path: str) -> None:
         found.add(f"{path}.dual_clip", config.dual_clip, f"only {names} have it; with {config.name} use null")
 
 
+def _check_shared(found: Findings, config: LossConfig, path: str) -> None:
+    _check_aggregate(found, config, path)
+    if config.level == Level.none:
+        found.add(f"{path}.level", config.level, "a ratio is of something; use token, sequence, turn or prefix")
+        return
+    for key, off, names in (("level", Level.token, SHARED), ("clip_growth", 0.0, GROWING)):
+        if getattr(config, key) != off and config.name not in names:
+            found.add(f"{path}.{key}", getattr(config, key), f"only {', '.join(names)} have it; leave it at {off}")
+    if config.clip_growth and config.absolute:
+        way_out = f"a cap on the ratio itself does not grow; use {path}.absolute: false"
+        found.add(f"{path}.clip_growth", config.clip_growth, way_out)
+
+
+def _check_penalty(found: Findings, config: LossConfig, path: str) -> None:
+    if config.kl_cap is not None and not (config.kl_coef and config.kl_to == KlTo.reference):
+        way_out = f"it weighs the KL to the reference; set {path}.kl_coef and kl_to: reference"
+        found.add(f"{path}.kl_cap", config.kl_cap, way_out)
+
+
 def check_advantage(config: AdvantageConfig, path: str = "advantage") -> list[str]:
     return list(sound(config, path)[1].values())
 
@@ -120,6 +148,8 @@ def check_correction(config: CorrectionConfig, path: str = "correction") -> list
     for place, rule in enumerate(config.reject):
         if not any(key.startswith(f"{path}.reject[{place}]") for key in wrong):
             _check_rule(found, rule, f"{path}.reject[{place}]")
+    if config.step_power and config.weight.level == Level.none:
+        found.add(f"{path}.step_power", config.step_power, f"{path}.weight.level is none, so every weight is 1; use 0")
     if config.anchor == Anchor.sampler:
         _check_sampler_anchor(found, config, path)
     return list(found)
@@ -127,8 +157,7 @@ def check_correction(config: CorrectionConfig, path: str = "correction") -> list
 
 def _check_weight(found: Findings, weight: WeightConfig, path: str) -> None:
     found.ordered(path, weight.low, weight.high)
-    if weight.level != Level.sequence and weight.aggregate != Aggregate.product:
-        found.add(f"{path}.aggregate", weight.aggregate, f"only {path}.level: sequence aggregates; leave it at product")
+    _check_aggregate(found, weight, path)
     if weight.level == Level.none:
         if weight.outside != Outside.truncate:
             found.add(f"{path}.outside", weight.outside, f"{path}.level is none, so there is no weight; use token")
@@ -136,8 +165,26 @@ def _check_weight(found: Findings, weight: WeightConfig, path: str) -> None:
             found.add(f"{path}.normalize", True, f"{path}.level is none, so every weight is 1; use false")
     elif weight.outside == Outside.zero and weight.low is None and weight.high is None:
         found.add(f"{path}.outside", weight.outside, f"nothing is outside without a bound; set {path}.low or high")
+    _check_when(found, weight, path)
     if weight.target_ess is not None:
         _check_target(found, weight, path)
+
+
+def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: str) -> None:
+    key, aggregate = f"{path}.aggregate", config.aggregate
+    if config.level in (Level.none, Level.token) and aggregate != Aggregate.product:
+        found.add(key, aggregate, f"{path}.level: {config.level} has nothing to aggregate; leave it at product")
+    elif aggregate == Aggregate.min and config.level != Level.prefix:
+        found.add(key, aggregate, f"only a prefix has a smallest ratio before it; use product, or {path}.level: prefix")
+
+
+def _check_when(found: Findings, weight: WeightConfig, path: str) -> None:
+    """The advantages come after the weights of the whole batch are known."""
+    for key in ("target_ess", "normalize"):
+        if weight.when is not None and getattr(weight, key):
+            found.add(f"{path}.when", weight.when, f"advantages are not known yet where {path}.{key} is; leave one out")
+    if weight.when is not None and weight.level == Level.none:
+        found.add(f"{path}.when", weight.when, f"{path}.level is none, so there is no weight; leave it out")
 
 
 def _check_target(found: Findings, weight: WeightConfig, path: str) -> None:
@@ -156,11 +203,13 @@ def _check_target(found: Findings, weight: WeightConfig, path: str) -> None:
 
 def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
     if rule.level == Level.none:
-        found.add(f"{path}.level", rule.level, "a rule rejects tokens or sequences; use token or sequence")
-    if rule.level == Level.sequence and rule.reduce is None:
-        found.add(f"{path}.reduce", None, f"a sequence rule needs one of {', '.join(Reduce)}")
+        found.add(f"{path}.level", rule.level, "a rule needs something to judge; use token, sequence, turn or prefix")
+    elif rule.level != Level.token and rule.reduce is None:
+        found.add(f"{path}.reduce", None, f"a {rule.level} rule needs one of {', '.join(Reduce)}")
     if rule.level == Level.token and rule.reduce is not None:
         found.add(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out, or use level: sequence")
+    if rule.reduce == Reduce.arithmetic and rule.stat != Stat.ratio:
+        found.add(f"{path}.reduce", rule.reduce, f"only a ratio has two means; {rule.stat} takes mean")
     if rule.stat == Stat.staleness:
         for key in ("when", "budget"):
             if getattr(rule, key) is not None:
@@ -197,6 +246,8 @@ def _check_sampler_anchor(found: Findings, config: CorrectionConfig, path: str) 
         ("weight.normalize", config.weight.normalize or None, "false"),
         ("weight.target_ess", config.weight.target_ess, "null"),
         ("rebaseline", config.rebaseline or None, "false"),
+        ("weigh_baseline", config.weigh_baseline or None, "false"),
+        ("step_power", config.step_power or None, "0"),
         ("renormalize", config.renormalize or None, "false"),
         *((f"reject[{place}].budget", rule.budget, "low and high") for place, rule in enumerate(config.reject)),
     ]
@@ -211,6 +262,10 @@ def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
         yield "correction.weight.target_ess"
     if correction.weight.normalize:
         yield "correction.weight.normalize"
+    if correction.weigh_baseline:
+        yield "correction.weigh_baseline"
+    if correction.step_power:
+        yield "correction.step_power"
     for place, rule in enumerate(correction.reject):
         if rule.stat == Stat.staleness:  # which looks at no logprob
             continue

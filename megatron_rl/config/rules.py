@@ -13,6 +13,7 @@ from megatron_rl.config import correction_rules, fleet, schema
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.choices import Alarm, alarm_setting
 from megatron_rl.config.correction_rules import Findings, check_objective
+from megatron_rl.config.evaluation_sets import EvalSet
 from megatron_rl.config.shape import sound
 
 Rule = Callable[..., Iterable[Any]]
@@ -121,7 +122,7 @@ def schedule(run: schema.RunSection, eval: schema.EvalSection, sync: schema.Sync
 
 
 def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
-    sets: dict[str, schema.EvalSection | schema.EvalSet] = {"eval": eval}
+    sets: dict[str, schema.EvalSection | EvalSet] = {"eval": eval}
     sets |= {f"eval.sets.{name}": one for name, one in (eval.sets or {}).items()}
     for key, one in sets.items():
         samples, temperature = one.samples or eval.samples, one.temperature

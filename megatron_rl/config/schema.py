@@ -10,14 +10,15 @@ from typing import Annotated, Any
 
 from megatron_rl.config.bounds import (  # isort: skip
     AUTO, FOLDER_NAME, OPTIMIZER, TRANSFORMER, VLLM, Coefficient, Count, Nucleus, Positive, Ranks, Samples, Seconds,
-    Tau, Temperature, above, are_modules, are_set_names, at_least, between, expect, is_reward, is_source,
-    is_weight, need,
+    Shape, Tau, above, are_modules, at_least, between, expect, is_reward, is_source, is_weight, need,
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
-    InFlight, KlOn, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
+    InFlight, KlOn, KlTo, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
     Precision, Reduce, Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip
+
+from megatron_rl.config.evaluation_sets import EvalSection  # isort: skip
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 TIES = 16  # candidates beyond top_k: an engine keeps all that tie with the last one, and BF16 logits often do
@@ -239,12 +240,13 @@ class WeightConfig:
         float | None, need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1")
     ] = None
     normalize: bool = False
+    when: When | None = None  # only there, 1 elsewhere
 
 
 @dataclass(frozen=True)
 class RejectRule:
     # `choices`: a recipe must name these, as bounds mean nothing without them
-    level: Level = field(default=Level.sequence, metadata={"choices": (Level.token, Level.sequence)})
+    level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
     stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
     reduce: Reduce | None = None
     low: float | None = None
@@ -259,7 +261,10 @@ class CorrectionConfig:
     weight: WeightConfig = field(default_factory=WeightConfig)
     reject: list[RejectRule] = field(default_factory=list)
     rebaseline: bool = True
+    weigh_baseline: bool = False  # grpo, dr_grpo: the baseline of least variance, of rewards weighed by squared weights
     renormalize: bool = True
+    # optim.lr is multiplied by the effective sample size to this power; 0.5 for Adam (VCPO)
+    step_power: Annotated[float, between(0, 1)] = 0.0
     non_finite: NonFinite = NonFinite.drop
 
 
@@ -278,6 +283,11 @@ class LossConfig:
         float | None, need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
     ] = None
     absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
+    # ppo, cispo: whose ratio is clipped, and how those of its tokens make one
+    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
+    aggregate: Aggregate = Aggregate.product
+    # the clip of a row's t-th token is the power t^clip_growth of the first one's; 0.5 for products of prefixes (CTPO)
+    clip_growth: Annotated[float, between(-1, 1)] = 0.0
     tau_positive: Tau = 1.0  # sapo
     tau_negative: Tau = 1.05
     trust_region: TrustRegion = TrustRegion.total_variation  # dppo
@@ -288,11 +298,21 @@ class LossConfig:
     cov_low: float = 1.0  # clip_cov: band of covariances to draw from
     cov_high: float = 5.0
     cov_kl_coef: Coefficient = 1.0  # kl_cov
+    gamma_positive: Shape = field(default_factory=lambda: [2.0, 3.0])  # vespo
+    gamma_negative: Shape = field(default_factory=lambda: [3.0, 2.0])
     reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
     kl_coef: Coefficient = 0.0
+    # from the policy to the reference; or, as the sampler has written the tokens, from it or the anchor to the policy
+    kl_to: KlTo = KlTo.reference
     kl_estimator: Divergence = Divergence.k3
+    # weighs the reference's by pi / anchor up to this, for the gradient of KL(pi || reference) itself; null: no weight
+    kl_cap: Annotated[float | None, above(0)] = None
     entropy_coef: float = 0.0
     kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef != 0.0 and self.kl_to == KlTo.reference
 
 
 @dataclass(frozen=True)
@@ -324,36 +344,6 @@ class LearnerSection:
     def virtual_pipeline(self) -> int | None:
         """Chunks of layers per stage; None: one."""
         return self.megatron.get("virtual_pipeline_model_parallel_size")
-
-
-@dataclass(frozen=True)
-class EvalSet:
-    """A set with a name; null: as the section has it."""
-
-    # a file as in data.eval, or a preset of conf/data, whose `eval` it is; null: data.eval, measured in another way
-    path: str | None = None
-    max_prompts: Positive | None = None
-    samples: Samples | None = None
-    temperature: Temperature | None = None
-    top_p: Nucleus | None = None
-    max_response_tokens: Positive | None = None
-    # as reward.name; null: that
-    reward: Annotated[Any | None, need(is_reward, "use what reward.name can be, or null")] = None
-
-
-@dataclass(frozen=True)
-class EvalSection:
-    """data.eval, and the sets that have a name: config/evaluation.py says what each comes to."""
-
-    every: Annotated[int, at_least(0, "0 (never) or more")] = 10
-    max_prompts: Positive = 256
-    samples: Samples = 1  # of each prompt
-    temperature: Temperature | None = None  # null: 0 (greedy) for one sample, rollout.temperature for several
-    top_p: Nucleus = 1.0
-    max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None  # null: as in rollout
-    sets: Annotated[  # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
-        dict[str, EvalSet] | None, need(are_set_names, "a set's name is one of letters, digits, _ and -")
-    ] = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
+from megatron_rl.rollout_correction.weights import step_scale
 from megatron_rl.types import LossInputs, OwnPass, Targets
 
 
@@ -120,6 +121,7 @@ class Learner(ForwardPasses):
     def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
         rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
+        rate *= step_scale(targets.weights_BT, targets.mask_BT, self.correction.step_power)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()
@@ -148,7 +150,7 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
     batch, rows = targets.batch, torch.tensor(mine.rows)
     names = ("anchor_logprobs", "ref_logprobs", "weights", "mask", "denominator_mask", "selected", "advantages")
     matrices = {f"{name}_BT": getattr(targets, f"{name}_BT") for name in names}
-    matrices["sampler_logprobs_BT"] = batch.sampler_logprobs_BT
+    matrices |= {"sampler_logprobs_BT": batch.sampler_logprobs_BT, "turns_BT": batch.turns_BT}
     cut = {"advantages_B": targets.advantages_B[rows], "prompt_ids_B": batch.groups_B[rows]}
     cut |= {name: matrix_BT[rows, : mine.horizon] for name, matrix_BT in matrices.items() if matrix_BT is not None}
     there: dict[str, Any] = dict.fromkeys((*matrices, "entropy_BT"))

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, Level, LossConfig, Reduction
+from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, KlTo, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
+from megatron_rl.rollout_correction.ratio import bounded_exp
 from megatron_rl.types import LossInputs
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
@@ -92,6 +93,7 @@ def policy_loss(
         weights_BT=inputs.weights_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
         mask_BT=mask_BT,
         selected_BT=selected_BT,
+        turns_BT=inputs.turns_BT,
     )
     scale_B = row_scale(inputs, reduction_of(config), totals).to(logprobs_BT.dtype)
     per_token_BT, clipped = LOSSES[config.name].formula(terms, config)
@@ -130,14 +132,39 @@ def _beside(
         seen_BT = mask_BT | (seen_BT & inputs.logprobs_BT.isfinite())
         logprobs_BT = inputs.logprobs_BT.to(logprobs_BT.dtype).masked_fill(~seen_BT, 0.0)
     if config.kl_coef != 0.0:
-        if inputs.ref_logprobs_BT is None:
-            raise ValueError(f"loss.kl_coef is {config.kl_coef}, which needs reference logprobs; there are none")
-        ref_BT = inputs.ref_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~seen_BT, 0.0)
-        yield "loss/kl", config.kl_coef, reduced(divergence(config.kl_estimator, logprobs_BT, ref_BT), seen_BT, scale_B)
+        yield "loss/kl", config.kl_coef, reduced(_penalty(inputs, config, logprobs_BT, seen_BT), seen_BT, scale_B)
     if config.entropy_coef != 0.0:
         if inputs.entropy_BT is None:
             raise ValueError(f"loss.entropy_coef is {config.entropy_coef}, which needs the entropy; there is none")
         yield "loss/entropy", -config.entropy_coef, reduced(inputs.entropy_BT.to(logprobs_BT.dtype), seen_BT, scale_B)
+
+
+def _penalty(inputs: LossInputs, config: LossConfig, logprobs_BT: Tensor, seen_BT: Tensor) -> Tensor:
+    """The KL of each token: to the reference, or from the sampler or the anchor."""
+    there = {
+        KlTo.reference: inputs.ref_logprobs_BT,
+        KlTo.sampler: inputs.sampler_logprobs_BT,
+        KlTo.anchor: inputs.anchor_logprobs_BT,
+    }
+    other_BT = there[config.kl_to]
+    if other_BT is None:
+        raise ValueError(f"loss.kl_coef is {config.kl_coef}, which needs {config.kl_to} logprobs; there are none")
+    other_BT = other_BT.detach().to(logprobs_BT.dtype).masked_fill(~seen_BT, 0.0)
+    if config.kl_to == KlTo.reference:
+        plain_BT = divergence(config.kl_estimator, logprobs_BT, other_BT)
+        return plain_BT if config.kl_cap is None else _weighted(inputs, config.kl_cap, plain_BT, logprobs_BT, other_BT)
+    # where nothing was reported there is nothing to be far from
+    other_BT = torch.where(other_BT.isfinite(), other_BT, logprobs_BT.detach())
+    return divergence(config.kl_estimator, other_BT, logprobs_BT)
+
+
+def _weighted(inputs: LossInputs, cap: float, kl_BT: Tensor, logprobs_BT: Tensor, ref_BT: Tensor) -> Tensor:
+    """The value of an estimate, and the gradient of KL(pi || ref) itself: w (pi - ref) grad pi."""
+    assert inputs.anchor_logprobs_BT is not None
+    now_BT = logprobs_BT.detach()
+    anchor_BT = inputs.anchor_logprobs_BT.detach().to(now_BT.dtype)
+    weight_BT = bounded_exp((now_BT - anchor_BT).nan_to_num(0.0)).clamp(max=cap)
+    return weight_BT * (kl_BT.detach() + (now_BT - ref_BT) * (logprobs_BT - now_BT))
 
 
 @torch.no_grad()
@@ -185,7 +212,8 @@ def _extent(mask_BT: Tensor) -> int:
 
 def _by_current_policy(inputs: LossInputs, correction: CorrectionConfig) -> Correction:
     """d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
-    found = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
+    logprobs_BT, sampler_BT = inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT
+    found = rollout_correction(logprobs_BT, sampler_BT, inputs.mask_BT, correction, inputs.turns_BT)
     return apply_conditional_rules(found, inputs.advantages_B, correction)
 
 

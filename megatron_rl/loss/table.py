@@ -12,9 +12,10 @@ Shape legend: B sequences, T response positions; B1 broadcasts along T.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     Result = tuple[Tensor, dict[str, Tensor]]
 
-GSPO_EXPONENT_LIMIT = 10.0
+SHARED_EXPONENT_LIMIT = 10.0  # of a ratio that several tokens share
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # vespo
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,37 @@ def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Re
     """The unweighted PPO loss for a given ratio."""
     a_B1 = terms.advantages_B1
     plain_BT = -a_B1 * ratio_BT
-    bounded_BT = -a_B1 * ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    bounded_BT = -a_B1 * ratio_BT.clamp(*_band(terms, config))
     loss_BT = plain_BT.maximum(bounded_BT)
     active_BT = bounded_BT > plain_BT
     clipped = {"clip_fraction_high": active_BT & (a_B1 > 0), "clip_fraction_low": active_BT & (a_B1 < 0)}
     if config.dual_clip is not None:
-        ceiling_BT = (-config.dual_clip * a_B1).expand_as(loss_BT)
+        ceiling_BT = (-_grown(terms, config, config.dual_clip) * a_B1).expand_as(loss_BT)
         clipped["dual_clip_fraction"] = (a_B1 < 0) & (loss_BT > ceiling_BT)
         loss_BT = loss_BT.minimum(ceiling_BT).where(a_B1 < 0, loss_BT)
     return loss_BT, clipped
 
 
+def _grown(terms: Terms, config: LossConfig, bound: float) -> Any:
+    """A bound that widens, in logs, as the row's tokens go on: a prefix's ratio spreads with the root of its length."""
+    if not config.clip_growth:
+        return bound
+    growth_BT = terms.places_BT.to(terms.logprobs_BT.dtype) ** config.clip_growth
+    return growth_BT.new_full((), bound) ** growth_BT
+
+
+def _band(terms: Terms, config: LossConfig) -> tuple[Any, Any]:
+    return _grown(terms, config, 1.0 - config.clip_low), _grown(terms, config, 1.0 + config.clip_high)
+
+
+def _ratio(terms: Terms, config: LossConfig) -> Tensor:
+    if config.level == "token":
+        return terms.ratio_BT
+    return terms.shared_ratio_BT(config.level, config.aggregate, SHARED_EXPONENT_LIMIT)
+
+
 def ppo(terms: Terms, config: LossConfig) -> Result:
-    loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
+    loss_BT, clipped = _clipped_surrogate(terms, _ratio(terms, config), config)
     return loss_BT * terms.weights_BT, clipped
 
 
@@ -64,16 +84,15 @@ def gspo(terms: Terms, config: LossConfig) -> Result:
     """The row's geometric ratio at every token; each token still carries its own gradient."""
     logprobs_BT = terms.logprobs_BT
     row_B1 = terms.row_mean(terms.shift_BT).detach()
-    exponent_BT = (row_B1 + logprobs_BT - logprobs_BT.detach()).clamp(max=GSPO_EXPONENT_LIMIT)
+    exponent_BT = (row_B1 + logprobs_BT - logprobs_BT.detach()).clamp(max=SHARED_EXPONENT_LIMIT)
     loss_BT, clipped = _clipped_surrogate(terms, exponent_BT.exp(), config)
     return loss_BT * terms.weights_BT, clipped
 
 
 def cispo(terms: Terms, config: LossConfig) -> Result:
     """Clips the weight of the gradient, never the gradient itself."""
-    ratio_BT = terms.ratio_BT.detach()
-    low = None if config.absolute else 1.0 - config.clip_low
-    high = config.clip_high if config.absolute else 1.0 + config.clip_high
+    ratio_BT = _ratio(terms, config).detach()
+    low, high = (None, config.clip_high) if config.absolute else _band(terms, config)
     clipped = {"clip_fraction_high": ratio_BT > high}
     if low is not None:
         clipped["clip_fraction_low"] = ratio_BT < low
@@ -156,6 +175,16 @@ def reinforce(terms: Terms, config: LossConfig) -> Result:
     return -terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
 
 
+def vespo(terms: Terms, config: LossConfig) -> Result:
+    """The row's product W as a soft weight W^k exp(l - l W), 1 on policy and small far from it; k, l by the sign."""
+    log_w_B1 = terms.shift_BT.detach().clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT).sum(dim=1, keepdim=True)
+    log_w_B1 = log_w_B1.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    fall_B1 = 1.0 - log_w_B1.exp()
+    soft = [(k * log_w_B1 + rate * fall_B1).exp() for k, rate in (config.gamma_positive, config.gamma_negative)]
+    weight_BT = soft[0].where(terms.advantages_B1 >= 0, soft[1])
+    return -weight_BT * terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
+
+
 def rollout_is(terms: Terms, config: LossConfig) -> Result:
     """The ratio as a detached weight inside an open band, nothing outside."""
     ratio_BT = terms.ratio_BT.detach()
@@ -169,16 +198,18 @@ def cross_entropy(terms: Terms, config: LossConfig) -> Result:
 
 
 CLIP = ("clip_low", "clip_high")
-PPO = (*CLIP, "dual_clip")
+PPO = (*CLIP, "dual_clip", "clip_growth")
+SHARED = ("level", "aggregate")
 LOSSES = {
-    "ppo": Loss(ppo, PPO, band="closed"),
+    "ppo": Loss(ppo, (*PPO, *SHARED), band="closed"),
     "gspo": Loss(gspo, PPO, band="closed", per_row=True, clips=(1e-5, 0.02)),
-    "cispo": Loss(cispo, (*CLIP, "absolute"), band="closed", clips=(0.02, 10.0)),
+    "cispo": Loss(cispo, (*CLIP, "absolute", "clip_growth", *SHARED), band="closed", clips=(0.02, 10.0)),
     "sapo": Loss(sapo, ("tau_positive", "tau_negative")),
     "gmpo": Loss(gmpo, CLIP, per_row=True),
     "dppo": Loss(dppo, (*CLIP, "trust_region"), clips=(1e-3, 1.0)),
     "clip_cov": Loss(clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"),
     "kl_cov": Loss(kl_cov, (*PPO, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"),
+    "vespo": Loss(vespo, ("gamma_positive", "gamma_negative"), against_sampler=True),
     "reinforce": Loss(reinforce, ratio=False),
     "rollout_is": Loss(rollout_is, CLIP, band="open", clips=(0.02, 10.0), against_sampler=True),
     "cross_entropy": Loss(cross_entropy, ratio=False, supervised=True),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Divergence
-from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, bounded_exp
+from megatron_rl.config.schema import Aggregate, Divergence, Level
+from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
+from megatron_rl.rollout_correction.weights import aggregated
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Terms:
     weights_BT: Tensor
     mask_BT: Tensor
     selected_BT: Tensor | None
+    turns_BT: Tensor | None = None
 
     @property
     def shift_BT(self) -> Tensor:
@@ -32,6 +34,17 @@ class Terms:
     @property
     def ratio_BT(self) -> Tensor:
         return self.exp(self.shift_BT)
+
+    def shared_ratio_BT(self, level: Level, aggregate: Aggregate, limit: float) -> Tensor:
+        """The ratio of each token's sequence, turn or prefix; the token carries its own gradient and no other's."""
+        ratio = LogRatio(self.shift_BT.detach(), self.mask_BT, self.mask_BT, None, 0, 0, self.turns_BT)
+        shared_BT = ratio.at_tokens(level, aggregated(level, aggregate, ratio))
+        return (shared_BT + self.logprobs_BT - self.logprobs_BT.detach()).clamp(max=limit).exp()
+
+    @property
+    def places_BT(self) -> Tensor:
+        """1 for the row's first token, 2 for its second: tokens that are not trained on have no place of their own."""
+        return self.mask_BT.cumsum(dim=1).clamp(min=1)
 
     @staticmethod
     def exp(exponent: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_rl.config.schema import CorrectionConfig, Level, Stat, WeightConfig
 from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, log_ratio, row_chunks
-from megatron_rl.rollout_correction.rules import budget_cutoff, judged_BT, stat_of, violations
-from megatron_rl.rollout_correction.weights import Weighted, bound, fraction_bounds, raw_ratio, solve_cap
+from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
+from megatron_rl.rollout_correction.weights import Weighted, bound, fraction_bounds, raw_ratio, solve_cap, units
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class Source:
     prox_logprobs_BT: Tensor | None
     sampler_logprobs_BT: Tensor
     mask_BT: Tensor
+    turns_BT: Tensor | None = None
 
     def ratio(self, rows: slice, config: CorrectionConfig, out_BT: Tensor | None = None) -> LogRatio:
         assert self.prox_logprobs_BT is not None
         if out_BT is None:
             out_BT = torch.empty(self.mask_BT[rows].shape, dtype=torch.float32, device=self.mask_BT.device)
         prox_BT, sampler_BT = self.prox_logprobs_BT[rows], self.sampler_logprobs_BT[rows]
-        return log_ratio(prox_BT, sampler_BT, self.mask_BT[rows], config.non_finite, out_BT)
+        turns_BT = None if self.turns_BT is None else self.turns_BT[rows]
+        return log_ratio(prox_BT, sampler_BT, self.mask_BT[rows], config.non_finite, out_BT, turns_BT)
 
 
 class BatchWork:
@@ -66,11 +68,12 @@ class BatchWork:
         """Rules with a budget look at the statistic of the whole batch, before any rule has masked anything."""
         for rule in self.budget_rules:
             assert rule.budget is not None
-            pieces = [stat_of(rule, ratio)[judged_BT(rule, ratio)] for ratio in self.ratios.values()]
+            pieces = [stat_of(rule, ratio)[judged(rule, ratio)] for ratio in self.ratios.values()]
             cutoff = budget_cutoff(torch.cat(pieces), rule.budget) if pieces else 0.0
             for rows in row_chunks(self.kept_BT):
                 ratio = self.ratios[rows.start]
-                self.kept_BT[rows] &= ~((stat_of(rule, ratio) >= cutoff) & judged_BT(rule, ratio))
+                beyond = (stat_of(rule, ratio) >= cutoff) & judged(rule, ratio)
+                self.kept_BT[rows] &= ~ratio.at_tokens(rule.level, beyond)
 
     def solve_cap(self) -> None:
         if self.config.weight.target_ess is None:
@@ -83,8 +86,8 @@ class BatchWork:
             if ratio.one_BT is not None:
                 ones = int((ratio.one_BT & kept_BT).sum())
                 weighed_BT = weighed_BT & ~ratio.one_BT
-            per_row = self.config.weight.level == Level.sequence
-            tokens = weighed_BT.sum(dim=1, keepdim=True) if per_row else weighed_BT
+            grouped = self.config.weight.level in (Level.sequence, Level.turn)
+            tokens = ratio.sums(self.config.weight.level, weighed_BT.float()) if grouped else weighed_BT
             parts.append(Weighted(raw_ratio(self.config.weight, ratio), tokens, ones))
             kept += int(kept_BT.sum())
         self.cap = solve_cap(parts, self.config.weight, kept)
@@ -111,22 +114,21 @@ def weigh_rows(
     kept_float_BT = as_float(kept_BT)
     kept_B1 = kept_float_BT.sum(dim=1, keepdim=True)
     applied.add_rows(ratio.stays_B1, kept_B1)
-    units = (kept_B1 > 0).float() if config.level == Level.sequence else kept_float_BT
-    applied.add_units(raw, bounded, units, *fraction_bounds(config, cap))
+    applied.add_units(raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, cap))
     if config.level == Level.none:
         measured_BT = kept_float_BT * ratio.counted_float_BT
         applied.add(raw * measured_BT, measured_BT)
-    torch.mul(bounded, kept_float_BT, out=out_BT)
+    torch.mul(ratio.at_tokens(config.level, bounded), kept_float_BT, out=out_BT)
     ratio.fix_weights_(out_BT, kept_BT)
     if config.level != Level.none:
         applied.add(out_BT, kept_float_BT)
 
 
 def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:
-    """Divide by the mean weight: over kept tokens, or over rows with a kept token. Returns the factor."""
+    """Divide by the mean weight: over kept tokens, or over rows or turns with a kept token. Returns the factor."""
     if not config.normalize or config.level == Level.none:
         return 1.0
-    mean = applied.unit_mean if config.level == Level.sequence else applied.token_mean
+    mean = applied.unit_mean if config.level in (Level.sequence, Level.turn) else applied.token_mean
     if mean == 0.0:
         return 1.0
     weights_BT.div_(mean)
@@ -151,7 +153,8 @@ def weight_quality(
     kept = int(mask_BT.sum())
     for rows in row_chunks(mask_BT):
         kept_BT, applied_BT = mask_BT[rows], weights_BT[rows]
-        raw = raw_ratio(config.weight, source.ratio(rows, config))
+        ratio = source.ratio(rows, config)
+        raw = ratio.at_tokens(config.weight.level, raw_ratio(config.weight, ratio))
         advantages = advantages_B[rows].double()
         weighted_B = applied_BT.sum(dim=1).double() * advantages
         square_B = torch.linalg.vector_norm(applied_BT, dim=1).double().square() * advantages.square()

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
 from megatron_rl.config.correction_rules import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, When
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
-from megatron_rl.rollout_correction.ratio import filled, log_ratio, row_chunks
+from megatron_rl.rollout_correction.ratio import LogRatio, as_float, filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
 from megatron_rl.types import Batch
 
@@ -60,9 +60,12 @@ def correct(
     completes the correction, and `completed` says afterwards what it did.
     """
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
-    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)
+    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT)
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
-    advantages_B, keep_B = session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
+    scored = (batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
+    # what a reward adds to the variance: its weight squared, times its gradient squared, for which its length stands
+    masses_B = correction.weights_BT.square().sum(dim=1) if config.weigh_baseline and prox_BT is not None else None
+    advantages_B, keep_B = session_advantages(*scored, masses_B)
     return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
 
 
@@ -82,14 +85,18 @@ def completed(
 
 @torch.no_grad()
 def rollout_correction(
-    prox_logprobs_BT: Tensor | None, sampler_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
+    prox_logprobs_BT: Tensor | None,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    config: CorrectionConfig,
+    turns_BT: Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and metrics for the global batch.
+    """Weights, mask and metrics for the global batch; without turns each row is one.
 
     Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the batch) hand over
     None here, and give `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
     """
-    source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool())
+    source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool(), turns_BT)
     _check(source, config)
     if prox_logprobs_BT is None:
         return _without_prox(source, config)
@@ -120,6 +127,9 @@ def _check(source: Source, config: CorrectionConfig) -> None:
                 f"the {name} logprobs are {list(logprobs_BT.shape)} and the mask is {list(shape)}: "
                 "hand over one logprob and one mask entry for each position of each row"
             )
+    if source.turns_BT is not None and source.turns_BT.shape != shape:
+        turns = list(source.turns_BT.shape)
+        raise ValueError(f"the turns are {turns} and the mask is {list(shape)}: one turn for each position of each row")
     unknown = list(sound(config, "correction")[1].values())
     if unknown:
         raise ValueError("; ".join(unknown))
@@ -152,7 +162,7 @@ def keep_rows(correction: Correction, keep_B: Tensor, config: CorrectionConfig) 
 
 @torch.no_grad()
 def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
-    """Rules with `when: negative_advantage`, once the advantages are known; they move no baseline.
+    """Rules with `when`, once the advantages are known; they move no baseline.
 
     Adds `weight_bias` and `weight_variance`, which need the advantages too.
     """
@@ -162,14 +172,31 @@ def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config
     kept_BT = correction.mask_BT
     if rules:
         kept_BT = kept_BT.clone()
-        negative_B1 = (advantages_B < 0)[:, None]
+        advantages_B1 = advantages_B[:, None]
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
             for rule in rules:
-                kept_BT[rows] &= ~(violations(rule, ratio) & negative_B1[rows])
-    correction = _narrow(correction, kept_BT, config)
+                kept_BT[rows] &= ~(violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B1[rows]))
+    correction = _only_where(_narrow(correction, kept_BT, config), advantages_B, config)
     quality = weight_quality(correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config)
     return replace(correction, metrics=correction.metrics | quality)
+
+
+def _concerned(when: When | None, ratio: LogRatio, advantages_B1: Tensor) -> Tensor:
+    return ratio.d_BT * advantages_B1 > 0 if when == When.outward else advantages_B1 < 0
+
+
+def _only_where(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
+    """With `weight.when`, the other tokens weigh 1."""
+    if config.weight.when is None:
+        return correction
+    weights_BT = as_float(correction.mask_BT)
+    for rows in row_chunks(weights_BT):
+        ratio, kept_BT = correction.source.ratio(rows, config), correction.mask_BT[rows]
+        ratio.fix_weights_(weights_BT[rows], kept_BT)
+        concerned = _concerned(config.weight.when, ratio, advantages_B[rows, None])
+        weights_BT[rows] = correction.weights_BT[rows].where(concerned, weights_BT[rows])
+    return replace(correction, weights_BT=weights_BT)
 
 
 def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:

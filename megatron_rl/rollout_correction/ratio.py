@@ -5,6 +5,7 @@ Shape legend: B sequences, T response positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import NonFinite
+from megatron_rl.config.schema import Level, NonFinite
+from megatron_rl.rollout_correction.turns import Turns
 
 EXPONENT_LIMIT = 20.0
 
@@ -68,6 +70,8 @@ class LogRatio:
     one_BT: Tensor | None  # bool: tokens whose weight is 1 by `non_finite: one`
     sampler_faults: int
     learner_faults: int
+    turns_BT: Tensor | None = None  # int64: the turn of each token, -1: none; None: a row is one turn
+    prox_logprobs_BT: Tensor | None = None  # p, as it was handed over
 
     @cached_property
     def bounded_d_BT(self) -> Tensor:
@@ -78,12 +82,22 @@ class LogRatio:
         return self.bounded_d_BT.exp()
 
     @cached_property
+    def prox_BT(self) -> Tensor:
+        """p, and 0 where there is no ratio."""
+        assert self.prox_logprobs_BT is not None
+        return self.prox_logprobs_BT.float().masked_fill(~self.counted_BT, 0.0)
+
+    @cached_property
     def counted_float_BT(self) -> Tensor:
         return as_float(self.counted_BT)
 
     @cached_property
     def counts_B1(self) -> Tensor:
         return self.counted_float_BT.sum(dim=1, keepdim=True)
+
+    @cached_property
+    def counts_BK(self) -> Tensor:
+        return self.sums(Level.turn, self.counted_float_BT, whole=True)
 
     @property
     def stays_B1(self) -> Tensor:
@@ -96,8 +110,42 @@ class LogRatio:
         return self.d_BT.sum(dim=1, keepdim=True)
 
     @cached_property
-    def means_B1(self) -> Tensor:
-        return self.sums_B1 / self.counts_B1.clamp(min=1.0)
+    def turns(self) -> Turns | None:
+        return None if self.turns_BT is None else Turns.of(self.turns_BT)
+
+    def sums(self, level: Level, values_BT: Tensor, whole: bool = False) -> Tensor:
+        """Of what is 0 at tokens that do not count: [B, 1] of rows, [B, K] of turns, [B, T] up to each token."""
+        if level == Level.prefix:
+            return values_BT.cumsum(dim=1)
+        if level == Level.turn and self.turns is not None:
+            return self.turns.sum(values_BT, whole)
+        return values_BT.sum(dim=1, keepdim=True)
+
+    def extremes(self, level: Level, values_BT: Tensor, largest: bool) -> Tensor:
+        """In the shapes of `sums`; infinite where no token counts."""
+        fill = -math.inf if largest else math.inf
+        values_BT = values_BT.masked_fill(~self.counted_BT, fill)
+        if level == Level.prefix:
+            return (values_BT.cummax(dim=1) if largest else values_BT.cummin(dim=1)).values
+        if level == Level.turn and self.turns is not None:
+            return self.turns.extreme(values_BT, fill, largest)
+        return values_BT.amax(dim=1, keepdim=True) if largest else values_BT.amin(dim=1, keepdim=True)
+
+    def counts(self, level: Level) -> Tensor:
+        if level == Level.prefix:
+            return self.sums(level, self.counted_float_BT)
+        return self.counts_BK if level == Level.turn else self.counts_B1
+
+    def totals(self, level: Level) -> Tensor:
+        """Sums of d."""
+        return self.sums(level, self.d_BT) if level in (Level.turn, Level.prefix) else self.sums_B1
+
+    def means(self, level: Level) -> Tensor:
+        return self.totals(level) / self.counts(level).clamp(min=1.0)
+
+    def at_tokens(self, level: Level, values: Tensor) -> Tensor:
+        """What `sums` and the like have made, in a shape that broadcasts to [B, T]."""
+        return self.turns.at_tokens(values) if level == Level.turn and self.turns is not None else values
 
     def without_cache(self) -> LogRatio:
         return replace(self)
@@ -115,16 +163,22 @@ def difference(prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, out_BT: Te
 
 
 def log_ratio(
-    prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, out_BT: Tensor
+    prox_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    policy: NonFinite,
+    out_BT: Tensor,
+    turns_BT: Tensor | None = None,
 ) -> LogRatio:
     """The log-ratio of some rows, written to `out_BT`."""
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT).mul_(as_float(mask_BT))
     flat = out_BT.reshape(-1)
     # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
     if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
-        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0)
+        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT, prox_logprobs_BT)
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
-    return _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
+    found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
+    return replace(found, turns_BT=turns_BT, prox_logprobs_BT=prox_logprobs_BT)
 
 
 def _without_faults(

@@ -18,8 +18,9 @@ from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bound
 from megatron_rl.types import Batch
 
 
-def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
+def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     """k1, k2 and k3 estimate KL(mu || p); `abs` is the multiplicative error of the probability."""
+    d_BT = ratio.d_BT
     if stat == Stat.ratio:
         return bounded_exp(d_BT)
     if stat == Stat.k1:
@@ -32,42 +33,61 @@ def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
         return d_BT.square()
     if stat == Stat.abs:
         return bounded_exp(d_BT.abs())
+    if stat == Stat.excess:
+        return d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_().abs_()
+    if stat in (Stat.prob, Stat.tv, Stat.binary_kl, Stat.binary_kl_max):
+        return _coin_stat(stat, ratio)
     if stat == Stat.staleness:
         return d_BT  # `without_stale` hands ages over in place of differences
     raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
 
 
-def row_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """The statistic of each row as [B, 1]; meaningless where a row has no counted token."""
-    counted_BT, d_BT = ratio.counted_BT, ratio.d_BT
-    if rule.reduce in (Reduce.sum, Reduce.mean):
-        # for the ratio it is d that is summed or averaged: the product, or the geometric mean
-        if rule.stat == Stat.ratio:
-            return bounded_exp(ratio.sums_B1 if rule.reduce == Reduce.sum else ratio.means_B1)
-        row_B1 = (token_stat(rule.stat, d_BT) * ratio.counted_float_BT).sum(dim=1, keepdim=True)
-        return row_B1 if rule.reduce == Reduce.sum else row_B1 / ratio.counts_B1.clamp(min=1.0)
-    values_BT = token_stat(rule.stat, d_BT)
-    if rule.reduce == Reduce.max:
-        return values_BT.masked_fill(~counted_BT, -math.inf).amax(dim=1, keepdim=True)
-    if rule.reduce == Reduce.min:
-        return values_BT.masked_fill(~counted_BT, math.inf).amin(dim=1, keepdim=True)
-    raise ValueError(f"a sequence rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}")
+def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
+    """How far apart two coins are that fall on the token or not: what the sampled token alone says for certain."""
+    most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
+    p_BT = ratio.prox_BT.exp().clamp_(max=most)
+    mu_BT = (ratio.prox_BT - ratio.d_BT).exp_().clamp_(max=most)
+    if stat == Stat.prob:
+        return p_BT.sub_(mu_BT)
+    if stat == Stat.tv:
+        return p_BT.sub_(mu_BT).abs_()
+    to_prox_BT = _coin_kl(mu_BT, p_BT, ratio.d_BT, sign=-1.0)
+    return to_prox_BT if stat == Stat.binary_kl else to_prox_BT.maximum(_coin_kl(p_BT, mu_BT, ratio.d_BT, sign=1.0))
+
+
+def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor, sign: float) -> Tensor:
+    """KL of coins whose heads are p and q, with log p - log q = sign d."""
+    tails_BT = (q_BT - p_BT).div_(1.0 - q_BT).log1p_()
+    return tails_BT.mul_(1.0 - p_BT).addcmul_(p_BT, d_BT, value=sign)
+
+
+def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
+    """The statistic of each row, turn or prefix in the shape of `ratio.sums`; meaningless where no token counts."""
+    # for the ratio it is d that is summed or averaged: the product, or the geometric mean
+    if rule.stat == Stat.ratio and rule.reduce in (Reduce.sum, Reduce.mean):
+        return bounded_exp(ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level))
+    if rule.reduce in (Reduce.sum, Reduce.mean, Reduce.arithmetic):
+        total = ratio.sums(rule.level, token_stat(rule.stat, ratio) * ratio.counted_float_BT)
+        return total if rule.reduce == Reduce.sum else total / ratio.counts(rule.level).clamp(min=1.0)
+    if rule.reduce in (Reduce.max, Reduce.min):
+        return ratio.extremes(rule.level, token_stat(rule.stat, ratio), rule.reduce == Reduce.max)
+    raise ValueError(f"a {rule.level} rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}")
 
 
 def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """[B, T] for token rules, [B, 1] for sequence rules."""
-    return token_stat(rule.stat, ratio.d_BT) if rule.level == Level.token else row_stat(rule, ratio)
+    """[B, T] for rules on tokens and prefixes, [B, 1] for those on sequences, one column for each turn."""
+    return token_stat(rule.stat, ratio) if rule.level == Level.token else reduced_stat(rule, ratio)
 
 
-def judged_BT(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """Mask of the places where a rule's statistic exists: [B, T] for token rules, [B, 1] for sequence rules."""
-    return ratio.counted_BT if rule.level == Level.token else ratio.counts_B1 > 0
+def judged(rule: RejectRule, ratio: LogRatio) -> Tensor:
+    """Mask of the places where a rule's statistic exists, in its shape."""
+    return ratio.counted_BT if rule.level in (Level.token, Level.prefix) else ratio.counts(rule.level) > 0
 
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """Mask of what a rule with bounds rejects, in the shape of its statistic."""
+    """Mask of what a rule with bounds rejects, in a shape that broadcasts to [B, T]."""
     if rule.level == Level.none:
-        raise ValueError("level of a reject rule: token or sequence, not none")
+        raise ValueError("level of a reject rule: token, sequence, turn or prefix, not none")
     if rule.budget is not None:
         raise ValueError("a reject rule with a budget looks at all tokens of the batch; leave out when")
     stat = stat_of(rule, ratio)
@@ -77,7 +97,7 @@ def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
         inside &= stat >= rule.low
     if rule.high is not None:
         inside &= stat <= rule.high
-    return ~inside & judged_BT(rule, ratio)
+    return ratio.at_tokens(rule.level, ~inside & judged(rule, ratio))
 
 
 def budget_cutoff(values: Tensor, budget: float) -> float:
@@ -102,7 +122,7 @@ def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple
         return batch, {}
     mask_BT = batch.mask_BT
     age_BT = (version - batch.token_versions_BT).clamp(min=0).float() * mask_BT
-    ages = LogRatio(age_BT, mask_BT, mask_BT, None, 0, 0)
+    ages = LogRatio(age_BT, mask_BT, mask_BT, None, 0, 0, batch.turns_BT)
     young_BT = mask_BT
     for rule in rules:
         young_BT = young_BT & ~violations(rule, ages)

@@ -19,10 +19,34 @@ SEARCH_STEPS = 40
 
 
 def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
-    """The ratio before any bound: [B, T] per token, [B, 1] per sequence."""
-    if config.level != Level.sequence:
+    """The ratio before any bound: [B, T] per token and prefix, [B, 1] per sequence, one column for each turn."""
+    if config.level in (Level.none, Level.token):
         return ratio.rho_BT
-    return bounded_exp(ratio.means_B1 if config.aggregate == Aggregate.geometric else ratio.sums_B1)
+    return bounded_exp(aggregated(config.level, config.aggregate, ratio))
+
+
+def aggregated(level: Level, aggregate: Aggregate, ratio: LogRatio) -> Tensor:
+    """The log of the ratio of each sequence, turn or prefix."""
+    if aggregate == Aggregate.min:
+        return ratio.d_BT + _smallest_before(ratio)
+    return ratio.means(level) if aggregate == Aggregate.geometric else ratio.totals(level)
+
+
+def _smallest_before(ratio: LogRatio) -> Tensor:
+    """The smallest d among the row's tokens before each one, 0 before the first."""
+    smallest_BT = ratio.extremes(Level.prefix, ratio.d_BT, largest=False)
+    before_BT = torch.zeros_like(smallest_BT)
+    before_BT[:, 1:] = smallest_BT[:, :-1]
+    return before_BT.masked_fill_(before_BT.isinf(), 0.0)
+
+
+def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
+    """1 for each token, turn or row that is kept, in the shape of its raw ratio: what the bounds act on."""
+    if config.level == Level.turn and torch.equal(kept_float_BT, ratio.counted_float_BT):
+        return (ratio.counts_BK > 0).float()
+    if config.level in (Level.sequence, Level.turn):
+        return (ratio.sums(config.level, kept_float_BT, whole=True) > 0).float()
+    return kept_float_BT
 
 
 def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
@@ -88,3 +112,12 @@ def solve_cap(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> flo
         else:
             high = middle
     return math.exp(low)
+
+
+def step_scale(weights_BT: Tensor, mask_BT: Tensor, power: float) -> float:
+    """The effective sample size of a minibatch's weights, as a share of its tokens, to a power."""
+    if not power:
+        return 1.0
+    weights = weights_BT[mask_BT].double()
+    square = float(weights.square().sum()) * len(weights)
+    return (float(weights.sum()) ** 2 / square) ** power if square > 0 else 1.0

@@ -10,7 +10,13 @@ from dataclasses import replace
 import pytest
 from helpers import program
 
-from megatron_rl.config.correction_rules import check_advantage, check_correction, check_loss, check_objective
+from megatron_rl.config.correction_rules import (
+    check_advantage,
+    check_correction,
+    check_loss,
+    check_objective,
+    of_the_whole_batch,
+)
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
@@ -58,10 +64,17 @@ WEIGHTS = [
     ({"target_ess": 0.9, "level": "none"}, "target_ess is 0.9"),
     ({"target_ess": 0.9, "high": 0.5}, "high is 0.5"),
     ({"target_ess": 0.9, "low": 1.2, "high": 4.0}, "low is 1.2"),
+    *(({"level": level, "aggregate": "min"}, "aggregate is min") for level in ("token", "turn", "sequence")),
+    ({"when": "negative_advantage", "normalize": True}, "when is negative_advantage"),
+    ({"when": "outward", "target_ess": 0.9}, "when is outward"),
+    ({"when": "outward", "level": "none"}, "when is outward"),
 ]
 RULES = [
     *alone(stat=(None, "k4"), level=("none",), reduce=(None,), when=("always",), budget=(0.1,), low=(-0.1, 1.2)),
     ({"level": "token"}, "reduce is mean"),
+    *(({"level": level, "reduce": None}, "reduce is null") for level in ("turn", "prefix")),
+    ({"stat": "k1", "reduce": "arithmetic"}, "reduce is arithmetic"),
+    ({"stat": "binary_kl", "low": -0.1, "high": None}, "low is -0.1"),
     ({"low": 0.5, "high": 0.01}, "low is 0.5"),
     *(({"stat": "abs", "low": None, "high": high}, f"high is {high}") for high in (0.9, 1.0)),
     *(({"low": None, "high": None, "budget": budget}, f"budget is {budget}") for budget in (-0.1, NAN)),
@@ -79,6 +92,7 @@ RULES = [
         *((weight(**keys), f"correction.weight.{said}") for keys, said in WEIGHTS),
         *((rule(**keys), f"correction.reject[1].{said}") for keys, said in RULES),
         (rule(low=None, high=None), "correction.reject[1] is ratio without bounds"),
+        (CorrectionConfig(weight=WeightConfig(level="none"), step_power=0.5), "correction.step_power is 0.5"),
         (CorrectionConfig(anchor="old"), "correction.anchor is old"),  # type: ignore[arg-type]
         (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),  # type: ignore[arg-type]
     ],
@@ -104,6 +118,8 @@ BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), r
     [
         ({"rebaseline": True}, "correction.rebaseline is true"),
         ({"renormalize": True}, "correction.renormalize is true"),
+        ({"weigh_baseline": True}, "correction.weigh_baseline is true"),
+        ({"weight": WeightConfig(), "step_power": 0.5}, "correction.step_power is 0.5"),
         ({"weight": WeightConfig(normalize=True)}, "correction.weight.normalize is true"),
         ({"weight": WeightConfig(target_ess=0.9)}, "correction.weight.target_ess is 0.9"),
         ({"reject": [RejectRule(level="token", stat="m2", budget=0.1)]}, "correction.reject[0].budget is 0.1"),
@@ -120,6 +136,18 @@ def test_a_weight_on_top_of_a_ratio_is_refused() -> None:
     (found,) = check_objective(config, LossConfig(), AdvantageConfig())
     assert found.startswith("correction.weight.level is token")
     assert check_objective(config, LossConfig(name="reinforce"), AdvantageConfig()) == []
+
+
+def test_a_baseline_is_weighed_where_there_is_one_mean_of_rewards() -> None:
+    config = CorrectionConfig(weigh_baseline=True)
+    assert check_objective(config, LossConfig(), AdvantageConfig("dr_grpo")) == []
+    for name in ("rloo", "reinforce_pp", "maxrl"):
+        (found,) = check_objective(config, LossConfig(), AdvantageConfig(name))
+        assert found.startswith("correction.weigh_baseline is true")
+    assert list(of_the_whole_batch(replace(config, step_power=0.5))) == [
+        "correction.weigh_baseline",
+        "correction.step_power",
+    ]
 
 
 def test_losses_and_anchors() -> None:
@@ -139,6 +167,14 @@ LOSSES = [
     ({"reduction": "token_mean", "name": "gspo"}, "reduction is token_mean"),
     ({"reduction": "token_mean", "name": "gmpo"}, "reduction is token_mean"),
     ({"name": "rollout_is", "clip_high": 0.0}, "clip_high is 0"),
+    ({"name": "gspo", "level": "turn"}, "level is turn"),
+    ({"level": "none"}, "level is none"),
+    ({"aggregate": "geometric"}, "aggregate is geometric"),
+    ({"level": "turn", "aggregate": "min"}, "aggregate is min"),
+    ({"name": "sapo", "clip_growth": 0.5}, "clip_growth is 0.5"),
+    ({"name": "cispo", "absolute": True, "clip_growth": 0.5}, "clip_growth is 0.5"),
+    ({"name": "vespo", "gamma_positive": [2.0]}, "gamma_positive is [2.0]"),
+    *(({"kl_cap": 5.0, **keys}, "kl_cap is 5.0") for keys in ({}, {"kl_coef": 0.1, "kl_to": "sampler"})),
 ]
 
 

@@ -22,6 +22,7 @@ class Row:
 
     shifts: Sequence[float]
     weights: Sequence[float]
+    turns: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,20 @@ class Token:
     weight: float
     selected: bool
     row: Row
+    place: int = 0  # among the kept ones of its row
+
+    def shared(self, config: LossConfig) -> float:
+        """The log of what is clipped: of this token's sequence, turn or prefix."""
+        shifts, turns = self.row.shifts, self.row.turns
+        part = {
+            "token": [self.x],
+            "sequence": list(shifts),
+            "turn": [x for x, turn in zip(shifts, turns, strict=True) if turn == turns[self.place]],
+            "prefix": list(shifts[: self.place + 1]),
+        }[str(config.level)]
+        if config.aggregate == "min":
+            return self.x + min(part[:-1], default=0.0)
+        return sum(part) / (len(part) if config.aggregate == "geometric" else 1)
 
     @property
     def x(self) -> float:
@@ -45,17 +60,18 @@ class Token:
 Pair = tuple[float, float]
 
 
-def surrogate(r: float, advantage: float, config: LossConfig) -> Pair:
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+def surrogate(r: float, advantage: float, config: LossConfig, place: int = 0) -> Pair:
+    grown = (place + 1) ** config.clip_growth
+    low, high = (1 - config.clip_low) ** grown, (1 + config.clip_high) ** grown
     plain, clipped = -advantage * r, -advantage * min(max(r, low), high)
     value, slope = (plain, -advantage * r) if plain >= clipped else (clipped, 0.0)
-    if config.dual_clip is not None and advantage < 0 and value > -config.dual_clip * advantage:
-        value, slope = -config.dual_clip * advantage, 0.0
+    if config.dual_clip is not None and advantage < 0 and value > -(config.dual_clip**grown) * advantage:
+        value, slope = -(config.dual_clip**grown) * advantage, 0.0
     return value, slope
 
 
 def ppo(token: Token, config: LossConfig) -> Pair:
-    value, slope = surrogate(token.r, token.advantage, config)
+    value, slope = surrogate(math.exp(token.shared(config)), token.advantage, config, token.place)
     return value * token.weight, slope * token.weight
 
 
@@ -69,7 +85,7 @@ def cispo(token: Token, config: LossConfig) -> Pair:
     if config.absolute:
         c = min(token.r, config.clip_high)
     else:
-        c = min(max(token.r, 1 - config.clip_low), 1 + config.clip_high)
+        c = min(max(math.exp(token.shared(config)), 1 - config.clip_low), 1 + config.clip_high)
     scale = -c * token.advantage * token.weight
     return scale * token.pi, scale
 
@@ -126,6 +142,13 @@ def reinforce(token: Token, config: LossConfig) -> Pair:
     return scale * token.pi, scale
 
 
+def vespo(token: Token, config: LossConfig) -> Pair:
+    power, rate = config.gamma_positive if token.advantage >= 0 else config.gamma_negative
+    w = math.exp(sum(token.row.shifts))
+    scale = -(w**power) * math.exp(rate - rate * w) * token.advantage * token.weight
+    return scale * token.pi, scale
+
+
 def rollout_is(token: Token, config: LossConfig) -> Pair:
     inside = 1 - config.clip_low < token.r < 1 + config.clip_high
     scale = -token.r * inside * token.advantage * token.weight
@@ -138,7 +161,7 @@ def cross_entropy(token: Token, config: LossConfig) -> Pair:
 
 FORMULAS: dict[str, Callable[[Token, LossConfig], Pair]] = {
     formula.__name__: formula
-    for formula in (ppo, gspo, cispo, sapo, gmpo, dppo, clip_cov, kl_cov, reinforce, rollout_is, cross_entropy)
+    for formula in (ppo, gspo, cispo, sapo, gmpo, dppo, clip_cov, kl_cov, vespo, reinforce, rollout_is, cross_entropy)
 }
 
 
@@ -184,8 +207,9 @@ def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: in
     for i, scale in enumerate(coefficients(inputs, reduction, horizon)):
         places = inputs.mask_BT[i].nonzero().flatten().tolist()
         shifts = [float(pi[i, t] - anchor[i, t]) for t in places]
-        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places])
-        for t in places:
+        turns = [0 if inputs.turns_BT is None else int(inputs.turns_BT[i, t]) for t in places]
+        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places], turns)
+        for place, t in enumerate(places):
             selected = inputs.selected_BT is not None and bool(inputs.selected_BT[i, t])
             token = Token(
                 float(pi[i, t]),
@@ -194,6 +218,7 @@ def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: in
                 float(inputs.weights_BT[i, t]),
                 selected,
                 row,
+                place,
             )
             value, slope = FORMULAS[str(config.name)](token, config)
             if config.kl_coef:

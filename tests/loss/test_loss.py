@@ -30,6 +30,12 @@ B, T = 8, 7
 CONFIGS = {
     "ppo": LossConfig(name="ppo", clip_low=0.2, clip_high=0.28),
     "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, dual_clip=1.5),
+    "ppo turn": LossConfig(name="ppo", level="turn", aggregate="geometric"),
+    "ppo sequence": LossConfig(name="ppo", level="sequence", clip_high=0.5, dual_clip=1.7),
+    "ppo prefix": LossConfig(name="ppo", level="prefix", clip_low=0.1, clip_high=0.1, clip_growth=0.5, dual_clip=1.2),
+    "ppo prefix min": LossConfig(name="ppo", level="prefix", aggregate="min"),
+    "cispo prefix": LossConfig(name="cispo", level="prefix", aggregate="geometric"),
+    "vespo": LossConfig(name="vespo"),
     "gspo": LossConfig(name="gspo", clip_low=0.01, clip_high=0.1),
     "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1),
     "cispo": LossConfig(name="cispo", clip_low=0.3, clip_high=0.2),
@@ -73,6 +79,7 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
         denominator_mask_BT=denominator_BT,
         prompt_ids_B=torch.tensor([7, 7, 3, 3, 3, 9, 9, 7]),
         selected_BT=torch.rand(B, T, generator=generator) > 0.6,
+        turns_BT=torch.tensor([0, 0, -1, 1, 1, 1, 2]).expand(B, T),
     )
 
 
@@ -130,6 +137,57 @@ def test_only_the_policy_is_differentiated(name: str) -> None:
     loose = {key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")}
     loss, _ = policy_loss(replace(inputs, **loose), config)
     assert torch.autograd.grad(loss, list(loose.values()), allow_unused=True) == (None, None)
+
+
+def test_a_geometric_ratio_of_rows_is_gspo_and_one_turn_is_its_row() -> None:
+    inputs = replace(example(2), turns_BT=None)
+    gspo = replace(CONFIGS["gspo dual"], reduction="token_mean")
+    value, slope = loss_and_gradient(inputs, replace(gspo, reduction="seq_mean_token_mean"))
+    for level in ("sequence", "turn"):
+        config = replace(gspo, name="ppo", level=level, aggregate="geometric", reduction="seq_mean_token_mean")
+        loss, gradient = loss_and_gradient(inputs, config)
+        assert loss == pytest.approx(value, abs=1e-12)
+        torch.testing.assert_close(gradient, slope)
+
+
+@pytest.mark.parametrize("to", ["sampler", "anchor"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_a_penalty_for_leaving_the_sampler_or_the_anchor(to: str, estimator: str) -> None:
+    """KL(mu || pi), from tokens that mu has written: 0 for a token that the sampler has not reported."""
+    inputs = example(4)
+    inputs.sampler_logprobs_BT[0, 1] = math.nan
+    config = LossConfig(name="reinforce", kl_coef=0.3, kl_to=to, kl_estimator=estimator)
+    loss, gradient = loss_and_gradient(inputs, config)
+    plain, slope = loss_and_gradient(inputs, replace(config, kl_coef=0.0))
+    other_BT = inputs.sampler_logprobs_BT if to == "sampler" else inputs.anchor_logprobs_BT
+    assert other_BT is not None
+    x_BT = (other_BT - inputs.logprobs_BT.detach()).nan_to_num(0.0) * inputs.mask_BT
+    kl_BT, own_BT = {
+        "k1": (x_BT, -torch.ones_like(x_BT)),
+        "k2": (x_BT.square() / 2, -x_BT),
+        "k3": ((-x_BT).exp() - 1 + x_BT, (-x_BT).exp() - 1),
+        "abs": (x_BT.abs(), -x_BT.sign()),
+    }[estimator]
+    n = int(inputs.denominator_mask_BT.sum())
+    assert loss - plain == pytest.approx(0.3 * float((kl_BT * inputs.mask_BT).sum()) / n, abs=1e-9)
+    torch.testing.assert_close(gradient - slope, 0.3 * own_BT * inputs.mask_BT / n, rtol=1e-6, atol=1e-9)
+
+
+def test_the_reference_kl_weighted_by_the_ratio() -> None:
+    """Without a bound its value and gradient are those of ratio x k3; a bound stops the weight."""
+    inputs = example(3)
+    config = LossConfig(name="reinforce", kl_coef=0.3, kl_cap=1e6)
+    found = loss_and_gradient(inputs, config)
+    plain = loss_and_gradient(inputs, replace(config, kl_coef=0.0))
+    pi_BT, mask_BT = inputs.logprobs_BT, inputs.mask_BT
+    x_BT = (inputs.ref_logprobs_BT - pi_BT) * mask_BT
+    ratio_BT = ((pi_BT - inputs.anchor_logprobs_BT) * mask_BT).exp()
+    term = (ratio_BT * (x_BT.exp() - 1 - x_BT)).sum() * 0.3 / inputs.denominator_mask_BT.sum()
+    assert found[0] - plain[0] == pytest.approx(float(term.detach()), abs=1e-9)
+    torch.testing.assert_close(found[1] - plain[1], torch.autograd.grad(term, pi_BT)[0], rtol=1e-6, atol=1e-9)
+    bounded = loss_and_gradient(inputs, replace(config, kl_cap=0.5))
+    shrunk = (ratio_BT.clamp(max=0.5) / ratio_BT).detach()
+    torch.testing.assert_close(bounded[1] - plain[1], (found[1] - plain[1]) * shrunk, rtol=1e-6, atol=1e-9)
 
 
 def test_every_loss_has_an_example() -> None:

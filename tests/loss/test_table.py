@@ -14,7 +14,7 @@ from megatron_rl.loss.policy_loss import policy_loss
 from megatron_rl.loss.table import LOSSES
 
 ROOT = Path(__file__).parents[2]
-COMMON = {"name", "reduction", "kl_coef", "kl_estimator", "entropy_coef", "kl_on"}
+COMMON = {"name", "reduction", "kl_coef", "kl_estimator", "entropy_coef", "kl_on", "kl_to", "kl_cap"}
 
 
 class Watched:

@@ -25,14 +25,41 @@ TOKEN_STATS = {
     "k3": lambda d: exp(d) - 1 - d,
     "m2": lambda d: d * d,
     "abs": lambda d: exp(abs(d)),
+    "excess": lambda d: abs(exp(d) - 1),
 }
-REDUCERS: dict[str, Any] = {"sum": sum, "mean": lambda xs: sum(xs) / len(xs), "max": max, "min": min}
 
 
-def row_stat(rule: RejectRule, ds: list[float]) -> float:
+def mean(xs: list[float]) -> float:
+    return sum(xs) / len(xs)
+
+
+def coin(p: float, q: float) -> float:
+    """KL of two coins, in nats."""
+    faces = [(p, q), (1 - p, 1 - q)]
+    return sum(0.0 if x == 0 else math.inf if y == 0 else x * math.log(x / y) for x, y in faces)
+
+
+COIN_STATS: dict[str, Any] = {
+    "prob": lambda p, mu: p - mu,
+    "tv": lambda p, mu: abs(p - mu),
+    "binary_kl": lambda p, mu: coin(mu, p),
+    "binary_kl_max": lambda p, mu: max(coin(mu, p), coin(p, mu)),
+}
+
+
+def token_stat(stat: str, d: float, p: float) -> float:
+    """`p`: the learner's logprob."""
+    return COIN_STATS[stat](math.exp(p), math.exp(p - d)) if stat in COIN_STATS else TOKEN_STATS[stat](d)
+
+
+REDUCERS: dict[str, Any] = {"sum": sum, "mean": mean, "max": max, "min": min, "arithmetic": mean}
+
+
+def row_stat(rule: RejectRule, ds: list[tuple[float, float]]) -> float:
+    """`ds`: each token's d and p."""
     if rule.stat == "ratio" and rule.reduce in ("sum", "mean"):
-        return exp(REDUCERS[str(rule.reduce)](ds))
-    return REDUCERS[str(rule.reduce)]([TOKEN_STATS[str(rule.stat)](d) for d in ds])
+        return exp(REDUCERS[str(rule.reduce)]([d for d, _ in ds]))
+    return REDUCERS[str(rule.reduce)]([token_stat(str(rule.stat), d, p) for d, p in ds])
 
 
 def inside(rule: RejectRule, value: float, cutoff: float | None) -> bool:
@@ -56,8 +83,10 @@ def correct(
     mask: torch.Tensor,
     config: CorrectionConfig,
     advantages: torch.Tensor | None = None,
+    turns: torch.Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(weights, mask, denominator mask); with `advantages`, conditional rules included."""
+    turn_of = {place: 0 if turns is None else int(turns[place]) for place in np.ndindex(*prox.shape)}
     p, m = prox.double().numpy(), mu.double().numpy()
     rows, columns = p.shape
     d: dict[tuple[int, int], float] = {}
@@ -81,27 +110,41 @@ def correct(
                 continue
             stays[i, t] = True
 
+    def group(level: str, i: int, t: int) -> Any:
+        """What a token's statistic is shared with: its row, its turn, or nothing."""
+        return {"sequence": i, "turn": (i, "turn", turn_of[i, t])}.get(level, (i, t))
+
+    def members(level: str, i: int, t: int) -> list[tuple[float, float]]:
+        """d and p of a token's row or turn, or of its row up to it."""
+        if level == "prefix":
+            return [(d[i, s], p[i, s]) for s in range(t + 1) if (i, s) in d]
+        same = [s for s in range(columns) if (i, s) in d and group(level, i, s) == group(level, i, t)]
+        return [(d[i, s], p[i, s]) for s in same]
+
     kept = stays.copy()
     for rule in config.reject:
         if rule.when is not None and advantages is None:
             continue
-        per_row = {i: [d[i, t] for t in range(columns) if (i, t) in d] for i in range(rows)}
-        if rule.level == "token":
-            values: dict[Any, float] = {place: TOKEN_STATS[str(rule.stat)](x) for place, x in d.items()}
+        level = str(rule.level)
+        if level == "token":
+            values: dict[Any, float] = {place: token_stat(str(rule.stat), x, p[place]) for place, x in d.items()}
         else:
-            values = {i: row_stat(rule, ds) for i, ds in per_row.items() if ds}
+            values = {group(level, i, t): row_stat(rule, members(level, i, t)) for i, t in d}
         cutoff = None if rule.budget is None else cutoff_of(list(values.values()), rule.budget)
-        for place, value in values.items():
-            row = place[0] if rule.level == "token" else place
-            if rule.when is not None and not advantages[row] < 0:
+        for i, t in np.ndindex(rows, columns):
+            value = values.get(group(level, i, t))
+            if value is None:
                 continue
-            if not inside(rule, value, cutoff):
-                kept[place] = False
+            if (
+                rule.when is not None
+                and not (d.get((i, t), 0.0) if rule.when == "outward" else -1.0) * advantages[i] > 0
+            ):
+                continue
+            kept[i, t] &= inside(rule, value, cutoff)
 
     weights = np.zeros((rows, columns))
     w = config.weight
     for i in range(rows):
-        ds = [d[i, t] for t in range(columns) if (i, t) in d]
         for t in range(columns):
             if not kept[i, t]:
                 continue
@@ -111,7 +154,10 @@ def correct(
                 weights[i, t] = 1.0
                 continue
             exponent = d[i, t]
-            if w.level == "sequence":
+            ds = [x for x, _ in members(str(w.level), i, t)]
+            if w.aggregate == "min":
+                exponent += min(ds[:-1], default=0.0)
+            elif w.level != "token":
                 exponent = sum(ds) / (len(ds) if w.aggregate == "geometric" else 1)
             raw = exp(exponent)
             outside = (w.low is not None and raw < w.low) or (w.high is not None and raw > w.high)
@@ -119,7 +165,9 @@ def correct(
                 continue
             weights[i, t] = min(max(raw, w.low or 0.0), math.inf if w.high is None else w.high)
     if w.normalize:
-        per_unit = weights[kept] if w.level == "token" else [weights[i].max() for i in range(rows) if kept[i].any()]
+        per_unit = list(
+            {group(str(w.level), i, t): weights[i, t] for i, t in zip(*kept.nonzero(), strict=True)}.values()
+        )
         mean = float(np.mean(per_unit)) if len(per_unit) else 0.0
         weights = weights / mean if mean else weights
     return weights, kept, kept if config.renormalize else stays

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loss_cases import inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
-from megatron_rl.config.schema import Aggregate, LossName, NonFinite, Outside, Reduce, Reduction, Stat
+from megatron_rl.config.schema import Aggregate, Level, LossName, NonFinite, Outside, Reduce, Reduction, Stat
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import (
     Correction,
@@ -54,9 +54,10 @@ bounds = st.sampled_from([(None, 2.0), (0.5, 2.0), (0.9, None), (0.95, 1.05), (N
 
 @st.composite
 def weights(draw: st.DrawFn, whole_batch: bool = True) -> WeightConfig:
-    level = draw(st.sampled_from(["none", "token", "sequence"]))
+    level = draw(st.sampled_from(list(Level)))
     low, high = draw(bounds)
-    aggregate = draw(st.sampled_from(list(Aggregate))) if level == "sequence" else Aggregate.product
+    aggregates = {"none": 1, "token": 1, "sequence": 2, "turn": 2, "prefix": 3}[level]
+    aggregate = draw(st.sampled_from(list(Aggregate)[:aggregates]))
     config = WeightConfig(level=level, aggregate=aggregate, low=low, high=high)
     if level == "none":
         return replace(config, low=None)
@@ -71,8 +72,8 @@ def weights(draw: st.DrawFn, whole_batch: bool = True) -> WeightConfig:
 @st.composite
 def rules(draw: st.DrawFn, whole_batch: bool = True) -> RejectRule:
     stat = draw(st.sampled_from(list(Stat)))
-    level = draw(st.sampled_from(["token", "sequence"]))
-    reduce = draw(st.sampled_from(list(Reduce))) if level == "sequence" else None
+    level = draw(st.sampled_from(list(Level)[1:]))
+    reduce = draw(st.sampled_from(list(Reduce))) if level != "token" else None
     if whole_batch and draw(st.booleans()):
         return RejectRule(level=level, stat=stat, reduce=reduce, budget=draw(st.sampled_from([0.05, 1.1, 5.0])))
     low, high = draw(st.sampled_from([(None, 1.2), (0.8, 1.2), (0.9, None), (None, 0.1), (0.01, 0.5)]))
@@ -196,7 +197,7 @@ def test_weights_are_bounded_or_average_one_and_ess_is_a_fraction(
         assert bool((kept == 1).all())
     elif weight.normalize and kept.any():
         rows_B1 = torch.where(found.mask_BT, found.weights_BT, -1).amax(dim=1)
-        average = kept.mean() if weight.level == "token" else rows_B1[found.mask_BT.any(1)].mean()
+        average = kept.mean() if weight.level in ("token", "prefix") else rows_B1[found.mask_BT.any(1)].mean()
         torch.testing.assert_close(average, torch.ones(()), rtol=1e-4, atol=1e-4)
     elif not weight.normalize:
         low, high = weight.low or 0.0, math.inf if weight.high is None else weight.high

@@ -77,9 +77,15 @@ RULES = [
 ]
 
 
-def assert_matches(config: CorrectionConfig, prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
-    found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    weights, kept, denominators = correct(prox_BT, mu_BT, mask_BT, config)
+def assert_matches(
+    config: CorrectionConfig,
+    prox_BT: torch.Tensor,
+    mu_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    turns_BT: torch.Tensor | None = None,
+) -> None:
+    found = rollout_correction(prox_BT, mu_BT, mask_BT, config, turns_BT)
+    weights, kept, denominators = correct(prox_BT, mu_BT, mask_BT, config, turns=turns_BT)
     np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
     np.testing.assert_array_equal(found.denominator_mask_BT.numpy(), denominators)
     np.testing.assert_allclose(found.weights_BT.numpy(), weights, rtol=1e-6, atol=1e-6)

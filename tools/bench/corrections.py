@@ -5,6 +5,8 @@ on 512 x 2048 float32 logprobs with token-level truncation, one geometric rule a
 
     python tools/bench/corrections.py
 
+    python tools/bench/corrections.py --choices     # each weight and rule in place of `tis`, as a multiple of its time
+
 Both keep the memory that they free (glibc), so that neither pays for pages the kernel has to clear.
 
 Shape legend: B sequences, T response positions.
@@ -30,6 +32,41 @@ CONFIG = CorrectionConfig(
     weight=WeightConfig(level="token", high=CAP),
     reject=[RejectRule(level="sequence", stat="ratio", reduce="mean", low=LOW, high=HIGH)],
 )
+# turns of a session in the example: what is timed by turn has this many columns' worth of tokens in each
+TURN_COLUMNS = 128
+
+
+def choices() -> dict[str, CorrectionConfig]:
+    """Corrections that are to take no more than 1.5 times as long as `tis`."""
+    weights = {
+        "tis": WeightConfig(high=CAP),
+        "sequence": WeightConfig(level="sequence", high=CAP),
+        "sequence geometric": WeightConfig(level="sequence", aggregate="geometric", high=CAP),
+        "turn": WeightConfig(level="turn", high=CAP),
+        "turn geometric": WeightConfig(level="turn", aggregate="geometric", high=CAP),
+        "prefix": WeightConfig(level="prefix", high=CAP),
+        "prefix geometric": WeightConfig(level="prefix", aggregate="geometric", high=CAP),
+        "prefix min": WeightConfig(level="prefix", aggregate="min", high=CAP),
+    }
+    rules = {
+        "reject turns": RejectRule(level="turn", stat="ratio", reduce="mean", low=LOW, high=HIGH),
+        "reject by prefix": RejectRule(level="prefix", stat="ratio", reduce="mean", low=LOW, high=HIGH),
+        "reject tv": RejectRule(level="token", stat="tv", high=0.1),
+        "reject binary_kl": RejectRule(level="token", stat="binary_kl", high=0.1),
+    }
+    found = {name: CorrectionConfig(weight=weight) for name, weight in weights.items()}
+    return found | {name: CorrectionConfig(reject=[rule]) for name, rule in rules.items()}
+
+
+def multiples(batch: tuple[Tensor, Tensor, Tensor], repeats: int) -> dict[str, float]:
+    """The median time of each choice, as a multiple of that of `tis`; taken in turns, as a busy machine slows all."""
+    turns_BT = (torch.arange(batch[0].shape[1]) // TURN_COLUMNS).expand_as(batch[0]).contiguous()
+    times: dict[str, list[float]] = {name: [] for name in choices()}
+    for _ in range(3):
+        for name, config in choices().items():
+            times[name] += seconds(lambda: rollout_correction(*batch, config, turns_BT), repeats // 3)  # noqa: B023
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    return {name: round(median / medians["tis"], 3) for name, median in medians.items()}
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -166,11 +203,15 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--choices", action="store_true", help="time each choice as a multiple of tis")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     prox_BT, sampler_BT, mask_BT = example(arguments.rows, arguments.columns)
+    if arguments.choices:
+        print(json.dumps(multiples((prox_BT, sampler_BT, mask_BT), arguments.repeats), indent=2))
+        return
     ours = lambda: rollout_correction(prox_BT, sampler_BT, mask_BT, CONFIG)  # noqa: E731
     theirs = lambda: plain(prox_BT, sampler_BT, mask_BT)  # noqa: E731
     # alternate, so that a busy machine slows both alike
