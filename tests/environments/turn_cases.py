@@ -1,4 +1,4 @@
-"""Conversations with live engines, one after the other, and what a learner's single pass over their rows says of each turn.
+"""Conversations with live engines, and what a learner's single pass over their rows says of each turn.
 
 Writes JSON. A process of its own, in which the learner may change torch.
 """

@@ -1,0 +1,98 @@
+"""Runs of conversations with what happens to runs: kills between turns, updates between them, attempts that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import kills
+import pytest
+from box import Box, wait_for
+
+from megatron_rl.runs.rollout_file import read_rollouts
+from megatron_rl.workshop.toy_tools import write_tools
+
+SECONDS = 600
+# a policy that knows nothing stops after any token: sessions of one turn to three
+TALK = """
+import time, zlib
+from megatron_rl.environments.environment import Environment, Step
+class Talk(Environment):
+    def reset(self, row):
+        self.turn = 0
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, answer):
+        time.sleep(0.02)
+        self.turn += 1
+        return Step("7*8", zlib.crc32(answer.text.encode()) % 7 / 6, self.turn == 3)
+"""
+RECIPE = (
+    *("environment.name=talk:Talk", "model.path=data/tools/model", "model.init=random", "learner.tensor_parallel=2"),
+    *("rollout.max_response_tokens=24", "rollout.max_context_tokens=128", "reward.overlong_filter=false"),
+)
+ENDLESS = ("run.steps=100000", "checkpoint.every=2", "checkpoint.keep_last=2")
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    write_tools(tmp_path / "data" / "tools")
+    (tmp_path / "talk.py").write_text(TALK)
+    kills.prepare(tmp_path)
+    box = Box(tmp_path)
+    try:
+        yield box
+    finally:
+        box.close()
+
+
+def begin(box: Box, *overrides: str) -> None:
+    box.train(*RECIPE, *ENDLESS, *overrides, recipe="tools.yaml")
+    wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
+
+
+def goes_on(box: Box, steps: int = 4) -> None:
+    before = box.steps()
+    wait_for(lambda: box.steps() > before + steps or not box.processes("cli train"), SECONDS, "steps after it")
+    assert box.steps() > before + steps, box.screen
+
+
+@pytest.mark.fault("an engine or the environments die between two turns", "they come back; no session is lost")
+@pytest.mark.parametrize("more", [(), ("rollout.ahead=2", "rollout.in_flight=continue")], ids=["in step", "ahead"])
+def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
+    begin(box, *more)
+    for words in ("megatron_rl.engine.child", "environments.worker", "megatron_rl.engine.child"):
+        for process in box.processes(words):
+            process.kill()
+        goes_on(box)
+    lines = box.metrics()
+    assert sum(line.get("rollout/restarts", 0) for line in lines) == 2, box.screen
+    assert not any(line.get("session/errors", 0) for line in lines)
+    assert all(line["session/turns_max"] > 1 for line in lines if "session/turns_max" in line)
+    assert not kills.miscounted(box.run, len((box.run / "ledger.jsonl").read_text().splitlines()))
+    assert not kills.too_old(box.run, 2)
+
+
+@pytest.mark.fault("weights are updated between the turns of a session", "each token knows its version; it goes on")
+def test_updated_between_two_turns(box: Box) -> None:
+    begin(box, "rollout.ahead=2", "rollout.in_flight=continue", "environment.sessions=16")
+    goes_on(box, 8)
+    files = sorted((box.run / "rollouts").glob("step_*.parquet"))
+    rows = [row for path in files for row in read_rollouts(path).to_pylist()]
+    assert any(len(set(row["versions"] or ())) > 1 for row in rows), "updates came in the middle of sessions"
+    assert not kills.too_old(box.run, 2)
+    for line in box.metrics()[1:]:
+        assert abs(line["rollout_corr/log_ratio_mean"]) < 1
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.fault("a run of sessions is killed at random moments and goes on", "as one that was left alone")
+def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = Box(tmp_path_factory.mktemp("undisturbed"))
+    for name in ("data", "talk.py", "chance.py"):
+        (other.folder / name).symlink_to(box.folder / name)
+    assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, other.screen
+    for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
+        assert kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml") is None
+    assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, box.screen
+    assert not kills.differences(box.run, other.run)
+    assert not kills.miscounted(box.run)
