@@ -76,7 +76,7 @@ def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
 
 
 def learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:
-    shape, work = model.shape, Workload.of(config.rollout, config.learner, Assumptions())
+    shape, work = model.shape, Workload.of(config, config.learner, Assumptions())
     for tp in (size for size in POWERS if size <= gpus and _cuts(model, size)):
         for pp in (size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size) == 0):
             replicas = ranks // tp // pp

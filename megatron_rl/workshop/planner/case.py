@@ -40,7 +40,7 @@ class Case:
 
     @cached_property
     def work(self) -> Workload:
-        return Workload.of(self.config.rollout, self.config.learner, self.assumed)
+        return Workload.of(self.config, self.config.learner, self.assumed)
 
     @cached_property
     def training(self) -> Training:

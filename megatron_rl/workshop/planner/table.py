@@ -18,7 +18,10 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.planner.engine_memory import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
 from megatron_rl.workshop.planner.plan import Plan, plan
-from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime
+from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime, keeps_prefixes
+from megatron_rl.workshop.planner.workload import Workload
+
+OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
 
 
 def describe(config: Config, plan: Plan) -> str:
@@ -45,6 +48,20 @@ def _who(config: Config, plan: Plan) -> Iterator[str]:
     yield (
         f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; {work.updates} update(s) of "
         f"{plan.packs} micro-batch(es) on each replica"
+    )
+    if config.environment.name is not None:
+        yield from _sessions(config, work)
+
+
+def _sessions(config: Config, work: Workload) -> Iterator[str]:
+    kept = keeps_prefixes(config.sampler)
+    yield (
+        f"sessions  about {work.turns:g} turns, {work.sampled:,.0f} tokens sampled and {work.read:,.0f} read behind a "
+        f"prompt of {work.prompt:,.0f}; {config.environment.sessions} open at once (environment.sessions)"
+    )
+    yield (
+        f"          an engine prefills {work.prefilled(kept):,.0f} of them for each, "
+        f"{work.prefilled(not kept):,.0f} {'without' if kept else 'with'} sampler.vllm.enable_prefix_caching"
     )
 
 
@@ -122,7 +139,10 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"fp8       a learner in FP8 takes about {duration(abs(time.fp8_s))} {word} for {plan.work.tokens / 1e6:.2f} M "
         f"tokens than in BF16, and 2 bytes more for each weight; it pays above {FP8_PAYS / 1e6:.2f} M tokens a step"
     )
-    yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in vars(plan.assumed).items())
+    known = vars(plan.assumed)
+    if config.environment.name is None:
+        known = {name: value for name, value in known.items() if name not in OF_SESSIONS}
+    yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in known.items())
 
 
 def keep(config: Config, machine: Machine, run: RunDir) -> None:

@@ -8,7 +8,7 @@ from math import log2
 
 from megatron_rl.config.correction_rules import makes_prox_pass
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Format, Offload, Sleep, Transport
+from megatron_rl.config.schema import Format, Offload, SamplerSection, Sleep, Transport
 from megatron_rl.learner.costs import Operations, operations
 from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration
@@ -151,16 +151,23 @@ def _link(case: Case, ranks: int) -> float:
 def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, float, int]:
     """Seconds of a rollout, of one token of each sequence that an engine decodes together, and how many those are.
 
-    Prompts once for all their answers, answers as many at a time as fit, and the longest alone at the end.
+    Prompts once for all their answers, answers as many at a time as fit, and the longest alone at the end. Of sessions
+    what turns add is prefilled, too, with prefixes kept; tools take time only where nothing else is left to sample.
     """
     config, gpu, work, assumed = case.config, case.gpu, case.work, case.assumed
     decode_s, decoded = _decoding(case, roles, engine)
     of_engine = work.sequences / roles.engines
     each = operations(case.model, work.prompt)
     prompts = of_engine / config.rollout.samples_per_prompt * work.prompt
+    prompts += of_engine * work.prefilled(keeps_prefixes(config.sampler))
     first = prompts * each.body / roles.engine_tp / (gpu.tflops * TERA * assumed.sampling)
-    tail = (config.rollout.max_response_tokens - work.response) / 2 * min(decode_s, assumed.host_ms / 1e3 * 2)
-    return (first + of_engine * work.response / decoded * decode_s + tail) * assumed.batches, decode_s, decoded
+    late = config.rollout.max_response_tokens - work.sampled / work.turns
+    tail = late / 2 * min(decode_s, assumed.host_ms / 1e3 * 2) + (work.turns - 1) * assumed.tool_s
+    return (first + of_engine * work.sampled / decoded * decode_s + tail) * assumed.batches, decode_s, decoded
+
+
+def keeps_prefixes(section: SamplerSection) -> bool:
+    return bool(section.vllm.get("enable_prefix_caching", True))
 
 
 def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, int]:
@@ -168,6 +175,8 @@ def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, in
     of_engine = -(-work.sequences // roles.engines)
     fitting = max(int(engine.tokens / work.length), 1)
     count = max(min(max_sequences(case.config.sampler), of_engine, fitting), 1)
+    if case.config.environment.name is not None:
+        count = min(count, max(case.config.environment.sessions // roles.engines, 1))
     met = 1 - (1 - chosen(case.model) / shape.experts) ** count if shape.experts else 1.0  # of the experts
     experts = case.weights.experts / tp
     read = engine.weights - experts + count * (work.prompt + work.response / 2) * engine.token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import LearnerSection, RolloutSection
+from megatron_rl.config.schema import Config, LearnerSection, RolloutSection
 from megatron_rl.models.model import Model
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 from megatron_rl.workshop.planner.activations import Pack
@@ -19,6 +19,9 @@ class Assumptions:
 
     response: float = 0.4  # mean length of an answer
     prompt: float = 0.25
+    turns: float = 3.0  # of a session, at most environment.turns
+    observation: float = 0.25  # mean length of what a turn adds
+    tool_s: float = 0.5  # until it is there
     batches: float = 1.0  # generation batches until enough groups have spread
     dense: float = 0.40  # of the learner's matrix products
     experts: float = 0.15
@@ -41,9 +44,21 @@ class Workload:
 
     sequences: int
     prompt: float  # tokens of a prompt
-    response: float  # and of its answer, on average
+    response: float  # and of its answer, on average: of a session everything behind the prompt
     longest: int  # a prompt and an answer at their limits
     updates: int
+    turns: float = 1.0  # of a session
+    sampled: float = 0.0  # tokens of an answer, or of all answers of a session
+
+    @property
+    def read(self) -> float:
+        """Tokens that a session's turns add."""
+        return self.response - self.sampled
+
+    def prefilled(self, kept: bool) -> float:
+        """Tokens that engines prefill for a session behind its prompt; without kept prefixes all for each turn anew."""
+        more = self.turns - 1
+        return self.read if kept else more * self.prompt + (self.response * more + self.read) / 2
 
     @property
     def length(self) -> float:
@@ -54,13 +69,23 @@ class Workload:
         return self.sequences * self.length
 
     @classmethod
-    def of(cls, rollout: RolloutSection, learner: LearnerSection, assumed: Assumptions) -> Workload:
+    def of(cls, config: Config, learner: LearnerSection, assumed: Assumptions) -> Workload:
+        rollout = config.rollout
+        prompt = max(assumed.prompt * rollout.max_prompt_tokens, 1)
+        turns, sampled, read = 1.0, max(assumed.response * rollout.max_response_tokens, 1), 0.0
+        if config.environment.name is not None:
+            turns = min(assumed.turns, config.environment.turns)
+            sampled, read = sampled * turns, assumed.observation * config.environment.observation_tokens * (turns - 1)
+            fits = min(1.0, (rollout.context_tokens - prompt) / (sampled + read))
+            sampled, read = sampled * fits, read * fits
         return cls(
             sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
-            prompt=max(assumed.prompt * rollout.max_prompt_tokens, 1),
-            response=max(assumed.response * rollout.max_response_tokens, 1),
+            prompt=prompt,
+            response=sampled + read,
             longest=rollout.context_tokens,
             updates=learner.n_minibatches,
+            turns=turns,
+            sampled=sampled,
         )
 
     def waiting_bytes(self, ahead: int) -> float:

@@ -21,6 +21,7 @@ from megatron_rl.preflight.machine import GPUS, Machine, named
 from megatron_rl.workshop.planner.engine_memory import GIB
 from megatron_rl.workshop.planner.plan import plan
 from megatron_rl.workshop.planner.table import describe
+from megatron_rl.workshop.planner.workload import Workload
 
 ROOT = Path(__file__).parents[3]
 DAPO = str(ROOT / "recipes" / "dapo_fp8.yaml")
@@ -193,3 +194,31 @@ def test_a_node_s_own_memory_is_a_limit_where_it_is_named(capsys: pytest.Capture
     assert cli.main(["plan", DAPO, "--on", "1x8xH100-80-256"]) == 2
     said = capsys.readouterr().err
     assert "host memory: the first node needs" in said and "has 256" in said and "learner.offload" in said
+
+
+TOOLS = str(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-tools.yaml")
+
+
+def test_sessions_prefill_what_their_turns_add(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--assume", "turns=3", "--assume", "response=0.1", "--assume", "observation=0.5")
+    given = ("environment.observation_tokens=400", "rollout.max_response_tokens=1000", "rollout.max_prompt_tokens=400")
+    found = {}
+    for kept in (True, False):
+        more = (f"sampler.vllm.enable_prefix_caching={kept}".lower(), "rollout.max_context_tokens=22528")
+        assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "--json", *asked, *given, *more]) == 0
+        found[kept] = json.loads(capsys.readouterr().out)
+    work = found[True]["work"]
+    assert (work["turns"], work["sampled"], work["response"], work["prompt"]) == (3, 300, 700, 100)
+    assert found[False]["time"]["rollout"] > found[True]["time"]["rollout"]
+    # turns of 100 sampled tokens, and 200 that are added behind the first two
+    prefilled = Workload(1, 100.0, 700.0, 1000, 1, turns=3.0, sampled=300.0).prefilled
+    assert (prefilled(True), prefilled(False)) == (200 + 200, (100 + 300) + (100 + 600))
+
+
+def test_a_plan_without_sessions_has_no_word_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", DAPO, *NODE, *APART]) == 0
+    assert "sessions" not in capsys.readouterr().out
+    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "environment.sessions=16"]) == 0
+    said = capsys.readouterr().out
+    assert "16 open at once (environment.sessions)" in said
+    assert "rollout: 16 sequences together" in said
