@@ -20,7 +20,7 @@ import torch
 from megatron_rl.advantage import turn_advantages
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config.correction_rules import anchored_to_learner, makes_prox_pass
+from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import (
     Config,
     EvalSection,

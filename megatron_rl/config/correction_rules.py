@@ -1,13 +1,8 @@
-"""Checks of a recipe's correction, loss and advantage sections: error sentences, and whether a prox pass is needed.
-
-The prox pass scores a batch before the learner updates on it. A single update's own forward pass gives the same
-logprobs, too late only for what has to be known of the whole batch before the first gradient.
-"""
+"""Checks of a recipe's correction, loss and advantage sections: error sentences with key, value and way out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.schema import (
@@ -17,19 +12,17 @@ from megatron_rl.config.schema import (
     CorrectionConfig,
     Estimator,
     KlTo,
-    LearnerSection,
     Level,
     LossConfig,
     Outside,
     Reduce,
     Reduction,
     RejectRule,
-    RolloutSection,
     Stat,
     WeightConfig,
 )
 from megatron_rl.config.shape import sound
-from megatron_rl.loss.table import LOSSES, losses
+from megatron_rl.loss.table import losses
 
 BANDED = losses(lambda loss: loss.band)
 OPEN_BANDED = losses(lambda loss: loss.band == "open")
@@ -42,8 +35,6 @@ PER_ROW = losses(lambda loss: loss.per_row)
 WITH_RATIO = losses(lambda loss: loss.ratio)
 AGAINST_SAMPLER = losses(lambda loss: loss.against_sampler)
 SUPERVISED = losses(lambda loss: loss.supervised)
-# of learner.megatron: with them, no two forward passes are the same
-DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 # what a statistic is never below
 FLOOR = dict.fromkeys(set(Stat) - {Stat.k1, Stat.prob}, 0.0) | {Stat.abs: 1.0}
 
@@ -254,43 +245,3 @@ def _check_sampler_anchor(found: Findings, config: CorrectionConfig, path: str) 
     for key, value, instead in asked:
         if value is not None:
             found.add(f"{path}.{key}", value, f"{why} {instead}")
-
-
-def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
-    """Keys of a correction by which one token's weight, mask or denominator depends on the logprobs of others' rows."""
-    if correction.weight.target_ess is not None:
-        yield "correction.weight.target_ess"
-    if correction.weight.normalize:
-        yield "correction.weight.normalize"
-    if correction.weigh_baseline:
-        yield "correction.weigh_baseline"
-    if correction.step_power:
-        yield "correction.step_power"
-    for place, rule in enumerate(correction.reject):
-        if rule.stat == Stat.staleness:  # which looks at no logprob
-            continue
-        if rule.budget is not None:
-            yield f"correction.reject[{place}].budget"
-        elif correction.renormalize or (correction.rebaseline and rule.when is None):
-            yield f"correction.reject[{place}]"
-
-
-def prox_readers(correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection) -> list[str]:
-    """Keys that need a pass of its own with `anchor: prox`; none: the update's forward pass will do."""
-    found = list(of_the_whole_batch(correction))
-    if learner.n_minibatches > 1:
-        found.append("learner.n_minibatches")
-    if LOSSES[loss.name].selects:
-        found.append("loss.name")
-    return found + [f"learner.megatron.{name}" for name in DRAWS if learner.megatron.get(name)]
-
-
-def makes_prox_pass(
-    correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection, rollout: RolloutSection
-) -> bool:
-    return anchored_to_learner(correction, rollout) and bool(prox_readers(correction, loss, learner))
-
-
-def anchored_to_learner(correction: CorrectionConfig, rollout: RolloutSection) -> bool:
-    """True where the loss is anchored to the learner's logprobs, not the sampler's; false for a data set's answers."""
-    return correction.anchor == Anchor.prox and not rollout.supervised

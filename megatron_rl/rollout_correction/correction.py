@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
-from megatron_rl.config.correction_rules import of_the_whole_batch
+from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, When
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality

@@ -15,8 +15,8 @@ from megatron_rl.config.correction_rules import (
     check_correction,
     check_loss,
     check_objective,
-    of_the_whole_batch,
 )
+from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,

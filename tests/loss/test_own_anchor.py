@@ -14,7 +14,8 @@ import torch
 from loss_cases import batch_of, rows_of
 from test_loss import CONFIGS, example
 
-from megatron_rl.config.correction_rules import check_objective, prox_readers
+from megatron_rl.config.correction_rules import check_objective
+from megatron_rl.config.prox_pass import prox_readers
 from megatron_rl.config.schema import AdvantageConfig, Estimator, LearnerSection, LossConfig, NonFinite
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, completed, correct

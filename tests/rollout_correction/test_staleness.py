@@ -11,7 +11,7 @@ import pytest
 import torch
 from loss_cases import batch_of
 
-from megatron_rl.config.correction_rules import of_the_whole_batch
+from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
 from megatron_rl.rollout_correction import correct, without_stale
 from megatron_rl.types import Batch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.config.correction_rules import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler
+from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import (
     CheckpointSection,
     Config,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log2
 
-from megatron_rl.config.correction_rules import makes_prox_pass
 from megatron_rl.config.fleet import max_sequences
+from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Format, Offload, SamplerSection, Sleep, Transport
 from megatron_rl.learner.costs import Operations, operations
 from megatron_rl.preflight.roles import Roles
