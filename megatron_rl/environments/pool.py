@@ -48,8 +48,11 @@ class _Reply(msgspec.Struct):
 class EnvironmentProcess:
     """One forked process."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.pid = pid
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, nursery: subprocess.Popen[bytes]
+    ) -> None:
+        """`nursery`: it has forked this one, which does not outlive it."""
+        self.pid, self.nursery = pid, nursery
         self._reader, self._writer = reader, writer
         self._numbers = itertools.count(1)
         self._killed = False
@@ -134,16 +137,15 @@ class EnvironmentPool:
 
     async def take(self) -> EnvironmentProcess:
         """A process in which nothing is open."""
-        nursery = self._nursery
-        while self._idle and nursery is not None and nursery.poll() is None:  # what it has forked has ended with it
+        while self._idle:
             process = self._idle.pop()
-            if process.alive:
+            if process.alive and process.nursery.poll() is None:  # else it is about to end, too
                 return process
         ours, theirs = socket.socketpair()
         with theirs:
             await asyncio.to_thread(self.start)
             nursery, control = self._nursery, self._control
-            if control is None:  # another has found it deaf meanwhile
+            if nursery is None or control is None:  # another has found it deaf meanwhile
                 ours.close()
                 raise EnvironmentFailed("no process could be forked: the environments have just died")
             try:
@@ -160,7 +162,7 @@ class EnvironmentPool:
             writer.close()
             self._end_nursery(nursery)  # it is deaf, or cannot fork any more
             raise EnvironmentFailed(f"no process was forked ({type(error).__name__})") from None
-        return EnvironmentProcess(reader, writer, pid)
+        return EnvironmentProcess(reader, writer, pid, nursery)
 
     def give_back(self, process: EnvironmentProcess) -> None:
         if process.alive and not self.closed:
