@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))
 LOSSES = [name.value for name in LossName]
-BYPASS_ONLY = {"rollout_is"}  # anchored to the sampler, a ratio and a weight exclude each other
+BYPASS_ONLY = {"rollout_is", "vespo"}  # anchored to the sampler, a ratio and a weight exclude each other
 
 FAR = "[{level: token, stat: ratio, high: 1e8}]"  # rejects nothing; with renormalize it reads the proximal logprobs
 
