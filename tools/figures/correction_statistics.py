@@ -41,11 +41,26 @@ class Toy:
     sequences_BT: Tensor
     rewards_B: Tensor
 
+    @property
+    def previous_BT(self) -> Tensor:
+        return torch.cat([torch.zeros_like(self.sequences_BT[:, :1]), self.sequences_BT[:, :-1]], dim=1)
+
     def logprobs(self, logits_TVV: Tensor) -> Tensor:
         """log-probability of each token of each sequence."""
-        previous_BT = torch.cat([torch.zeros_like(self.sequences_BT[:, :1]), self.sequences_BT[:, :-1]], dim=1)
         steps_T = torch.arange(self.sequences_BT.shape[1])
-        return logits_TVV.log_softmax(-1)[steps_T, previous_BT, self.sequences_BT]
+        return logits_TVV.log_softmax(-1)[steps_T, self.previous_BT, self.sequences_BT]
+
+    def scores(self) -> Tensor:
+        """The gradient of each token's log-probability by the logits of its step: [B, T, V, V]."""
+        count, length = self.sequences_BT.shape
+        rows_B, previous_BT = torch.arange(count), self.previous_BT
+        probs_TVV = self.logits_TVV.softmax(-1)
+        found = torch.zeros(count, length, VOCABULARY, VOCABULARY, dtype=torch.float64)
+        for t in range(length):
+            score_BV = -probs_TVV[t, previous_BT[:, t]]
+            score_BV[rows_B, self.sequences_BT[:, t]] += 1.0
+            found[rows_B, t, previous_BT[:, t]] = score_BV
+        return found
 
     @property
     def sampler_BT(self) -> Tensor:
@@ -127,22 +142,16 @@ def expected_gradient(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> 
 
 def gradient_moments(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> tuple[float, float]:
     """(squared bias, variance) of the gradient from one sampled sequence, summed over parameters."""
-    weights_BT = correct(toy, weight).double()
-    logits_TVV = toy.logits_TVV
-    probs_TVV = logits_TVV.softmax(-1)
-    previous_BT = torch.cat([torch.zeros_like(toy.sequences_BT[:, :1]), toy.sequences_BT[:, :-1]], dim=1)
-    length = toy.sequences_BT.shape[1]
-    rows_B = torch.arange(len(toy.sequences_BT))
-    scores = torch.zeros(len(rows_B), length, VOCABULARY, VOCABULARY, dtype=torch.float64)
-    for t in range(length):
-        score_BV = -probs_TVV[t, previous_BT[:, t]]
-        score_BV[rows_B, toy.sequences_BT[:, t]] += 1.0
-        scores[rows_B, t, previous_BT[:, t]] = score_BV * weights_BT[:, t, None]
-    scores *= (toy.rewards_B - baseline)[:, None, None, None]
-    chances = toy.sampler_prob_B[:, None, None, None]
-    mean = (scores * chances).sum(0)
-    variance = ((scores - mean).square() * chances).sum()
-    return float((mean - toy.true_gradient()).square().sum()), float(variance)
+    coefficients_BT = correct(toy, weight).double() * (toy.rewards_B - baseline)[:, None]
+    mean, variance = moments(toy.scores(), coefficients_BT, toy.sampler_prob_B)
+    return float((mean - toy.true_gradient()).square().sum()), variance
+
+
+def moments(scores: Tensor, coefficients_BT: Tensor, chances_B: Tensor) -> tuple[Tensor, float]:
+    """Mean and variance of the gradient in which each token's score is multiplied by its coefficient."""
+    gradients, chances = scores * coefficients_BT[:, :, None, None], chances_B[:, None, None, None]
+    mean = (gradients * chances).sum(0)
+    return mean, float(((gradients - mean).square() * chances).sum())
 
 
 def relative_bias(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> float:

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from correction_statistics import VOCABULARY, Toy, make_toy
+from correction_statistics import Toy, make_toy, moments
 from torch import Tensor
 
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
@@ -63,17 +63,6 @@ class Sessions:
         logprobs = self.logprobs(False), self.logprobs(True)
         return rollout_correction(*logprobs, self.mask_BT, CorrectionConfig(weight=weight), self.turns_BT).weights_BT
 
-    def scores(self) -> Tensor:
-        """The gradient of each token's log-probability by the logits: [B, T, T V V]."""
-        previous_BT = torch.cat([torch.zeros_like(self.toy.sequences_BT[:, :1]), self.toy.sequences_BT[:, :-1]], dim=1)
-        rows_B, length = torch.arange(len(self.mask_BT)), self.mask_BT.shape[1]
-        found = torch.zeros(len(rows_B), length, length, VOCABULARY, VOCABULARY, dtype=torch.float64)
-        for place in range(length):
-            score_BV = -self.toy.logits_TVV.softmax(-1)[place, previous_BT[:, place]]
-            score_BV[rows_B, self.toy.sequences_BT[:, place]] += 1.0
-            found[rows_B, place, place, previous_BT[:, place]] = score_BV * self.mask_BT[:, place, None]
-        return found.flatten(2)
-
 
 def make_sessions(noise: float, seed: int = 0) -> Sessions:
     toy = make_toy(noise, seed, TURN * TURNS)
@@ -94,15 +83,12 @@ class Quality:
 
 def quality(sessions: Sessions, coefficients_BT: Tensor, noise: bool = True) -> Quality:
     """Of the gradient in which each token's score is multiplied by these."""
-    scores = sessions.scores()
-    chances_B1 = sessions.chances(noise)[:, None]
-    exact_B = sessions.chances(False)
-    true = (scores.sum(dim=1) * (exact_B * sessions.toy.rewards_B)[:, None]).sum(dim=0)
-    each = (scores * coefficients_BT[:, :, None]).sum(dim=1)
-    mean = (each * chances_B1).sum(dim=0)
-    variance = float(((each - mean).square() * chances_B1).sum())
+    scores = sessions.toy.scores() * sessions.mask_BT[:, :, None, None]
+    rewards_BT = sessions.toy.rewards_B[:, None].expand_as(coefficients_BT)
+    true, _ = moments(scores, rewards_BT, sessions.chances(False))
+    mean, variance = moments(scores, coefficients_BT, sessions.chances(noise))
     size = float(true.norm())
-    cosine = float(torch.dot(mean, true) / (mean.norm() * size))
+    cosine = float((mean * true).sum() / (mean.norm() * size))
     return Quality(float((mean - true).norm()) / size, math.sqrt(variance / BATCH) / size, cosine)
 
 
