@@ -114,26 +114,28 @@ class EnvironmentPool:
         self._starting = threading.Lock()
         self.closed = False
 
-    def start(self) -> None:
-        """Fails here, with the key's name, where the class cannot be imported or made."""
+    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The nursery that lives, and the way to it; fails, with the key's name, where the class cannot be made."""
         with self._starting:
-            if self._nursery is not None and self._nursery.poll() is None:
-                return
-            self._end_nursery(self._nursery)
+            nursery, control = self._nursery, self._control
+            if nursery is not None and control is not None and nursery.poll() is None:
+                return nursery, control
+            self._end_nursery(nursery)
             if self.closed:
                 raise EnvironmentFailed("the environments are closed")
             variables = for_rewards(os.environ, self._config.variables, "environment.variables")
-            self._nursery, ours = user_process("megatron_rl.environments.worker", NURSERY, self._log, variables)
-            self._control = ours
+            nursery, control = user_process("megatron_rl.environments.worker", NURSERY, self._log, variables)
+            self._nursery, self._control = nursery, control
             start, died = (
                 {"name": self._config.name, "settings": self._config.settings},
                 "its process died at its start",
             )
-            self.about = msgspec.convert(first_reply(Channel(ours), start, LARGEST_REPLY, died), _About)
+            self.about = msgspec.convert(first_reply(Channel(control), start, LARGEST_REPLY, died), _About)
             if self.about.error is not None:
-                self._end_nursery(self._nursery)
+                self._end_nursery(nursery)
                 raise ConfigError(f"environment.name: {self.about.error}")
-            ours.settimeout(GRACE_S)
+            control.settimeout(GRACE_S)
+            return nursery, control
 
     async def take(self) -> EnvironmentProcess:
         """A process in which nothing is open."""
@@ -143,11 +145,7 @@ class EnvironmentPool:
                 return process
         ours, theirs = socket.socketpair()
         with theirs:
-            await asyncio.to_thread(self.start)
-            nursery, control = self._nursery, self._control
-            if nursery is None or control is None:  # another has found it deaf meanwhile
-                ours.close()
-                raise EnvironmentFailed("no process could be forked: the environments have just died")
+            nursery, control = await asyncio.to_thread(self.start)
             try:
                 socket.send_fds(control, [b"+"], [theirs.fileno()])
             except OSError as error:
