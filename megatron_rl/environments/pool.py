@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import threading
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -27,10 +28,15 @@ from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json
 NURSERY = "environment nursery"
 GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
 LARGEST_REPLY = 16 << 20
+NURSERIES = 3  # that may be gone, one after the other, when a process is asked for
 
 
 class EnvironmentFailed(RuntimeError):
     """The environment has raised something, was too late, or has died: this conversation cannot go on."""
+
+
+class NurseryGone(EnvironmentFailed):
+    """It died before it could fork: of no conversation's doing, so that it costs none of them a try."""
 
 
 class _About(msgspec.Struct):
@@ -143,6 +149,12 @@ class EnvironmentPool:
             process = self._idle.pop()
             if process.alive and process.nursery.poll() is None:  # else it is about to end, too
                 return process
+        for _ in range(NURSERIES - 1):
+            with suppress(NurseryGone):
+                return await self._forked()
+        return await self._forked()
+
+    async def _forked(self) -> EnvironmentProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             nursery, control = await asyncio.to_thread(self.start)
@@ -151,7 +163,7 @@ class EnvironmentPool:
             except OSError as error:
                 ours.close()
                 self._end_nursery(nursery)
-                raise EnvironmentFailed(f"no process could be forked ({error})") from None
+                raise NurseryGone(f"no process could be forked ({error})") from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_REPLY)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -159,7 +171,9 @@ class EnvironmentPool:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             writer.close()
             self._end_nursery(nursery)  # it is deaf, or cannot fork any more
-            raise EnvironmentFailed(f"no process was forked ({type(error).__name__})") from None
+            gone = isinstance(error, (ConnectionError, asyncio.IncompleteReadError))
+            failure = NurseryGone if gone else EnvironmentFailed
+            raise failure(f"no process was forked ({type(error).__name__})") from None
         return EnvironmentProcess(reader, writer, pid, nursery)
 
     def give_back(self, process: EnvironmentProcess) -> None:

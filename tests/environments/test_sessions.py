@@ -148,6 +148,16 @@ def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
     assert first.session is not None
 
 
+def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
+    with Played(tmp_path, counting) as played:
+        control = played.sessions.pool._control
+        assert control is not None
+        control.close()
+        for (rollout,) in played.play(*[{}] * 8):
+            assert rollout.session is not None
+            assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0)
+
+
 def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))
     with Played(tmp_path, counting) as played:
