@@ -141,6 +141,14 @@ def _descriptor(stream: int | IO[Any] | None, inherited: int, null: int) -> int:
     return stream.fileno()
 
 
+def found_by(kind: str, script: Path, folder: Path, *, timeout: float, **variables: str) -> Any:
+    """What a script of cases has written, in a process of its own that is told this folder."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    done = run(kind, [sys.executable, script, folder], timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
 def run(kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """subprocess.run, of a fork: until its end, or its time is over; what it has said is text."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -3,33 +3,23 @@
 All of it happens in one process (`engine_cases.py`); here is what has to have come out.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from preloaded import run
+from preloaded import found_by
 
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 
 PATIENCE_S = 240.0
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 BEFORE_UPDATE = 6  # tokens: in_flight_cases.py
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("engines")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     script = Path(__file__).with_name("engine_cases.py")
-    done = run("vllm", [sys.executable, script, folder], timeout=PATIENCE_S, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    return found_by("vllm", script, tmp_path_factory.mktemp("engines"), timeout=PATIENCE_S, **ONE_PROCESS)
 
 
 VICTIMS = {

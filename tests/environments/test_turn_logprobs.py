@@ -3,14 +3,11 @@
 All of it happens in one process (`turn_cases.py`), in which the learner may change torch.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from preloaded import run
+from preloaded import found_by
 
 from megatron_rl.config.schema import Format, Forward
 
@@ -20,14 +17,8 @@ SESSIONS, TURNS = 3, 4
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("turns")
-    tests = Path(__file__).parents[1]
-    path = [str(tests / "weight_sync"), str(tests / "engine"), str(tests), *sys.path]
     script = Path(__file__).with_name("turn_cases.py")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    done = run("megatron", [sys.executable, script, folder], timeout=400.0, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    return found_by("megatron", script, tmp_path_factory.mktemp("turns"), timeout=400.0)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def by_turn(batch: Batch, logprobs_BT: Any) -> Iterator[dict[str, Any]]:
     for turn in range(TURNS):
         of_BT = batch.mask_BT & (batch.turns_BT == turn)
         d = (logprobs_BT - batch.sampler_logprobs_BT)[of_BT].abs()
-        yield {"tokens": int(of_BT.sum()), "mean": float(d.mean()), "most": float(d.max())}
+        yield {"tokens": int(of_BT.sum()), "mean": float(d.mean())}
 
 
 def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, Any]:
@@ -92,8 +92,7 @@ def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, 
         rows = asyncio.run(converse(live, tokenizer))
         prefilled = sampler.health()["prefilled"]
     batch = collate([Scored(one, reward=0.0) for one in rows])
-    requests = sum(len(one.prompt.token_ids) + len(one.token_ids) for one in rows)
-    found: dict[str, Any] = {"rows": len(rows), "prefilled": prefilled, "tokens": requests}
+    found: dict[str, Any] = {"rows": len(rows), "prefilled": prefilled}
     for forward in Forward if format == Format.int8 else (Forward.bf16,):
         section = LearnerSection(forward=forward)
         sections = Sections.of(replace(make_config(format), learner=section))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from box import Box, wait_for
@@ -18,7 +19,7 @@ from box import Box, wait_for
 from megatron_rl.checkpoint.checkpoints import steps
 
 STEPS = 12
-START_S, END_S = 400.0, 180.0
+START_S, END_S, STEPS_S = 400.0, 180.0, 600.0
 RECIPE = (
     *(f"run.steps={STEPS}", "run.if_exists=resume", "checkpoint.every=2", "checkpoint.keep_last=2", "eval.every=4"),
     *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
@@ -131,8 +132,7 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
     if len(mine) != len(theirs):
         found.append(f"{len(mine)} lines of metrics, not {len(theirs)}")
     for one, other in zip(mine, theirs, strict=False):
-        unequal = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
-        unequal = [key for key in unequal if not key.startswith(UNEQUAL) and not key.endswith("_s")]
+        unequal = [key for key in repeated(one, other) if one.get(key) != other.get(key)]
         if unequal:
             found.append(f"step {one.get('progress/step')}: {unequal[:3]} differ")
     if (run / "ledger.jsonl").read_text() != (undisturbed / "ledger.jsonl").read_text():
@@ -141,6 +141,24 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
         if (run / "model" / path.name).read_bytes() != path.read_bytes():
             found.append(f"model/{path.name} differs")
     return found
+
+
+def repeated(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """What is the same in two runs that are the same: no times."""
+    return [key for key in sorted(one.keys() | other.keys()) if not key.startswith(UNEQUAL) and not key.endswith("_s")]
+
+
+def goes_on(box: Box, steps: int = 4) -> None:
+    """Until so many more steps are recorded."""
+    before = box.steps()
+    wait_for(lambda: box.steps() > before + steps or not box.processes("cli train"), STEPS_S, "steps after it")
+    assert box.steps() > before + steps, box.screen
+
+
+def whole(box: Box, most: int = 2) -> None:
+    """Of a run that goes on: each prompt drawn once, and nothing older than it may be."""
+    assert not too_old(box.run, most)
+    assert not miscounted(box.run, len((box.run / "ledger.jsonl").read_text().splitlines()))
 
 
 def miscounted(run: Path, count: int = STEPS) -> list[str]:

@@ -16,18 +16,6 @@ ENDLESS = ("run.steps=100000", "checkpoint.every=2", "checkpoint.keep_last=2")
 AHEAD = ("rollout.ahead=2", "rollout.in_flight=continue")
 
 
-def goes_on(box: Box, steps: int = 4) -> None:
-    before = box.steps()
-    wait_for(lambda: box.steps() > before + steps, SECONDS, f"steps after it: {box.screen}")
-
-
-def whole(box: Box) -> None:
-    """Each prompt drawn once, and nothing older than it may be."""
-    assert not kills.too_old(box.run, 2)
-    lines = len((box.run / "ledger.jsonl").read_text().splitlines())
-    assert not kills.miscounted(box.run, lines)
-
-
 @pytest.mark.fault("an engine or a server dies ahead of the learner", "it comes back, and no prompt is lost or doubled")
 @pytest.mark.parametrize("recipe", ["quickstart.yaml", "quickstart_fleet.yaml"])
 def test_a_killed_engine(box: Box, recipe: str) -> None:
@@ -37,8 +25,8 @@ def test_a_killed_engine(box: Box, recipe: str) -> None:
         time.sleep(wait_s)
         engine = "megatron_rl.engine." + ("server" if "fleet" in recipe else "child")
         box.processes(engine)[0].kill()
-        goes_on(box)
-    whole(box)
+        kills.goes_on(box)
+    kills.whole(box)
     assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) >= 2
 
 
@@ -72,9 +60,9 @@ def test_a_refused_update(box: Box) -> None:
     finally:
         enough.set()
         thread.join()
-    goes_on(box)
+    kills.goes_on(box)
     assert max(line.get("sync/refused", 0) for line in box.metrics()) == 1
-    whole(box)
+    kills.whole(box)
 
 
 def flip_every_version(folder: Path, enough: threading.Event) -> None:

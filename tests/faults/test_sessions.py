@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import kills
@@ -50,12 +51,6 @@ def begin(box: Box, *overrides: str) -> None:
     wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
 
 
-def goes_on(box: Box, steps: int = 4) -> None:
-    before = box.steps()
-    wait_for(lambda: box.steps() > before + steps or not box.processes("cli train"), SECONDS, "steps after it")
-    assert box.steps() > before + steps, box.screen
-
-
 @pytest.mark.fault("an engine or the environments die between two turns", "they come back; no session is lost")
 @pytest.mark.parametrize("more", [(), ("rollout.ahead=2", "rollout.in_flight=continue")], ids=["in step", "ahead"])
 def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
@@ -63,19 +58,18 @@ def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
     for words in ("megatron_rl.engine.child", "environments.worker", "megatron_rl.engine.child"):
         for process in box.processes(words):
             process.kill()
-        goes_on(box)
+        kills.goes_on(box)
     lines = box.metrics()
     assert sum(line.get("rollout/restarts", 0) for line in lines) == 2, box.screen
     assert not any(line.get("session/errors", 0) for line in lines)
     assert all(line["session/turns_max"] > 1 for line in lines if "session/turns_max" in line)
-    assert not kills.miscounted(box.run, len((box.run / "ledger.jsonl").read_text().splitlines()))
-    assert not kills.too_old(box.run, 2)
+    kills.whole(box)
 
 
 @pytest.mark.fault("weights are updated between the turns of a session", "each token knows its version; it goes on")
 def test_updated_between_two_turns(box: Box) -> None:
     begin(box, "rollout.ahead=2", "rollout.in_flight=continue", "environment.sessions=16")
-    goes_on(box, 8)
+    kills.goes_on(box, 8)
     files = sorted((box.run / "rollouts").glob("step_*.parquet"))
     rows = [row for path in files for row in read_rollouts(path).to_pylist()]
     assert any(len(set(row["versions"] or ())) > 1 for row in rows), "updates came in the middle of sessions"
@@ -87,16 +81,16 @@ def test_updated_between_two_turns(box: Box) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("a run of sessions is killed at random moments and goes on", "as one left alone, but for rounding")
 def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = Box(tmp_path_factory.mktemp("undisturbed"))
-    for name in ("data", "talk.py", "chance.py"):
-        (other.folder / name).symlink_to(box.folder / name)
-    assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, other.screen
+    with closing(Box(tmp_path_factory.mktemp("undisturbed"))) as other:
+        for name in ("data", "talk.py", "chance.py"):
+            (other.folder / name).symlink_to(box.folder / name)
+        assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, other.screen
     for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
         assert kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml") is None
     assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, box.screen
     assert not kills.miscounted(box.run)
     assert (box.run / "ledger.jsonl").read_text() == (other.run / "ledger.jsonl").read_text()
     for mine, theirs in zip(box.metrics(), other.metrics(), strict=True):
-        for key in mine.keys() | theirs.keys():  # turns meet in other batches, which round otherwise
-            if not key.startswith(kills.UNEQUAL) and not key.endswith("_s") and "seconds" not in key:
+        for key in kills.repeated(mine, theirs):  # turns meet in other batches, which round otherwise
+            if not key.endswith("tool_seconds_mean"):
                 assert mine[key] == pytest.approx(theirs[key], rel=0.01, abs=1e-4, nan_ok=True), key

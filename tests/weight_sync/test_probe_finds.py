@@ -3,13 +3,10 @@
 All of it happens in one process (`budget_cases.py`), in which the learner may change torch.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
-from preloaded import run
+from preloaded import found_by
 
 from megatron_rl.config.schema import Precision
 
@@ -20,12 +17,8 @@ CASES = ("int8 bf16", "int8 as_sampler", "fp8 bf16")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder = tmp_path_factory.mktemp("budget")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).with_name("budget_cases.py")
-    done = run("megatron", [sys.executable, script, folder], timeout=240.0, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    return found_by("megatron", script, tmp_path_factory.mktemp("budget"), timeout=240.0)
 
 
 @pytest.mark.parametrize("case", CASES)

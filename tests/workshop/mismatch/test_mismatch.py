@@ -3,13 +3,10 @@
 All of it happens in one process (`mismatch_cases.py`), in which the learner may change torch.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
-from preloaded import run
+from preloaded import found_by
 
 pytestmark = pytest.mark.engine
 
@@ -19,12 +16,8 @@ ROUNDINGS = 2**-7  # what sums of another order may come to, at one value of man
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder = tmp_path_factory.mktemp("mismatch")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     script = Path(__file__).with_name("mismatch_cases.py")
-    done = run("megatron", [sys.executable, script, folder], timeout=240.0, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    return found_by("megatron", script, tmp_path_factory.mktemp("mismatch"), timeout=240.0)
 
 
 @pytest.mark.parametrize("case", ["int8 bf16", "int8 as_sampler", "fp8 bf16", "fp8 as_sampler", "bf16"])
