@@ -11,6 +11,7 @@ Shape legend: B all sessions, T positions, K turns, V tokens.
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass, replace
 
@@ -163,6 +164,7 @@ def baselines() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     long = ", ".join(f"{name} {weight:.4f}" for name, weight in long_sessions(DEVIATION).items())
     print(table(), baselines(), f"mean weight in sessions of 40 to 60 turns: {long}", sep="\n\n")
