@@ -274,7 +274,7 @@ class LossInputs:
     """Everything a policy loss may look at; rows of one micro-batch."""
 
     logprobs_BT: torch.Tensor  # pi, carries the gradient
-    anchor_logprobs_BT: torch.Tensor | None  # p; mu where correction.anchor is sampler; None: pi itself, a constant
+    anchor_logprobs_BT: torch.Tensor | None  # p; mu where there was no prox pass for p; None: pi itself, a constant
     sampler_logprobs_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor | None
     entropy_BT: torch.Tensor | None
@@ -286,6 +286,7 @@ class LossInputs:
     selected_BT: torch.Tensor | None = None
     turns_BT: torch.Tensor | None = None  # see Batch
     advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
+    staleness_BT: torch.Tensor | None = None  # see Targets
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Targets:
     """
 
     batch: Batch
-    # p; the sampler's mu where correction.anchor is sampler; None: what the update's own forward pass gives
+    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward pass gives
     anchor_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     advantages_B: torch.Tensor
@@ -305,6 +306,7 @@ class Targets:
     denominator_mask_BT: torch.Tensor
     selected_BT: torch.Tensor | None = None
     advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
+    staleness_BT: torch.Tensor | None = None  # updates since the token was sampled; for correction.anchor interpolated
 
     def rows(self, index: torch.Tensor) -> Targets:
         return Targets(self.batch.rows(index), **_rows(self, index, without="batch"))

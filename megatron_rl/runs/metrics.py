@@ -211,6 +211,7 @@ _TABLE = (
             "nats",
         ),
         ("cap", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
+        ("mix", "largest a in [0, 1] of weights 1 + a (w - 1) whose sample size does, with weight.target_by mix"),
         ("weight_bias", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
         ("weight_variance", "var(w A) / n over kept tokens"),
     ),

@@ -60,8 +60,9 @@ def replay(
     """Correction -> its metrics (names without their group), averaged over the steps; the largest weight of all."""
     replayed = {}
     for name, config in corrections.items():
-        if config.anchor == Anchor.sampler:
-            raise ConfigError(f"correction {name}: anchor sampler has its weights only inside the loss; leave it out")
+        if config.anchor != Anchor.prox:
+            way_out = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
+            raise ConfigError(f"correction {name}: {way_out}")
         found = [_metrics(one, config, advantage) for one in recorded]
         replayed[name] = {key: math.fsum(one[key] for one in found) / len(found) for key in found[0]}
         replayed[name]["rollout_is_max"] = max(one["rollout_is_max"] for one in found)
