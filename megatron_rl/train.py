@@ -45,7 +45,7 @@ from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import Correction, completed, correct, staleness, without_stale
-from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
+from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format, mismatch_in_sessions
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
@@ -150,6 +150,7 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         correction, saved = settle(correction, learner, batch, config)
         drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
         drawn |= mismatch_by_age(correction.source.prox_logprobs_BT, batch, at.step)
+        drawn |= mismatch_in_sessions(correction.source.prox_logprobs_BT, batch)
     with recorder.phase("record"):
         driver.record(step, correction, advantages_B)
     seen = at.seen.after(batch)
