@@ -44,7 +44,7 @@ CONFIGS = {
     "gmpo": LossConfig(name="gmpo", clip_low=0.2, clip_high=0.4),
     "dppo tv": LossConfig(name="dppo", clip_low=0.03, clip_high=0.05),
     "dppo kl": LossConfig(name="dppo", clip_low=0.01, clip_high=0.02, trust_region="binary_kl"),
-    "dppo budget": LossConfig(name="dppo", clip_low=0.3, clip_high=0.4, prefix_budget=0.05, late_weight=0.6),
+    "dppo budget": LossConfig(name="dppo", clip_low=0.15, clip_high=0.15, prefix_budget=0.05, late_weight=0.2),
     "ppo by weight": LossConfig(name="ppo", clip_high=0.05, clip_by_weight=True, clip_growth=0.2),
     "cispo by weight": LossConfig(name="cispo", clip_low=0.3, clip_high=0.05, clip_by_weight=True),
     "clip_cov": LossConfig(name="clip_cov"),

@@ -316,7 +316,7 @@ def test_a_long_turn_is_summed_as_its_row_is() -> None:
 def test_weights_drawn_to_one_until_enough_samples_count(weight: WeightConfig, policy: NonFinite) -> None:
     """All by one share, the largest that will do."""
     prox_BT, mu_BT, mask_BT = example(7, rows=9)
-    mu_BT[0, 0] = float("nan")
+    mu_BT[tuple(mask_BT.nonzero()[0].tolist())] = float("nan")
     turns_BT = turns_of(mask_BT)
     plain = CorrectionConfig(weight=replace(weight, high=3.0), non_finite=policy)
     free = rollout_correction(prox_BT, mu_BT, mask_BT, plain, turns_BT)
