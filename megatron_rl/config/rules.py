@@ -247,6 +247,30 @@ def as_sampler(
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
 
 
+def update_check(
+    learner: schema.LearnerSection,
+    quantization: schema.QuantizationSection,
+    sampler: schema.SamplerSection,
+    rollout: schema.RolloutSection,
+) -> Iterator[str]:
+    section, formats = learner.update_check, sorted({*fleet.replica_formats(sampler, quantization)})
+    key, refuse = f"learner.update_check.rows: {section.rows}", f"learner.update_check.refuse: {section.refuse}"
+    if section.refuse is not None and not section.rows:
+        yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
+    if section.refuse is not None and learner.offload is not schema.Offload.none:
+        yield f"{refuse} with learner.offload={learner.offload}: not built; use null"
+    if not section.rows:
+        return
+    if rollout.supervised:
+        yield f"{key}, but the data set's own answers come from no sampler; use 0"
+    elif formats not in ([schema.Format.int8], [schema.Format.fp8]):
+        yield f"{key} with {', '.join(formats)}: the learner computes as a sampler of int8 or of fp8 alone does; use 0"
+    elif quantization.kv_cache != schema.KvCache.none:
+        yield f"{key} with quantization.kv_cache={quantization.kv_cache}: the learner has no such cache; use 0"
+    elif learner.forward is schema.Forward.as_sampler:
+        yield f"{key} with learner.forward=as_sampler: what the learner gains is what the sampler gains; use 0"
+
+
 def patches(sync: schema.SyncSection) -> Iterator[str]:
     if sync.full_every > 1 and sync.transport != schema.Transport.file:
         yield (
@@ -321,5 +345,5 @@ def environment(
 
 RULES: tuple[Rule, ...] = (
     check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
-    updates, formats, as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
+    updates, formats, as_sampler, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

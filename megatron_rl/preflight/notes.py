@@ -75,6 +75,20 @@ def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[
         )
 
 
+def checked_updates(shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection) -> Iterator[str]:
+    """What learner.update_check costs."""
+    section, rows = learner.update_check, rollout.prompts_per_step * rollout.samples_per_prompt
+    if section.rows:
+        looked = min(section.rows, rows)
+        kept = parameters(shape) * PARAMETER[learner.precision]
+        yield (
+            f"learner.update_check: after each step {looked} of {rows} answers are passed again, by the learner and as "
+            f"the sampler computes: {2 * looked / rows:.1%} of a forward pass over the batch, and half as much before "
+            "the step where answers are of an older policy"
+            + (f"; refuse keeps {_gib(kept)} of the step before in the hosts' memory" if section.refuse else "")
+        )
+
+
 def _is_text(file: Path, key: str) -> bool:
     """Whether the first row has text there; what cannot be read is said elsewhere."""
     if not file.is_file():
@@ -182,4 +196,4 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
-RULES = (unreachable_stop, unusual_clip, chat_template, plain_prompts, short_disk, slow_products)
+RULES = (unreachable_stop, unusual_clip, chat_template, plain_prompts, short_disk, slow_products, checked_updates)
