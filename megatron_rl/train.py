@@ -215,8 +215,7 @@ def judge(check: UpdateCheck | None, correction: Correction, driver: AnyDriver, 
     with driver.recorder.phase("update"):
         found = check.judged(correction)
     if found.get("update/refused"):
-        about = ", ".join(f"{name.removeprefix('update/')} {value:.2e}" for name, value in found.items())
-        driver.recorder.note(f"update   step {step} is taken back: the sampler would be worse ({about})")
+        driver.recorder.note(f"update   step {step} is taken back: the sampler would be worse ({found})")
     return found
 
 

@@ -259,16 +259,15 @@ def update_check(
         yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
     if section.refuse is not None and learner.offload is not schema.Offload.none:
         yield f"{refuse} with learner.offload={learner.offload}: not built; use null"
-    if not section.rows:
-        return
-    if rollout.supervised:
-        yield f"{key}, but the data set's own answers come from no sampler; use 0"
-    elif formats not in ([schema.Format.int8], [schema.Format.fp8]):
-        yield f"{key} with {', '.join(formats)}: the learner computes as a sampler of int8 or of fp8 alone does; use 0"
-    elif quantization.kv_cache != schema.KvCache.none:
-        yield f"{key} with quantization.kv_cache={quantization.kv_cache}: the learner has no such cache; use 0"
-    elif learner.forward is schema.Forward.as_sampler:
-        yield f"{key} with learner.forward=as_sampler: what the learner gains is what the sampler gains; use 0"
+    why_not = {
+        "the data set's own answers come from no sampler": rollout.supervised,
+        f"with {', '.join(formats)}, the learner computes as samplers of int8 or of fp8 alone do": (
+            formats not in (["int8"], ["fp8"])
+        ),
+        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache != "none",
+        "with learner.forward=as_sampler both gain the same": learner.forward is schema.Forward.as_sampler,
+    }
+    yield from (f"{key}: {why}; use 0" for why, holds in why_not.items() if holds and section.rows)
 
 
 def patches(sync: schema.SyncSection) -> Iterator[str]:

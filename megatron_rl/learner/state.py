@@ -108,30 +108,23 @@ class Snapshot:
 
     def __init__(self, learner: Policy) -> None:
         self._learner, self._steps = learner, learner.steps
-        self._weights = [_copied(parameter) for _, parameter in learner.named_parameters()]
-        self._held = {place: _copied(run) for place, run in self._runs()}
+        self._held = {key: values.detach().to("cpu", copy=True) for key, values in self._tensors()}
 
     @torch.no_grad()
     def restore(self) -> None:
         learner = self._learner
-        for (_, parameter), before in zip(learner.named_parameters(), self._weights, strict=True):
-            parameter.copy_(before)
-        for place, run in self._runs():
-            before = self._held.get(place)
-            run.copy_(before) if before is not None else run.zero_()  # moments, before the first update
+        for key, values in self._tensors():
+            # what is not held are moments, before the first update
+            values.copy_(self._held[key]) if key in self._held else values.zero_()
         for each in learner.optimizer.chained_optimizers:
             _set_steps(each.optimizer, self._steps)
         learner.steps = self._steps
         learner.weights_changed()
 
-    def _runs(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         for name, parameter in self._learner.named_parameters():
-            for kind, run, _, _ in _optimizer_runs(self._learner, parameter):
-                yield (name, kind), run
-
-
-def _copied(values: Tensor) -> Tensor:
-    return values.detach().to("cpu", copy=True)
+            yield (name, ""), parameter
+            yield from (((name, kind), run) for kind, run, _, _ in _optimizer_runs(self._learner, parameter))
 
 
 def _writes(learner: Policy, param: Param) -> bool:

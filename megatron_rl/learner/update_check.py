@@ -45,20 +45,15 @@ class UpdateCheck:
         source, mask_BT = correction.source, correction.mask_BT[self._rows]
         prox_BT = source.sampler_logprobs_BT if source.prox_logprobs_BT is None else source.prox_logprobs_BT
         weighed_BT = self._advantages_BT * correction.weights_BT[self._rows]
-        of_sampler = gain(self._as_sampler(), self._sampler_BT, self._advantages_BT, mask_BT)
-        of_learner = gain(self._learner.logprobs_unseen(self._batch), prox_BT[self._rows], weighed_BT, mask_BT)
-        found = {
-            "update/sampler_gain": of_sampler.mean,
-            "update/sampler_gain_stderr": of_sampler.stderr,
-            "update/learner_gain": of_learner.mean,
-            "update/learner_gain_stderr": of_learner.stderr,
-        }
-        if self._before is None or self._limit is None:
-            return found
-        refused = of_learner.mean > 0 and of_sampler.mean < -self._limit * of_sampler.stderr
-        if refused:
-            self._before.restore()
-        return found | {"update/refused": float(refused)}
+        own, own_error = gain(self._learner.logprobs_unseen(self._batch), prox_BT[self._rows], weighed_BT, mask_BT)
+        its, its_error = gain(self._as_sampler(), self._sampler_BT, self._advantages_BT, mask_BT)
+        found = {"update/sampler_gain": its, "update/sampler_gain_stderr": its_error}
+        found |= {"update/learner_gain": own, "update/learner_gain_stderr": own_error}
+        if self._before is not None and self._limit is not None:
+            found["update/refused"] = float(own > 0 and its < -self._limit * its_error)
+            if found["update/refused"]:
+                self._before.restore()
+        return found
 
     def _as_sampler(self) -> Tensor:
         logprobs_BT = self._learner.expected_logprobs(self._batch)

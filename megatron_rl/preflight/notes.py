@@ -77,15 +77,14 @@ def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[
 
 def checked_updates(shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection) -> Iterator[str]:
     """What learner.update_check costs."""
-    section, rows = learner.update_check, rollout.prompts_per_step * rollout.samples_per_prompt
-    if section.rows:
-        looked = min(section.rows, rows)
-        kept = parameters(shape) * PARAMETER[learner.precision]
+    check, rows = learner.update_check, rollout.prompts_per_step * rollout.samples_per_prompt
+    looked, kept = min(check.rows, rows), _gib(parameters(shape) * PARAMETER[learner.precision])
+    if check.rows:
         yield (
-            f"learner.update_check: after each step {looked} of {rows} answers are passed again, by the learner and as "
-            f"the sampler computes: {2 * looked / rows:.1%} of a forward pass over the batch, and half as much before "
-            "the step where answers are of an older policy"
-            + (f"; refuse keeps {_gib(kept)} of the step before in the hosts' memory" if section.refuse else "")
+            f"learner.update_check: after each step {looked} of {rows} answers are passed twice more, "
+            f"{2 * looked / rows:.1%} of a forward pass over the batch; and once before it where an older policy answered"
+            + f"; refuse keeps {kept} of the step before in the hosts' memory"
+            * (check.refuse is not None)
         )
 
 
