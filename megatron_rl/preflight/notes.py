@@ -82,7 +82,7 @@ def checked_updates(shape: ModelShape, learner: schema.LearnerSection, rollout: 
     if check.rows:
         yield (
             f"learner.update_check: after each step {looked} of {rows} answers are passed twice more, "
-            f"{2 * looked / rows:.1%} of a forward pass over the batch; and once before it where an older policy answered"
+            f"{2 * looked / rows:.1%} of a forward pass over the batch; and once before it where they are older"
             + f"; refuse keeps {kept} of the step before in the hosts' memory"
             * (check.refuse is not None)
         )
