@@ -42,6 +42,7 @@ from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.state import LearnerState
+from megatron_rl.learner.update_check import UpdateCheck
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import Correction, completed, correct, staleness, without_stale
@@ -144,6 +145,8 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
         by_turn_BT = turn_advantages(batch, advantages_B, config.advantage, config.environment.credit)
         targets = replace(targets, advantages_BT=by_turn_BT, staleness_BT=staleness(batch, config.correction, at.step))
+        section = config.learner.update_check
+        check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
     with recorder.phase("correction"):
@@ -151,6 +154,7 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
         drawn |= mismatch_by_age(correction.source.prox_logprobs_BT, batch, at.step)
         drawn |= mismatch_in_sessions(correction.source.prox_logprobs_BT, batch)
+    updates |= judge(check, correction, driver, step)
     with recorder.phase("record"):
         driver.record(step, correction, advantages_B)
     seen = at.seen.after(batch)
@@ -202,6 +206,17 @@ def settle(
         return correction, {}
     correction = completed(correction, own.logprobs_BT, batch, config.correction, config.advantage)
     return correction, {"perf/prox_saved_s": own.seconds}
+
+
+def judge(check: UpdateCheck | None, correction: Correction, driver: AnyDriver, step: int) -> dict[str, float]:
+    """What the step has gained learner and sampler, where that is asked for; a refused one is undone by now."""
+    if check is None:
+        return {}
+    with driver.recorder.phase("update"):
+        found = check.judged(correction)
+    if found.get("update/refused"):
+        driver.recorder.note(f"update   step {step} is taken back: the sampler would be worse ({found})")
+    return found
 
 
 def learner_estimate(learner: Learner, driver: AnyDriver, reward: RewardSection) -> dict[str, float]:

@@ -24,6 +24,10 @@ GROUPS: dict[str, str] = {
     ),
     "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
     "optim": "The optimizer.",
+    "update": (
+        "With learner.update_check: what a step's updates have gained on some rows of its own batch, and what is left "
+        "of it in the sampler's arithmetic ([corrections.md](corrections.md#what-is-left-of-an-update))."
+    ),
     "sync": "Handing the new weights to the sampler.",
     "time": (
         "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do not overlap and "

@@ -247,6 +247,29 @@ def as_sampler(
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
 
 
+def update_check(
+    learner: schema.LearnerSection,
+    quantization: schema.QuantizationSection,
+    sampler: schema.SamplerSection,
+    rollout: schema.RolloutSection,
+) -> Iterator[str]:
+    section, formats = learner.update_check, sorted({*fleet.replica_formats(sampler, quantization)})
+    key, refuse = f"learner.update_check.rows: {section.rows}", f"learner.update_check.refuse: {section.refuse}"
+    if section.refuse is not None and not section.rows:
+        yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
+    if section.refuse is not None and learner.offload is not schema.Offload.none:
+        yield f"{refuse} with learner.offload={learner.offload}: not built; use null"
+    why_not = {
+        "the data set's own answers come from no sampler": rollout.supervised,
+        f"with {', '.join(formats)}, the learner computes as samplers of int8 or of fp8 alone do": (
+            formats not in (["int8"], ["fp8"])
+        ),
+        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache != "none",
+        "with learner.forward=as_sampler both gain the same": learner.forward is schema.Forward.as_sampler,
+    }
+    yield from (f"{key}: {why}; use 0" for why, holds in why_not.items() if holds and section.rows)
+
+
 def patches(sync: schema.SyncSection) -> Iterator[str]:
     if sync.full_every > 1 and sync.transport != schema.Transport.file:
         yield (
@@ -321,5 +344,5 @@ def environment(
 
 RULES: tuple[Rule, ...] = (
     check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
-    updates, formats, as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
+    updates, formats, as_sampler, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

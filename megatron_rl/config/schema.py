@@ -333,6 +333,15 @@ class OptimSection:
 
 
 @dataclass(frozen=True)
+class UpdateCheckSection:
+    """Whether an update makes the quantized sampler better, too (docs/corrections.md)."""
+
+    rows: Count = 0  # of the batch, passed again after each step's updates, by the learner and as the sampler; 0: none
+    # steps are taken back where the sampler's gain is so many standard errors below 0, the learner's above; null: none
+    refuse: Annotated[float | None, above(0)] = None
+
+
+@dataclass(frozen=True)
 class LearnerSection:
     tensor_parallel: Ranks = 1
     pipeline_parallel: Ranks = 1
@@ -343,6 +352,7 @@ class LearnerSection:
     tokens_per_microbatch: Positive = 8192
     n_minibatches: Positive = 1
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
+    update_check: UpdateCheckSection = field(default_factory=UpdateCheckSection)
     offload: Offload = Offload.none  # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
     # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)

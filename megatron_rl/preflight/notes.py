@@ -75,6 +75,19 @@ def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[
         )
 
 
+def checked_updates(shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection) -> Iterator[str]:
+    """What learner.update_check costs."""
+    check, rows = learner.update_check, rollout.prompts_per_step * rollout.samples_per_prompt
+    looked, kept = min(check.rows, rows), _gib(parameters(shape) * PARAMETER[learner.precision])
+    if check.rows:
+        yield (
+            f"learner.update_check: after each step {looked} of {rows} answers are passed twice more, "
+            f"{2 * looked / rows:.1%} of a forward pass over the batch; and once before it where they are older"
+            + f"; refuse keeps {kept} of the step before in the hosts' memory"
+            * (check.refuse is not None)
+        )
+
+
 def _is_text(file: Path, key: str) -> bool:
     """Whether the first row has text there; what cannot be read is said elsewhere."""
     if not file.is_file():
@@ -182,4 +195,4 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
-RULES = (unreachable_stop, unusual_clip, chat_template, plain_prompts, short_disk, slow_products)
+RULES = (unreachable_stop, unusual_clip, chat_template, plain_prompts, short_disk, slow_products, checked_updates)

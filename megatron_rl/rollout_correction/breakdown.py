@@ -127,10 +127,10 @@ def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[
 
     Nothing of single answers, nor of what all tokens have in common.
     """
-    if prox_logprobs_BT is None or batch.turns_BT is None:
-        return {}
-    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
     found: dict[str, float] = {}
+    if prox_logprobs_BT is None or batch.turns_BT is None:
+        return found
+    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
     for by, bucket_BT in _of_sessions(batch.turns_BT, batch).items():
         names, bucket_N = LABELS[by], bucket_BT[counted_BT]
         if by in SHOWN:

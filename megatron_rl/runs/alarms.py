@@ -76,6 +76,14 @@ def not_finite(line: Line, before: Sequence[Line]) -> float | None:
     return max((one for one in (tokens(line, before), updates) if one is not None), default=None)
 
 
+def sampler_loss(line: Line, _: Sequence[Line]) -> float | None:
+    """By how many standard errors the sampler's gain is below 0, of an update by which the learner has gained."""
+    gain, error, own = (line.get(f"update/{name}") for name in ("sampler_gain", "sampler_gain_stderr", "learner_gain"))
+    if gain is None or error is None or own is None:
+        return None
+    return -gain / error if own > 0 and error > 0 else 0.0
+
+
 RULES = {
     Alarm.mismatch: Rule(
         f"`{K3}`: how far sampler and learner disagree",
@@ -188,6 +196,16 @@ RULES = {
         "Lower optim.lr or optim.megatron.clip_grad, and look at the mismatch of the same steps: a few tokens with "
         "large ratios do this, which correction=icepop leaves out.",
         always=True,
+    ),
+    Alarm.sampler_worse: Rule(
+        "minus `update/sampler_gain` over its standard error, where `update/learner_gain` is positive",
+        sampler_loss,
+        1.0,
+        5,
+        "The learner gains and the sampler, which answers, loses: steps are smaller than its format can show, or "
+        "outliers move its scales. quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8 make it "
+        "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse=2 takes such "
+        "steps back.",
     ),
 }
 

@@ -259,6 +259,14 @@ _TABLE = (
         ("updates", "optimizer updates; a minibatch without tokens to train on makes none", "sum", "updates"),
     ),
     *_rows(
+        "update",
+        ("sampler_gain", "mean over tokens of A (nu / mu - 1), nu the sampler's with the weights after the update"),
+        ("sampler_gain_stderr", "its standard error over rows"),
+        ("learner_gain", "mean over the same tokens of w A (pi / p - 1), pi the learner's after the update"),
+        ("learner_gain_stderr", "its standard error over rows"),
+        ("refused", "steps taken back, because the sampler would be worse", "sum", "steps"),
+    ),
+    *_rows(
         "sync",
         ("version", "policy version that was sent", "last"),
         ("bytes", "bytes that were sent", "sum", "bytes"),

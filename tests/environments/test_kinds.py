@@ -69,13 +69,13 @@ def test_what_is_cut_or_opened_by_the_request_reaches_to_its_end(
 ) -> None:
     tokenizer = tokenizers[way]
     kinds = TokenKinds(tokenizer, "hermes")
-    cut = tokenizer.encode("so <tool_call>{")
-    assert parts(tokenizer, kinds, cut) == [(TEXT, "so "), (CALL, "<tool_call>{")]
+    cut = tokenizer.encode("so\n<tool_call>{")
+    assert parts(tokenizer, kinds, cut) == [(TEXT, "so\n"), (CALL, "<tool_call>{")]
     opened = tokenizer.encode("so</think>42")
     assert parts(tokenizer, kinds, opened, "assistant\n<think>\n") == [(THINKING, "so</think>"), (TEXT, "42")]
     assert parts(tokenizer, kinds, opened, "assistant\n<think>\n\n</think>\n") == [(TEXT, "so</think>42")]
     none = TokenKinds(tokenizer, None)
-    assert parts(tokenizer, none, cut) == [(TEXT, "so <tool_call>{")]
+    assert parts(tokenizer, none, cut) == [(TEXT, "so\n<tool_call>{")]
 
 
 def test_calls_that_nothing_marks_are_calls_where_nothing_else_was_said(
@@ -93,7 +93,7 @@ def test_calls_that_nothing_marks_are_calls_where_nothing_else_was_said(
 
 def test_rows_of_sessions_have_the_kind_of_each_token(tmp_path: Path) -> None:
     def says(text: str, seed: int) -> str:
-        return "42" if "42<|im_end|>" in text else "I add. " + call("add", a=12, b=30)
+        return "42" if "42<|im_end|>" in text else "I add.\n" + call("add", a=12, b=30)
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
@@ -113,7 +113,7 @@ def test_vllms_parsers_read_the_same_parts(tokenizers: dict[str, FolderTokenizer
 
     folder, tokenizer = folder_of(tmp_path, APPENDS, WAYS[way]), tokenizers[way]
     kinds, calls = TokenKinds(tokenizer, "hermes"), ToolCallParser(str(folder))
-    thought, said = "<think>so it is 日本</think>", "the answer "
+    thought, said = "<think>so it is 日本</think>", "the answer\n"
     asked = call("add", a=1)
     ids = tokenizer.encode(said + asked)
     found = calls.parsed(list(ids), [], "hermes", json.dumps(TOOLS))

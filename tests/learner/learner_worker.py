@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from device_worker import mixes, whole
+from gain_worker import again, gains
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from pretended_device import on_device
@@ -48,7 +49,7 @@ KEYS = {
     "engine_tp": "sampler.tensor_parallel", "format": "quantization.format", "smoothing": "quantization.smoothing",
     "kv_cache": "quantization.kv_cache", "ignore": "quantization.ignore", "loss": "loss.name",
     "entropy_coef": "loss.entropy_coef", "kl_coef": "loss.kl_coef", "kl_on": "loss.kl_on", "optim": "optim.megatron",
-    "offload": "learner.offload",
+    "offload": "learner.offload", "lr": "optim.lr",
 }  # fmt: skip
 
 
@@ -406,6 +407,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
+        gains, again,
     )
 }  # fmt: skip
 

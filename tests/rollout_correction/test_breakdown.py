@@ -162,7 +162,7 @@ def test_several_batches_are_pooled_as_one() -> None:
 
 
 BY_TURN, BY_PLACE = ("first_turn", "middle_turns", "last_turn"), ("turn_start", "turn_end")
-SAMPLED = [[(3, "T"), (5, "C")], [(4, "T"), (7, "CC"), (6, "A")], [(90, "T")], [(4, "T"), (2, "A")]]
+SAMPLED = [[(3, "T"), (5, "C")], [(4, "T"), (7, "CC"), (6, "A")], [(90, "T"), (2, "T")], [(4, "T"), (2, "A")]]
 
 
 def sessions() -> list[Scored]:
@@ -171,7 +171,7 @@ def sessions() -> list[Scored]:
     scored = []
     for row, turns in enumerate(SAMPLED):
         ids, mask, of_turn, what = [5, 5], [0, 0], [-1, -1], [0, 0]
-        for turn, (count, written) in enumerate(turns, start=row // 3):
+        for turn, (count, written) in enumerate(turns, start=2 * (row // 3)):
             ids += [7] * count + [5] * 2
             mask += [1] * count + [0] * 2
             of_turn += [turn] * count + [-1] * 2
@@ -191,15 +191,16 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tm
     assert batch.turns_BT is not None and batch.kinds_BT is not None
     order_BT = torch.full_like(batch.turns_BT, -1)
     for row, turns in enumerate(SAMPLED):
-        for turn, (count, _) in enumerate(turns, start=row // 3):
+        for turn, (count, _) in enumerate(turns, start=2 * (row // 3)):
             order_BT[row, batch.turns_BT[row] == turn] = torch.arange(count)
-    last_B = torch.tensor([1, 2, 2, 2])  # of the session: the third row's only turn is followed by those of the fourth
+    last_B = torch.tensor([1, 2, 3, 3])  # of the session: the third row's turns are followed by those of the fourth
     last_BT = batch.turns_BT == last_B[:, None]
     ends_BT = batch.mask_BT & ~torch.nn.functional.pad(batch.mask_BT, (0, 1))[:, 1:]
     path = tmp_path / "step_1.parquet"
     for by, label, metric, where_BT in [
         ("turn", "0", "first_turn", batch.turns_BT == 0),
         ("turn", "1", "middle_turns", (batch.turns_BT == 1) & ~last_BT),
+        ("turn", "2", "middle_turns", (batch.turns_BT == 2) & ~last_BT),
         ("turn", "last", "last_turn", last_BT),
         ("place", "first", "turn_start", order_BT == 0),
         ("place", "5 to 16", None, (order_BT >= 4) & (order_BT < 16) & ~ends_BT),
@@ -227,7 +228,8 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tm
         off = {name for name in names if metrics.get(f"rollout_corr/{name}/kl")}
         assert off == ({metric} if metric else set())
         if metric:
-            assert metrics[f"rollout_corr/{metric}/kl"] == pytest.approx(0.5)
+            part = metrics[f"rollout_corr/{metric}/kl"] * metrics[f"rollout_corr/{metric}/token_fraction"]
+            assert part * int(batch.mask_BT.sum()) == pytest.approx(0.5 * int(where_BT.sum()))
 
 
 def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Path) -> None:
@@ -238,7 +240,9 @@ def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Pa
     write_rollouts(path, alone, prox_logprobs_BT=batch.sampler_logprobs_BT)
     assert {one.by for one in recorded_breakdowns(path)} == {"position", "probability", "length", "staleness", "finish"}
     assert session_table([load_recorded(path)]) == ""
-    one_turn = collate(sessions()[2:3])
+    (one, *_) = sessions()
+    alike = replace(one.rollout, turns=[min(turn, 0) for turn in one.rollout.turns or ()], kinds=None)
+    one_turn = collate([replace(one, rollout=alike)])
     prox_BT = one_turn.sampler_logprobs_BT
     assert {name.split("/")[1] for name in mismatch_in_sessions(prox_BT, one_turn)} == {"turn_start", "turn_end"}
 

@@ -33,6 +33,7 @@ HEALTHY = {
     "optim/grad_norm": 0.5, "optim/skipped": 0.0, "optim/updates": 4.0, "loss/entropy": 0.4,
     "rollout_corr/none/k3_kl": 1e-4, "rollout_corr/int8/k3_kl": 0.002,
     "sync/probe_abs_diff": 0.03, "sync/probe_budget": 0.08,
+    "update/sampler_gain": 1e-4, "update/sampler_gain_stderr": 5e-5, "update/learner_gain": 2e-4,
 }  # fmt: skip
 BROKEN = {
     Alarm.mismatch: {K3: 0.03},
@@ -48,6 +49,7 @@ BROKEN = {
     Alarm.truncated: {"rollout/truncated_fraction": 0.6},
     Alarm.aborted: {"rollout/aborted_fraction": 0.1},
     Alarm.gradient: {"optim/grad_norm": 60.0},
+    Alarm.sampler_worse: {"update/sampler_gain": -6e-5},
 }
 
 

@@ -191,6 +191,9 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
     found = {
         "checkpoint, pinned": ranks * pinned(kept / roles.learner),
         "optimizer, pinned": ranks * case.heaviest.optimizer * (config.learner.offload is Offload.optimizer),
+        "the step before": ranks
+        * (case.heaviest.weights + case.heaviest.optimizer)
+        * bool(config.learner.update_check.refuse),
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
         "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),

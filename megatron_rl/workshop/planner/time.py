@@ -97,7 +97,7 @@ def learning(case: Case) -> Learning:
     scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
     return Learning(
         prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
-        update=busy * (1 + bubble) + _moving(case),
+        update=busy * (1 + bubble) + _moving(case) + _checking(case, scored * (1 + bubble)),
         bubble=1 - 1 / (1 + bubble),
         talking=talking / busy,
         fp8_s=gain,
@@ -108,6 +108,21 @@ def _moving(case: Case) -> float:
     """The optimizer to the host and back, where it makes room for an engine."""
     moved = 2 * case.heaviest.optimizer if case.config.learner.offload is Offload.optimizer else 0.0
     return moved / (case.assumed.keep_gbs * GIGA)
+
+
+def _checking(case: Case, scored: float) -> float:
+    """Passes of learner.update_check, as a share of one over the batch, and the copy of the step before."""
+    config, check = case.config, case.config.learner.update_check
+    passes = 3 if config.rollout.ahead or config.sync.every > 1 else 2
+    copied = _kept(case) / (case.assumed.keep_gbs * GIGA) if check.refuse else 0.0
+    return passes * scored * min(check.rows / case.work.sequences, 1) + copied
+
+
+def _kept(case: Case) -> float:
+    """Bytes of a rank's state."""
+    return (
+        held(case.model.shape, case.model.layout, 0).count * (BF16 + MASTERS_AND_MOMENTS) / max(case.model.layout.dp, 1)
+    )
 
 
 def _products(case: Case, passes: float, again: float) -> float:
@@ -204,8 +219,7 @@ def _syncing(case: Case) -> float:
 
 def _saving(case: Case, step_s: float) -> float:
     """Each step's share of the copies into host memory; the disk is written beside the next steps."""
-    section, layout = case.config.checkpoint, case.model.layout
-    copied = held(case.model.shape, layout, 0).count * (BF16 + MASTERS_AND_MOMENTS) / max(layout.dp, 1)
+    section, copied = case.config.checkpoint, _kept(case)
     every = section.every or (max(section.minutes * 60 / step_s, 1) if section.minutes and step_s else 0)
     return copied / (case.assumed.keep_gbs * GIGA) / every if every else 0.0
 

@@ -1,0 +1,61 @@
+"""Check of an update: what the learner has gained by it, and what is left of that in the sampler's arithmetic.
+
+The sampler that answers next has the learner's new weights, quantized: a step may vanish there, or turn around. Some
+rows of the batch are passed again: by the learner, and as the sampler computes. MIPU (arXiv 2606.29526) accepts updates
+by a proxy of what the inference engine has gained; here its logprobs with the new weights are computed.
+
+B rows that are looked at, T response positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import UpdateCheckSection
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.state import Snapshot
+from megatron_rl.rollout_correction import Correction
+from megatron_rl.rollout_correction.surrogate import gain
+from megatron_rl.types import Targets
+
+
+class UpdateCheck:
+    """One step's check; every rank makes one before the step's updates."""
+
+    def __init__(self, learner: Learner, section: UpdateCheckSection, targets: Targets, version: int) -> None:
+        """`version`: the policy's, before the updates."""
+        self._learner, self._limit = learner, section.refuse
+        advantages_BT = targets.advantages_B[:, None] if targets.advantages_BT is None else targets.advantages_BT
+        used_BT = targets.mask_BT & (advantages_BT != 0)
+        candidates = used_BT.any(dim=1).nonzero().flatten()
+        places = torch.linspace(0, max(0, len(candidates) - 1), min(section.rows, len(candidates))).round().long()
+        self._rows = candidates[places]  # whole batch, groups being neighbours
+        self._batch, self._advantages_BT = targets.batch.rows(self._rows), advantages_BT[self._rows]
+        self._sampler_BT = self._batch.sampler_logprobs_BT
+        older_BT = self._batch.mask_BT & (self._batch.token_versions_BT != version)
+        if bool(older_BT.any()):  # what answered was another policy than the one that is updated
+            self._sampler_BT = self._as_sampler()
+        self._before = None if section.refuse is None else Snapshot(learner)
+
+    def judged(self, correction: Correction) -> dict[str, float]:
+        """Gains of the updates since; those of a sampler that has clearly become worse are taken back."""
+        if not len(self._rows):
+            return {}
+        source, mask_BT = correction.source, correction.mask_BT[self._rows]
+        prox_BT = source.sampler_logprobs_BT if source.prox_logprobs_BT is None else source.prox_logprobs_BT
+        weighed_BT = self._advantages_BT * correction.weights_BT[self._rows]
+        own, own_error = gain(self._learner.logprobs_unseen(self._batch), prox_BT[self._rows], weighed_BT, mask_BT)
+        its, its_error = gain(self._as_sampler(), self._sampler_BT, self._advantages_BT, mask_BT)
+        found = {"update/sampler_gain": its, "update/sampler_gain_stderr": its_error}
+        found |= {"update/learner_gain": own, "update/learner_gain_stderr": own_error}
+        if self._before is not None and self._limit is not None:
+            found["update/refused"] = float(own > 0 and its < -self._limit * its_error)
+            if found["update/refused"]:
+                self._before.restore()
+        return found
+
+    def _as_sampler(self) -> Tensor:
+        logprobs_BT = self._learner.expected_logprobs(self._batch)
+        assert logprobs_BT is not None, "config/rules.py lets no other formats pass"
+        return logprobs_BT
