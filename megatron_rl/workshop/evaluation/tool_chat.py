@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.workshop.evaluation.chat import Chat, Unanswered, sampling
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 
+SHOWN = partial(print, flush=True)
 AGAIN = "what is typed next begins another conversation"
 
 
@@ -92,7 +94,7 @@ class ToolChat:
         config: Config,
         pool: EnvironmentPool,
         row: Mapping[str, Any],
-        show: Callable[[str], None] = print,
+        show: Callable[[str], None] = SHOWN,
     ) -> None:
         """`row`: columns that `reset` is given beside the first text. `show`: what comes before an answer."""
         params, data, parser = sampling(config, tokenizer), config.data, None

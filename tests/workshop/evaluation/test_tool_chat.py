@@ -1,27 +1,36 @@
 """A chat with an environment's tools and a scripted policy: what it is asked and shown, and what may go wrong."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from environments.chats import APPENDS, folder_of
 from environments.scripted_policy import HERE, ScriptedPolicy, call
 from helpers import refusal, wait_for
+from safetensors.torch import save_file
 
 from megatron_rl.config import from_mapping
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.toy import TURN_END
 from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params
+from megatron_rl.models.model import Model
 from megatron_rl.processes.process import state_of
 from megatron_rl.workshop.evaluation.chat import Unanswered
 from megatron_rl.workshop.evaluation.stored_model import StoredModel
 from megatron_rl.workshop.evaluation.tool_chat import ToolChat, _environment, begun
+from megatron_rl.workshop.toy_tools import CALL_END, CALL_START, write_tool_tokenizer
 
 HELLO = "What is 12 + 30?"
 
@@ -167,4 +176,58 @@ def test_an_interrupt_ends_a_chat_and_its_tools(tmp_path: Path) -> None:
     below = whole.children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in process.communicate(timeout=60)[0]
+    wait_for(lambda: not any(state_of(one.pid) not in ("", "Z") for one in below), "end of all", 60)
+
+
+SLOW = """
+import time
+from pathlib import Path
+from megatron_rl.environments.environment import Environment
+class Slow(Environment):
+    def __init__(self):
+        self.called, self.tools = 0, (self.calculate,)
+    def calculate(self, expression: str) -> int:
+        self.called += 1
+        if self.called == 2:
+            Path("hangs").touch()
+            time.sleep(600)
+        return eval(expression)
+"""
+
+
+def write_caller(folder: Path) -> None:
+    """A model that calls the calculator whatever it is asked: each token is followed by one that it alone decides."""
+    write_tool_tokenizer(folder)
+    about = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(about))
+    said = FolderTokenizer(folder).encode(f"\n{CALL_START}3*4{CALL_END}{TURN_END}")
+    weights = {
+        name: (torch.ones if len(size) == 1 else torch.zeros)(size)  # norms are ones; layers add nothing
+        for param in params(Model.of(about, Layout()).shape)
+        for name, size in zip(param.hf, param.shapes, strict=True)
+    }
+    weights["model.embed_tokens.weight"].fill_diagonal_(1)
+    for before, after in pairwise(said):
+        weights["lm_head.weight"][after, before] = 30
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.engine
+def test_a_live_engines_call_reaches_the_tool_and_ctrl_c_ends_all(tmp_path: Path) -> None:
+    write_caller(tmp_path / "model")
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["chat", "model", "environment.name=slow.py:Slow", "environment.tool_timeout_s=600", "-p", "3*4"]
+    command = [sys.executable, "-m", "megatron_rl.cli", *words]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
+    wait_for(lambda: (tmp_path / "hangs").exists() or process.poll() is not None, "the second call", 300)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert any("megatron_rl.engine" in " ".join(one.cmdline()) for one in below)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out.splitlines()) == (
+        130,
+        ['-> calculate {"expression": "3*4"}', "<- 12", '-> calculate {"expression": "3*4"}'],
+    ), err
+    assert "Traceback" not in err
     wait_for(lambda: not any(state_of(one.pid) not in ("", "Z") for one in below), "end of all", 60)
