@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.workshop.evaluation.chat import Chat, Unanswered, sampling
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 
-SHOWN = partial(print, flush=True)
 AGAIN = "what is typed next begins another conversation"
 
 
@@ -58,54 +58,50 @@ def _environment(config: Config, folder: Path, note: Callable[[str], None]) -> I
         yield pool
 
 
+@dataclass(eq=False)
 class LastingProcess:
     """A process of the environment: where a tool ends it, another one begins with the same row in its place."""
 
-    def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any]) -> None:
-        self._pool, self._row = pool, row
-        self._process: EnvironmentProcess | None = None
+    pool: EnvironmentPool
+    row: Mapping[str, Any]
+    process: EnvironmentProcess | None = None
 
     async def ask(self, what: dict[str, Any], seconds: float) -> Any:
-        self._process = self._process or await self._pool.take()
+        self.process = self.process or await self.pool.take()
         try:
-            return await self._process.ask(what, seconds)
+            return await self.process.ask(what, seconds)
         except EnvironmentFailed as error:
             self.kill()
             if what["do"] != "tool":
                 raise
-            await self.ask({"do": "reset", "row": self._row}, seconds)
+            await self.ask({"do": "reset", "row": self.row}, seconds)
             return {"text": f"error: {what['name']}: {error}", "failed": True}
 
     def kill(self) -> None:
-        if self._process is not None and self._process.alive:
-            self._process.kill()
-        self._process = None
+        if self.process is not None and self.process.alive:
+            self.process.kill()
+        self.process = None
 
 
+@dataclass(eq=False)
 class ToolChat:
     """A conversation, kept in the exact tokens that were sampled."""
 
+    sampler: Sampler
+    tokenizer: FolderTokenizer
+    config: Config
+    pool: EnvironmentPool
+    row: Mapping[str, Any]  # columns that `reset` is given beside the first text
+    show: Callable[[str], None] = partial(print, flush=True)  # what comes before an answer
     talks = True
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        tokenizer: FolderTokenizer,
-        config: Config,
-        pool: EnvironmentPool,
-        row: Mapping[str, Any],
-        show: Callable[[str], None] = SHOWN,
-    ) -> None:
-        """`row`: columns that `reset` is given beside the first text. `show`: what comes before an answer."""
-        params, data, parser = sampling(config, tokenizer), config.data, None
-        if pool.about.tools:
-            parser = parser_of(config.environment, tokenizer)
-        context = config.rollout.context_tokens
+    def __post_init__(self) -> None:
+        config, params = self.config, sampling(self.config, self.tokenizer)
         self._rules = Rules(
-            config.environment, params.max_tokens, context, data.template or {}, parser, data.system_prompt
-        )
-        self._tokenizer, self._pool, self._row, self._show = tokenizer, pool, row, show
-        self._engines = sampler.turns(params, patient=False)
+            config.environment, params.max_tokens, config.rollout.context_tokens, config.data.template or {},
+            parser_of(config.environment, self.tokenizer) if self.pool.about.tools else None, config.data.system_prompt,
+        )  # fmt: skip
+        self._engines = self.sampler.turns(params, patient=False)
         self._loop = EventLoopThread("chat", lambda: EnvironmentFailed("the chat has ended"))
         self._session: EnvironmentSession | None = None
         self._process: LastingProcess | None = None
@@ -123,10 +119,10 @@ class ToolChat:
             answered = await self._asked(session)
             said, calls = answered.message["content"], answered.message.get("tool_calls", [])
             if calls and said:
-                self._show(said)
+                self.show(said)
             for one in calls:
                 written = json.dumps(one["function"]["arguments"], ensure_ascii=False)
-                self._show(f"-> {one['function']['name']} {written}")
+                self.show(f"-> {one['function']['name']} {written}")
             try:
                 more = await session.called(answered)
             except EnvironmentFailed as error:
@@ -136,19 +132,19 @@ class ToolChat:
                 cut = answered.completion.finish_reason == "length"
                 return f"{said}\n[cut: {len(answered.completion.token_ids)} tokens]" if cut else said
             if not calls:
-                self._show(said)
+                self.show(said)
             for message in session.add(more):
-                self._show(f"<- {message['content']}")
+                self.show(f"<- {message['content']}")
         self._session = session
         return f"[environment.turns: {self._rules.section.turns} answers with calls]"
 
     async def _begun(self, text: str) -> EnvironmentSession:
-        row = {"prompt": text, "answer": "", **self._row}
+        row = {"prompt": text, "answer": "", **self.row}
         if self._process is not None:
             self._process.kill()
-        process = self._process = LastingProcess(self._pool, row)
-        policy = Policy(self._engines, self._tokenizer, self._rules, lambda turn: turn + 1, "chat")
-        session = EnvironmentSession(policy, process, self._rules, self._tokenizer)
+        process = self._process = LastingProcess(self.pool, row)
+        policy = Policy(self._engines, self.tokenizer, self._rules, lambda turn: turn + 1, "chat")
+        session = EnvironmentSession(policy, process, self._rules, self.tokenizer)
         try:
             await session.begin(row)
         except EnvironmentFailed as error:
@@ -167,6 +163,6 @@ class ToolChat:
             raise Unanswered(f"the chat template does not take this ({str(error)[:200]}); {AGAIN}") from None
 
     def close(self) -> None:
-        self._pool.close()  # first: whatever a tool still does ends at once
+        self.pool.close()  # first: whatever a tool still does ends at once
         self._engines.close()
         self._loop.stop()

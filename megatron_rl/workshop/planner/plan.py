@@ -68,7 +68,7 @@ def plan_case(case: Case) -> Plan:
     count = parameters(case.model.shape)
     kept = PARAMETER[config.learner.precision] * count
     host = {} if case.host else of_first_node(case, kept)
-    tokens, held = case.engine.tokens, int(work.open_of(found.engines) * work.halfway)
+    tokens, held = case.engine.tokens, work.held(found.engines)
     return Plan(
         parameters=count,
         machine=machine,
@@ -162,11 +162,11 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
     wanted = min(max_sequences(case.config.sampler), -(-work.sequences // case.roles.engines))
     if machine.gib and engine.tokens / work.length < wanted / 2:
         yield f"the cache holds {int(engine.tokens / work.length)} of {wanted} sequences at the mean: the others wait"
-    held = work.open_of(case.roles.engines) * work.halfway
+    held = work.held(case.roles.engines)
     if machine.gib and work.sessions and keeps_prefixes(case.config.sampler) and engine.tokens < held:
         fitting = max(int(engine.tokens / work.halfway), 1) * case.roles.engines
         yield (
-            f"open sessions come to {held:,.0f} tokens of an engine's {engine.tokens:,}: prefixes are lost while tools "
+            f"open sessions come to {held:,} tokens of an engine's {engine.tokens:,}: prefixes are lost while tools "
             f"work, and prefilled again; environment.sessions={fitting} fits"
         )
     tight = "tight, a longer answer or another library may be too much"

@@ -64,13 +64,15 @@ def _sessions(config: Config, plan: Plan) -> Iterator[str]:
         + (f", which would take {duration(time.cold)} {'more' if kept else 'less'}" if time else "")
     )
     if time:
+        worked, waiting = work.sequences * (work.turns - 1) * plan.assumed.tool_s, time.in_tools * work.halfway
         yield (
-            f"          tools work {duration(work.sequences * (work.turns - 1) * plan.assumed.tool_s)} of a step "
-            f"together, and a rollout waits {duration(time.tools)} for them; {time.in_tools:,.0f} of an engine's "
-            f"{work.open_of(plan.roles.engines)} open sessions wait for one"
+            f"          tools work {duration(worked)} in a step, all sessions together, and a rollout waits "
+            f"{duration(time.tools)} for them; {time.in_tools:,.0f} of an engine's {work.open_of(plan.roles.engines)}"
         )
-        waiting = time.in_tools * work.halfway
-        yield f"          and keep {waiting:,.0f} tokens of its cache meanwhile; all that are open {plan.cache.open:,}"
+        yield (
+            f"          open sessions are at a tool and keep {waiting:,.0f} tokens of its cache meanwhile, all of them "
+            f"{plan.cache.open:,}"
+        )
 
 
 def _memory(memory: Memory) -> list[str]:

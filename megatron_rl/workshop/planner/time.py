@@ -169,14 +169,9 @@ def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
     sampling = of_engine / decoded * alone
     tools = max(rounds * (alone + waited) - max(sampling, rounds * alone), waited)
     seconds = prompts + (warm if keeps_prefixes(config.sampler) else cold) + sampling + tail + tools
-    return Sampling(
-        rollout=seconds * assumed.batches,
-        decode_s=decode_s,
-        decoded=decoded,
-        tools=tools * assumed.batches,
-        in_tools=of_engine * waited / (sampling + tools),
-        cold=(cold - warm) * assumed.batches,
-    )
+    in_tools = of_engine * waited / (sampling + tools)
+    rollout, tools, cold = (each * assumed.batches for each in (seconds, tools, cold - warm))
+    return Sampling(rollout, decode_s, decoded, tools, in_tools, cold)
 
 
 def keeps_prefixes(section: SamplerSection) -> bool:
@@ -189,7 +184,7 @@ def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, in
     count = max(min(max_sequences(case.config.sampler), work.open_of(roles.engines), fitting), 1)
     met = 1 - (1 - chosen(case.model) / shape.experts) ** count if shape.experts else 1.0  # of the experts
     experts = case.weights.experts / tp
-    read = engine.weights - experts + count * (work.prompt + work.response / 2) * engine.token
+    read = engine.weights - experts + count * work.halfway * engine.token
     reading = read / assumed.reading + experts * met / assumed.reading_experts
     fp8 = case.config.quantization.format != Format.none and gpu.fp8_tflops
     peak = (gpu.fp8_tflops if fp8 else gpu.tflops) * TERA * assumed.sampling

@@ -246,8 +246,8 @@ def test_the_cache_of_open_sessions_is_told(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "--assume", "tool_s=20"]) == 0
     said = capsys.readouterr().out
     assert "enable_prefix_caching, which would take 1m" in said
-    assert "tools work 22h45m of a step together" in said  # 2,048 sessions, twice 20 s
-    assert "open sessions wait for one\n          and keep " in said
+    assert "tools work 22h45m in a step, all sessions together" in said  # 2,048 sessions, twice 20 s
+    assert "open sessions are at a tool and keep " in said
     assert "prefixes are lost" not in said
     assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "environment.sessions=2048"]) == 0
     said = capsys.readouterr().out
