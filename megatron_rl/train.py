@@ -44,8 +44,8 @@ from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
-from megatron_rl.rollout_correction import Correction, completed, correct, without_stale
-from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
+from megatron_rl.rollout_correction import Correction, completed, correct, staleness, without_stale
+from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format, mismatch_in_sessions
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
@@ -143,13 +143,14 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         seed = config.run.seed
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
         by_turn_BT = turn_advantages(batch, advantages_B, config.advantage, config.environment.credit)
-        targets = replace(targets, advantages_BT=by_turn_BT)
+        targets = replace(targets, advantages_BT=by_turn_BT, staleness_BT=staleness(batch, config.correction, at.step))
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
     with recorder.phase("correction"):
         correction, saved = settle(correction, learner, batch, config)
         drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
         drawn |= mismatch_by_age(correction.source.prox_logprobs_BT, batch, at.step)
+        drawn |= mismatch_in_sessions(correction.source.prox_logprobs_BT, batch)
     with recorder.phase("record"):
         driver.record(step, correction, advantages_B)
     seen = at.seen.after(batch)

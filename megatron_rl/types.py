@@ -102,6 +102,7 @@ class Rollout:
     kept_counts: Sequence[int] | None = None
     versions: Sequence[int] | None = None  # int32: of each token, where an update came between them; None: all one
     turns: Sequence[int] | None = None  # int32: the turn that each token was sampled in, -1: in none; None: all in one
+    kinds: Sequence[int] | None = None  # int8: of each token, its place in KINDS; None: all text
     # float32: what each token's return differs from the reward, or its advantage: environment.credit; None: the reward
     credit: Sequence[float] | None = None
     session: Session | None = None  # None: a single answer
@@ -109,10 +110,14 @@ class Rollout:
 
     def __post_init__(self) -> None:
         kinds = {"token_ids": "i", "logprobs": "f", "loss_mask": "b", "kept_ids": "i", "kept_counts": "i"}
-        for name, kind in {**kinds, "versions": "i", "turns": "i", "credit": "f"}.items():
+        for name, kind in {**kinds, "versions": "i", "turns": "i", "kinds": "b", "credit": "f"}.items():
             values = getattr(self, name)
             if values is not None and (not isinstance(values, array) or values.typecode != kind):
                 object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
+
+
+KINDS = ("text", "thinking", "tool_call")  # of tokens that a policy has written
+TEXT, THINKING, CALL = range(3)
 
 
 def written(length: int, by_policy: bool = True) -> array[int]:
@@ -161,6 +166,7 @@ class Batch:
     versions_BT: torch.Tensor | None = None  # int64: of each token, where an update came between some; None: nowhere
     samples_B: torch.Tensor | None = None  # int64: which of its group's sessions a row is of; None: each row is its own
     turns_BT: torch.Tensor | None = None  # int64: the turn that a token was sampled in, -1: in none; None: all in one
+    kinds_BT: torch.Tensor | None = None  # int8: see Rollout.kinds
     credit_BT: torch.Tensor | None = None  # float32: see Rollout.credit
 
     def __len__(self) -> int:
@@ -227,8 +233,10 @@ def _sessions(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
     import torch
 
     turns = [(one.turns or array("i", [-1]) * len(one.token_ids),) for one in rollouts]
+    kinds = [(one.kinds or array("b", [0]) * len(one.token_ids),) for one in rollouts]
     found = {
         "samples_B": torch.tensor([one.sample for one in rollouts]),
+        "kinds_BT": padded(kinds, torch.int8),
         "turns_BT": padded(
             [tuple(array("i", [number + 1 for number in one]) for one in row) for row in turns], torch.int64
         )
@@ -274,7 +282,7 @@ class LossInputs:
     """Everything a policy loss may look at; rows of one micro-batch."""
 
     logprobs_BT: torch.Tensor  # pi, carries the gradient
-    anchor_logprobs_BT: torch.Tensor | None  # p; mu where correction.anchor is sampler; None: pi itself, a constant
+    anchor_logprobs_BT: torch.Tensor | None  # p; mu where there was no prox pass for p; None: pi itself, a constant
     sampler_logprobs_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor | None
     entropy_BT: torch.Tensor | None
@@ -286,6 +294,7 @@ class LossInputs:
     selected_BT: torch.Tensor | None = None
     turns_BT: torch.Tensor | None = None  # see Batch
     advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
+    staleness_BT: torch.Tensor | None = None  # see Targets
 
 
 @dataclass(frozen=True)
@@ -296,7 +305,7 @@ class Targets:
     """
 
     batch: Batch
-    # p; the sampler's mu where correction.anchor is sampler; None: what the update's own forward pass gives
+    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward pass gives
     anchor_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     advantages_B: torch.Tensor
@@ -305,6 +314,7 @@ class Targets:
     denominator_mask_BT: torch.Tensor
     selected_BT: torch.Tensor | None = None
     advantages_BT: torch.Tensor | None = None  # of each token; None: its row's
+    staleness_BT: torch.Tensor | None = None  # updates since the token was sampled; for correction.anchor interpolated
 
     def rows(self, index: torch.Tensor) -> Targets:
         return Targets(self.batch.rows(index), **_rows(self, index, without="batch"))

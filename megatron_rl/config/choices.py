@@ -17,11 +17,14 @@ Precision = StrEnum("Precision", ["bf16", "fp32"])
 OnNonFinite = StrEnum("OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_and_dump": "skip_and_dump"})
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
-Anchor = StrEnum("Anchor", ["prox", "sampler"])
+# interpolated: between sampler and policy, the nearer to the policy the staler the token (A-3PO)
+Anchor = StrEnum("Anchor", ["prox", "sampler", "interpolated"])
 Level = StrEnum("Level", ["none", "token", "sequence", "turn", "prefix"])
 # min: the token's own ratio times the smallest one before it, in place of the product of all before it
 Aggregate = StrEnum("Aggregate", ["product", "geometric", "min"])
 Outside = StrEnum("Outside", ["truncate", "zero"])
+# mix: every weight w becomes 1 + a (w - 1), with one a in [0, 1] for the batch
+TargetBy = StrEnum("TargetBy", ["cap", "mix"])
 # staleness: updates between the policy that wrote the token and the learner's
 Stat = StrEnum(
     "Stat",

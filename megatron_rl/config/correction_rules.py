@@ -19,6 +19,8 @@ from megatron_rl.config.schema import (
     Reduction,
     RejectRule,
     Stat,
+    TargetBy,
+    TrustRegion,
     WeightConfig,
 )
 from megatron_rl.config.shape import sound
@@ -30,6 +32,7 @@ CAPPED = losses(lambda loss: "absolute" in loss.reads)
 DUAL_CLIPPED = losses(lambda loss: "dual_clip" in loss.reads)
 SHARED = losses(lambda loss: "level" in loss.reads)
 GROWING = losses(lambda loss: "clip_growth" in loss.reads)
+BUDGETED = losses(lambda loss: "prefix_budget" in loss.reads)
 COVARIANCE = losses(lambda loss: loss.selects)
 PER_ROW = losses(lambda loss: loss.per_row)
 WITH_RATIO = losses(lambda loss: loss.ratio)
@@ -52,6 +55,7 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
     """Everything about the three sections, one by one and together."""
     found = Findings(check_correction(correction) + check_loss(loss) + check_advantage(advantage))
     by_sampler = correction.anchor == Anchor.sampler
+    _check_clip_by_weight(found, correction, loss)
     if by_sampler and loss.name in WITH_RATIO and correction.weight.level != Level.none:
         way_out = (
             f"with correction.anchor: sampler the ratio of loss.name: {loss.name} already holds the mismatch and a "
@@ -63,10 +67,19 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
         found.add("correction.weigh_baseline", True, way_out)
     if loss.name in AGAINST_SAMPLER and not by_sampler:
         found.add("loss.name", loss.name, "its ratio is pi over the sampler; set correction.anchor: sampler")
-    if loss.name in COVARIANCE and by_sampler:
+    if loss.name in COVARIANCE and correction.anchor != Anchor.prox:
         way_out = "it selects tokens by the proximal logprobs; set correction.anchor: prox, or use ppo"
         found.add("loss.name", loss.name, way_out)
     return list(found)
+
+
+def _check_clip_by_weight(found: Findings, correction: CorrectionConfig, loss: LossConfig) -> None:
+    weight = correction.weight
+    if not loss.clip_by_weight or loss.name not in GROWING:
+        return
+    if weight.level != Level.token or weight.high is None or correction.anchor == Anchor.sampler:
+        way_out = "it makes up for what a cap takes from a token's weight; set correction.weight.level: token and high"
+        found.add("loss.clip_by_weight", True, f"{way_out}, with an anchor that is not the sampler, or false")
 
 
 def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
@@ -113,9 +126,22 @@ def _check_shared(found: Findings, config: LossConfig, path: str) -> None:
     if config.level == Level.none:
         found.add(f"{path}.level", config.level, "a ratio is of something; use token, sequence, turn or prefix")
         return
-    for key, off, names in (("level", Level.token, SHARED), ("clip_growth", 0.0, GROWING)):
+    own = (
+        ("level", Level.token, SHARED),
+        ("clip_growth", 0.0, GROWING),
+        ("clip_by_weight", False, GROWING),
+        ("prefix_budget", None, BUDGETED),
+    )
+    for key, off, names in own:
         if getattr(config, key) != off and config.name not in names:
-            found.add(f"{path}.{key}", getattr(config, key), f"only {', '.join(names)} have it; leave it at {off}")
+            way_out = f"only {', '.join(names)} have it; leave it at {as_written(off)}"
+            found.add(f"{path}.{key}", getattr(config, key), way_out)
+    if config.prefix_budget is not None and config.trust_region != TrustRegion.total_variation:
+        way_out = f"it is of distances in probability; use {path}.trust_region: total_variation"
+        found.add(f"{path}.prefix_budget", config.prefix_budget, way_out)
+    if config.prefix_budget is None and config.late_weight != 1.0:
+        way_out = f"it weighs what {path}.prefix_budget counts, which is null; leave it at 1"
+        found.add(f"{path}.late_weight", config.late_weight, way_out)
     if config.clip_growth and config.absolute:
         way_out = f"a cap on the ratio itself does not grow; use {path}.absolute: false"
         found.add(f"{path}.clip_growth", config.clip_growth, way_out)
@@ -141,8 +167,8 @@ def check_correction(config: CorrectionConfig, path: str = "correction") -> list
             _check_rule(found, rule, f"{path}.reject[{place}]")
     if config.step_power and config.weight.level == Level.none:
         found.add(f"{path}.step_power", config.step_power, f"{path}.weight.level is none, so every weight is 1; use 0")
-    if config.anchor == Anchor.sampler:
-        _check_sampler_anchor(found, config, path)
+    if config.anchor != Anchor.prox:
+        _check_without_prox(found, config, path)
     return list(found)
 
 
@@ -159,6 +185,8 @@ def _check_weight(found: Findings, weight: WeightConfig, path: str) -> None:
     _check_when(found, weight, path)
     if weight.target_ess is not None:
         _check_target(found, weight, path)
+    elif weight.target_by != TargetBy.cap:
+        found.add(f"{path}.target_by", weight.target_by, f"{path}.target_ess is null, so nothing is solved; set it")
 
 
 def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: str) -> None:
@@ -170,8 +198,12 @@ def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: s
 
 
 def _check_when(found: Findings, weight: WeightConfig, path: str) -> None:
-    """The advantages come after the weights of the whole batch are known."""
+    """The advantages come after the weights of the whole batch are known, the policy of each update later still."""
+    if weight.current and weight.level == Level.none:
+        found.add(f"{path}.current", True, f"{path}.level is none, so there is no weight; use false")
     for key in ("target_ess", "normalize"):
+        if weight.current and getattr(weight, key):
+            found.add(f"{path}.current", True, f"{path}.{key} is solved before the first update; leave one out")
         if weight.when is not None and getattr(weight, key):
             found.add(f"{path}.when", weight.when, f"advantages are not known yet where {path}.{key} is; leave one out")
     if weight.when is not None and weight.level == Level.none:
@@ -181,9 +213,13 @@ def _check_when(found: Findings, weight: WeightConfig, path: str) -> None:
 def _check_target(found: Findings, weight: WeightConfig, path: str) -> None:
     key, target = f"{path}.target_ess", weight.target_ess
     if weight.level == Level.none:
-        found.add(key, target, f"{path}.level is none, so there is no cap to solve; use token or sequence")
+        found.add(key, target, f"{path}.level is none, so there is no weight to solve for; use token or sequence")
+    if weight.target_by == TargetBy.mix:
+        return
     if weight.outside != Outside.truncate:
-        way_out = f"with {path}.outside: zero the sample size is not monotone in the cap; use outside: truncate"
+        way_out = (
+            f"with {path}.outside: zero the sample size is not monotone in the cap; use truncate or target_by: mix"
+        )
         found.add(key, target, way_out)
         return
     if weight.high is not None and weight.high < 1.0:
@@ -231,14 +267,15 @@ def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
         found.add(f"{path}.high", rule.high, way_out)
 
 
-def _check_sampler_anchor(found: Findings, config: CorrectionConfig, path: str) -> None:
-    why = f"it needs the global batch before the loss, which {path}.anchor: sampler does not have; use"
+def _check_without_prox(found: Findings, config: CorrectionConfig, path: str) -> None:
+    why = f"it needs the global batch before the loss, which {path}.anchor: {config.anchor} does not have; use"
     asked = [
         ("weight.normalize", config.weight.normalize or None, "false"),
         ("weight.target_ess", config.weight.target_ess, "null"),
         ("rebaseline", config.rebaseline or None, "false"),
         ("weigh_baseline", config.weigh_baseline or None, "false"),
         ("step_power", config.step_power or None, "0"),
+        ("weight.current", config.weight.current or None, "false"),
         ("renormalize", config.renormalize or None, "false"),
         *((f"reject[{place}].budget", rule.budget, "low and high") for place, rule in enumerate(config.reject)),
     ]

@@ -55,7 +55,7 @@ def answers(
     found, estimator = Findings(), advantage.estimator
     if rollout.supervised:
         way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
-        if correction.anchor == schema.Anchor.sampler:
+        if correction.anchor != schema.Anchor.prox:
             found.add("correction.anchor", correction.anchor, f"{way_out} prox")
         if reward.learner_estimate:
             found.add("reward.learner_estimate", True, f"{way_out} false")

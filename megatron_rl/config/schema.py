@@ -15,7 +15,7 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
     InFlight, KlOn, KlTo, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
-    Precision, Reduce, Reduction, RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
+    Precision, Reduce, Reduction, RolloutSource, Sleep, Stale, Stat, TargetBy, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip
 
 from megatron_rl.config.evaluation_sets import EvalSection  # isort: skip
@@ -239,8 +239,10 @@ class WeightConfig:
     target_ess: Annotated[
         float | None, need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1")
     ] = None
+    target_by: TargetBy = TargetBy.cap  # what is solved for target_ess
     normalize: bool = False
     when: When | None = None  # only there, 1 elsewhere
+    current: bool = False  # of the policy as it is at each update, not as it was before the batch's first
 
 
 @dataclass(frozen=True)
@@ -288,9 +290,14 @@ class LossConfig:
     aggregate: Aggregate = Aggregate.product
     # the clip of a row's t-th token is the power t^clip_growth of the first one's; 0.5 for products of prefixes (CTPO)
     clip_growth: Annotated[float, between(-1, 1)] = 0.0
+    # the clip's upper bound is divided by what correction.weight.high left of a token's weight (QuRL)
+    clip_by_weight: bool = False
     tau_positive: Tau = 1.0  # sapo
     tau_negative: Tau = 1.05
     trust_region: TrustRegion = TrustRegion.total_variation  # dppo
+    # dppo: the mean distance that a row's tokens may have so far, above which the next ones may have less (CPPO)
+    prefix_budget: Annotated[float | None, above(0)] = None
+    late_weight: Annotated[float, between(0, 1)] = 1.0  # with it: what the distance of a row's last token counts
     # clip_cov, kl_cov: share of tokens that are selected
     cov_fraction: Annotated[
         float, need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from megatron_rl.data.tokenizer import without_stops
 from megatron_rl.environments.environment import Message
 from megatron_rl.sampler.engine import Completion
+from megatron_rl.types import TEXT
 
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation
 
@@ -48,6 +49,7 @@ class Turn:
     sampled: Completion | None = None
     closed: str | None = None  # the text with the answer in it, and its end; None: it does not begin with `text`
     stop: str = ""  # the end of the answer, as `closed` has it
+    kinds: Sequence[int] = ()  # of the sampled tokens; empty: all text
     trained: bool = False  # by a row that was made before
 
     @property
@@ -76,6 +78,7 @@ class Row:
     logprobs: array[float]  # 0 where nothing was sampled
     mask: array[int]  # 1 on tokens that were sampled, and are in no row before
     turns: array[int]  # the turn that each token was sampled in; -1: in none
+    kinds: array[int]
     versions: array[int]
     kept_ids: array[int] | None
     kept_counts: array[int] | None
@@ -238,7 +241,7 @@ class Conversation:
 def _row(leaf: Turn) -> Row:
     path = leaf.path
     ids, logprobs, mask, turns, versions = array("i"), array("f"), array("b"), array("i"), array("i")
-    kept_ids, kept_counts = array("i"), array("i")
+    kinds, kept_ids, kept_counts = array("b"), array("i"), array("i")
     for turn in path:
         assert turn.sampled is not None
         sampled, added = turn.sampled, turn.added if turn is not path[0] else []
@@ -247,6 +250,7 @@ def _row(leaf: Turn) -> Row:
         logprobs.extend([0.0] * len(added))
         mask.extend([0] * len(added))
         turns.extend([-1] * len(added))
+        kinds.extend([TEXT] * len(added))
         versions.extend([first] * len(added))
         kept_ids.extend(added)  # drawn among itself alone
         kept_counts.extend([1] * len(added))
@@ -255,6 +259,7 @@ def _row(leaf: Turn) -> Row:
         logprobs.extend(sampled.logprobs)
         mask.extend([not turn.trained] * count)
         turns.extend([turn.number] * count)
+        kinds.extend(turn.kinds or [TEXT] * count)
         for version, tokens in sampled.spans:
             versions.extend([version] * tokens)
         if sampled.kept_ids is not None and sampled.kept_counts is not None:
@@ -262,7 +267,8 @@ def _row(leaf: Turn) -> Row:
             kept_counts.extend(sampled.kept_counts)
         turn.trained = True
     told = all(turn.sampled is not None and turn.sampled.kept_ids is not None for turn in path)
+    finish = leaf.sampled.finish_reason if leaf.sampled else "abort"
     return Row(
-        path[0].added, ids, logprobs, mask, turns, versions, kept_ids if told else None, kept_counts if told else None,
-        leaf.sampled.finish_reason if leaf.sampled else "abort",
+        path[0].added, ids, logprobs, mask, turns, kinds, versions, kept_ids if told else None,
+        kept_counts if told else None, finish,
     )  # fmt: skip

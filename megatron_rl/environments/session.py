@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
+from megatron_rl.environments.kinds import TokenKinds
 from megatron_rl.sampler.engine import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
@@ -47,6 +48,7 @@ class Rules:
     options: Mapping[str, Any]  # of the chat template
     parser: str | None  # of tool calls
     system: str | None = None  # what conversations begin with that have no such message of their own
+    kinds: TokenKinds | None = None  # None: all tokens are text
 
 
 @dataclass(eq=False)
@@ -107,6 +109,7 @@ class Policy:
         most = min(room, rules.response_tokens, max_tokens or rules.response_tokens)
         asked = {"max_tokens": most, "seed": self._seeds(turn.number), "key": self._key, "tools": format}
         completion, transcript.format = await self._engines.ask(tokens, **asked)
+        turn.kinds = rules.kinds.of(turn.text, completion) if rules.kinds else ()
         message = self._message(turn, completion)
         transcript.conversation.answered(turn, completion, message)
         (transcript.answer,) = self._tokenizer.decode([completion.token_ids])

@@ -19,6 +19,7 @@ from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import AgentSession, Gateway
 from megatron_rl.environments.conversation import Row
+from megatron_rl.environments.kinds import TokenKinds
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool
 from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
 from megatron_rl.environments.templates import parser_of
@@ -54,12 +55,14 @@ class Sessions:
         self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
         self._gateway: Gateway | None = None
         self._parser: str | None = None  # of tool calls
+        self._kinds: TokenKinds | None = None
 
     def start(self) -> None:
         """Fails here, with the key's name, where the environment cannot be imported."""
         self.pool.start()
         if self.pool.about.tools or self.pool.about.agent:
             self._parser = parser_of(self._section, self._tokenizer)
+        self._kinds = TokenKinds(self._tokenizer, self._parser)
         if self.pool.about.agent:
             self._gateway = Gateway()
             self._loop.call(self._gateway.open())
@@ -76,7 +79,7 @@ class Sessions:
     def _answering(self, params: SamplingParams, seed: int, patient: bool) -> SessionsAnswering:
         rules = Rules(
             self._section, params.max_tokens, self._rollout.context_tokens, self._data.template or {}, self._parser,
-            self._data.system_prompt,
+            self._data.system_prompt, self._kinds,
         )  # fmt: skip
         turns = self._sampler.turns(params, patient=patient)
         known = rules, turns, self._tokenizer, self.pool, self._gateway
@@ -259,6 +262,7 @@ def _branch(whole: Rollout, session: Session, row: Row, number: int, section: En
         kept_counts=row.kept_counts,
         versions=row.versions if mixed else None,
         turns=row.turns,
+        kinds=row.kinds,
         credit=credit(row, session, section),
         row=number,
     )

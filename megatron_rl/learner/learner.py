@@ -148,7 +148,16 @@ class Learner(ForwardPasses):
 def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
     """The micro-batch's rows and columns of everything that the loss looks at."""
     batch, rows = targets.batch, torch.tensor(mine.rows)
-    names = ("anchor_logprobs", "ref_logprobs", "weights", "mask", "denominator_mask", "selected", "advantages")
+    names = [
+        "anchor_logprobs",
+        "ref_logprobs",
+        "weights",
+        "mask",
+        "denominator_mask",
+        "selected",
+        "advantages",
+        "staleness",
+    ]
     matrices = {f"{name}_BT": getattr(targets, f"{name}_BT") for name in names}
     matrices |= {"sampler_logprobs_BT": batch.sampler_logprobs_BT, "turns_BT": batch.turns_BT}
     cut = {"advantages_B": targets.advantages_B[rows], "prompt_ids_B": batch.groups_B[rows]}

@@ -75,10 +75,12 @@ def policy_loss(
         counted_BT = inputs.denominator_mask_BT
         totals = count_totals(counted_BT, inputs.prompt_ids_B, _extent(counted_BT), inputs.weights_BT)
     mismatch: dict[str, Tensor] = {}
-    if correction is not None and correction.anchor == Anchor.sampler:
+    if correction is not None and correction.anchor != Anchor.prox:
         inputs, mismatch = _anchored_to_sampler(inputs, config, correction, totals)
     elif inputs.anchor_logprobs_BT is None:
         inputs = _anchored_to_itself(inputs, correction)
+    elif correction is not None and correction.weight.current:
+        inputs = _weighed_anew(inputs, correction)
     assert inputs.anchor_logprobs_BT is not None
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
@@ -94,6 +96,7 @@ def policy_loss(
         mask_BT=mask_BT,
         selected_BT=selected_BT,
         turns_BT=inputs.turns_BT,
+        sampler_BT=inputs.sampler_logprobs_BT,
     )
     scale_B = row_scale(inputs, reduction_of(config), totals).to(logprobs_BT.dtype)
     per_token_BT, clipped = LOSSES[config.name].formula(terms, config)
@@ -210,10 +213,9 @@ def _extent(mask_BT: Tensor) -> int:
     return int(columns[-1]) + 1 if len(columns) else 1
 
 
-def _by_current_policy(inputs: LossInputs, correction: CorrectionConfig) -> Correction:
-    """d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
-    logprobs_BT, sampler_BT = inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT
-    found = rollout_correction(logprobs_BT, sampler_BT, inputs.mask_BT, correction, inputs.turns_BT)
+def _correct_now(inputs: LossInputs, prox_BT: Tensor, correction: CorrectionConfig) -> Correction:
+    """Of logprobs that are known only now. Denominators stay those of the global batch."""
+    found = rollout_correction(prox_BT, inputs.sampler_logprobs_BT, inputs.mask_BT, correction, inputs.turns_BT)
     return apply_conditional_rules(found, inputs.advantages_B, correction)
 
 
@@ -222,15 +224,22 @@ def _anchored_to_itself(inputs: LossInputs, correction: CorrectionConfig | None)
     inputs = replace(inputs, anchor_logprobs_BT=inputs.logprobs_BT.detach())
     if correction is None:
         return inputs
-    found = _by_current_policy(inputs, correction)
+    found = _correct_now(inputs, inputs.logprobs_BT.detach(), correction)
     return replace(inputs, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+
+
+def _weighed_anew(inputs: LossInputs, correction: CorrectionConfig) -> LossInputs:
+    """Weights of the policy as this update finds it; what is trained on was decided before the first one."""
+    found = _correct_now(inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[]))
+    return replace(inputs, weights_BT=found.weights_BT)
 
 
 def _anchored_to_sampler(
     inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, totals: Totals
 ) -> tuple[LossInputs, dict[str, Tensor]]:
-    """`anchor: sampler`: the ratio is pi over mu."""
-    if correction.weight.level != Level.none and LOSSES[config.name].ratio:
+    """`anchor: sampler`: the ratio is pi over mu. `interpolated`: over a policy between the two, and that over mu."""
+    by_sampler = correction.anchor == Anchor.sampler
+    if by_sampler and correction.weight.level != Level.none and LOSSES[config.name].ratio:
         raise ValueError(
             f"correction.weight.level is {correction.weight.level} with correction.anchor sampler and loss.name "
             f"{config.name}, whose ratio already holds the mismatch; set correction.weight.level: none, "
@@ -238,7 +247,7 @@ def _anchored_to_sampler(
         )
     current_BT = inputs.logprobs_BT.detach()
     sampler_BT = inputs.sampler_logprobs_BT
-    found = _by_current_policy(inputs, correction)
+    found = _correct_now(inputs, current_BT, correction)
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
     # a mean over these rows' tokens, as its share of the mean over the batch
@@ -246,5 +255,16 @@ def _anchored_to_sampler(
     shares = dict.fromkeys(TOKEN_MEANS, found.measured / max(1, totals.measured))
     shares[MASKED_FRACTION] = judged / max(1, totals.tokens)
     mismatch = {name: torch.tensor(found.metrics[name] * shares[name], device=current_BT.device) for name in shares}
+    if not by_sampler:
+        anchor_BT = _between(anchor_BT, current_BT, inputs.staleness_BT)
+        found = _correct_now(inputs, anchor_BT, correction)
     corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
     return corrected, mismatch
+
+
+def _between(sampler_BT: Tensor, current_BT: Tensor, staleness_BT: Tensor | None) -> Tensor:
+    """The policy before this update, taken to lie on a line of equal steps from the one that sampled the token."""
+    if staleness_BT is None:
+        raise ValueError("correction.anchor is interpolated, which needs each token's staleness; there is none")
+    share_BT = staleness_BT / (staleness_BT + 1.0)
+    return sampler_BT + share_BT * (current_BT - sampler_BT)

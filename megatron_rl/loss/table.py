@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Result = tuple[Tensor, dict[str, Tensor]]
 
 SHARED_EXPONENT_LIMIT = 10.0  # of a ratio that several tokens share
+BUDGET_QUANTILE = 0.9  # of a row's distances: its budget, between prefix_budget and twice that
 LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # vespo
 
 
@@ -66,7 +67,11 @@ def _grown(terms: Terms, config: LossConfig, bound: float) -> Any:
 
 
 def _band(terms: Terms, config: LossConfig) -> tuple[Any, Any]:
-    return _grown(terms, config, 1.0 - config.clip_low), _grown(terms, config, 1.0 + config.clip_high)
+    low, high = (_grown(terms, config, bound) for bound in (1.0 - config.clip_low, 1.0 + config.clip_high))
+    if not config.clip_by_weight:
+        return low, high
+    lost_BT = terms.weight_lost_BT
+    return low * lost_BT.new_ones(()), high * lost_BT  # two tensors, or two numbers
 
 
 def _ratio(terms: Terms, config: LossConfig) -> Tensor:
@@ -128,7 +133,9 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
     prob_BT = logprobs_BT.clamp(max=0.0).exp()
     anchor_prob_BT = anchor_BT.clamp(max=0.0).exp()
     gap_BT = prob_BT - anchor_prob_BT
-    if config.trust_region == "total_variation":
+    if config.prefix_budget is not None:
+        too_high_BT, too_low_BT = _beyond_prefix_budget(terms, gap_BT, config)
+    elif config.trust_region == "total_variation":
         too_high_BT, too_low_BT = gap_BT > config.clip_high, gap_BT < -config.clip_low
     elif config.trust_region == "binary_kl":
         coins = (anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
@@ -140,6 +147,20 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
     leaving_BT = too_high_BT.where(positive_B1, too_low_BT)
     clipped = {"clip_fraction_high": leaving_BT & positive_B1, "clip_fraction_low": leaving_BT & ~positive_B1}
     return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
+
+
+def _beyond_prefix_budget(terms: Terms, gap_BT: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """The region shrinks by what the row's tokens so far have spent beyond a budget for each; early ones count most."""
+    assert config.prefix_budget is not None
+    counts_B1 = terms.mask_BT.sum(dim=1, keepdim=True)
+    left_BT = (counts_B1 - terms.places_BT) / (counts_B1 - 1).clamp(min=1)
+    weight_BT = (config.late_weight + (1.0 - config.late_weight) * left_BT) * terms.mask_BT
+    budget_B1 = terms.row_quantile(gap_BT.abs(), BUDGET_QUANTILE)
+    budget_B1 = budget_B1.clamp(min=config.prefix_budget, max=2.0 * config.prefix_budget)
+    distance_BT = weight_BT * gap_BT
+    spare_BT = (budget_B1 * terms.before(weight_BT) - terms.before(distance_BT.abs())).clamp(max=0.0)
+    too_high_BT = (distance_BT > config.clip_high + spare_BT) & (gap_BT > 0)
+    return too_high_BT, (distance_BT < -config.clip_low - spare_BT) & (gap_BT < 0)
 
 
 def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float) -> Tensor:
@@ -198,15 +219,16 @@ def cross_entropy(terms: Terms, config: LossConfig) -> Result:
 
 
 CLIP = ("clip_low", "clip_high")
-PPO = (*CLIP, "dual_clip", "clip_growth")
+MOVING = (*CLIP, "clip_growth", "clip_by_weight")
+PPO = (*MOVING, "dual_clip")
 SHARED = ("level", "aggregate")
 LOSSES = {
     "ppo": Loss(ppo, (*PPO, *SHARED), band="closed"),
     "gspo": Loss(gspo, PPO, band="closed", per_row=True, clips=(1e-5, 0.02)),
-    "cispo": Loss(cispo, (*CLIP, "absolute", "clip_growth", *SHARED), band="closed", clips=(0.02, 10.0)),
+    "cispo": Loss(cispo, (*MOVING, "absolute", *SHARED), band="closed", clips=(0.02, 10.0)),
     "sapo": Loss(sapo, ("tau_positive", "tau_negative")),
     "gmpo": Loss(gmpo, CLIP, per_row=True),
-    "dppo": Loss(dppo, (*CLIP, "trust_region"), clips=(1e-3, 1.0)),
+    "dppo": Loss(dppo, (*CLIP, "trust_region", "prefix_budget", "late_weight"), clips=(1e-3, 1.0)),
     "clip_cov": Loss(clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"),
     "kl_cov": Loss(kl_cov, (*PPO, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"),
     "vespo": Loss(vespo, ("gamma_positive", "gamma_negative"), against_sampler=True),

@@ -9,7 +9,7 @@ from megatron_rl.rollout_correction.correction import (
     keep_rows,
     rollout_correction,
 )
-from megatron_rl.rollout_correction.rules import without_stale
+from megatron_rl.rollout_correction.rules import staleness, without_stale
 
 __all__ = [
     "Correction",
@@ -21,5 +21,6 @@ __all__ = [
     "correct",
     "keep_rows",
     "rollout_correction",
+    "staleness",
     "without_stale",
 ]

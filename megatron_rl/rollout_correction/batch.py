@@ -10,11 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import CorrectionConfig, Level, Stat, WeightConfig
+from megatron_rl.config.schema import CorrectionConfig, Level, Stat, TargetBy, WeightConfig
 from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import budget_cutoff, judged, stat_of, violations
-from megatron_rl.rollout_correction.weights import Weighted, bound, fraction_bounds, raw_ratio, solve_cap, units
+from megatron_rl.rollout_correction.weights import (
+    Weighted,
+    fraction_bounds,
+    in_force,
+    raw_ratio,
+    solve_cap,
+    solve_mix,
+    units,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class BatchWork:
         self.ratios: dict[int, LogRatio] = {}
         self.mismatch = MismatchSums(len(mask_BT), mask_BT.device)
         self.applied = WeightSums()
-        self.cap = config.weight.high
+        self.mixes = config.weight.target_by == TargetBy.mix
+        self.solved = None if self.mixes else config.weight.high
         rules = [rule for rule in config.reject if rule.when is None and rule.stat != Stat.staleness]
         self.bounded_rules = [rule for rule in rules if rule.budget is None]
         self.budget_rules = [rule for rule in rules if rule.budget is not None]
@@ -75,7 +84,7 @@ class BatchWork:
                 beyond = (stat_of(rule, ratio) >= cutoff) & judged(rule, ratio)
                 self.kept_BT[rows] &= ~ratio.at_tokens(rule.level, beyond)
 
-    def solve_cap(self) -> None:
+    def solve_target(self) -> None:
         if self.config.weight.target_ess is None:
             return
         parts, kept = [], 0
@@ -90,31 +99,31 @@ class BatchWork:
             tokens = ratio.sums(self.config.weight.level, weighed_BT.float()) if grouped else weighed_BT
             parts.append(Weighted(raw_ratio(self.config.weight, ratio), tokens, ones))
             kept += int(kept_BT.sum())
-        self.cap = solve_cap(parts, self.config.weight, kept)
+        self.solved = (solve_mix if self.mixes else solve_cap)(parts, self.config.weight, kept)
 
     def weigh(self, rows: slice) -> None:
         ratio = self.ratios.pop(rows.start)
-        weigh_rows(self.config.weight, ratio, self.kept_BT[rows], self.cap, self.weights_BT[rows], self.applied)
+        weigh_rows(self.config.weight, ratio, self.kept_BT[rows], self.solved, self.weights_BT[rows], self.applied)
 
     def finish(self) -> dict[str, float]:
         """The weights normalized, and what there is to log."""
         scale = normalize_(self.weights_BT, self.config.weight, self.applied)
         metrics = self.mismatch.metrics() | self.applied.metrics(scale)
-        if self.config.weight.target_ess is not None and self.cap is not None:
-            metrics[PREFIX + "cap"] = self.cap
+        if self.config.weight.target_ess is not None and self.solved is not None:
+            metrics[PREFIX + self.config.weight.target_by] = self.solved
         return metrics
 
 
 def weigh_rows(
-    config: WeightConfig, ratio: LogRatio, kept_BT: Tensor, cap: float | None, out_BT: Tensor, applied: WeightSums
+    config: WeightConfig, ratio: LogRatio, kept_BT: Tensor, solved: float | None, out_BT: Tensor, applied: WeightSums
 ) -> None:
     """Bounded weights of some rows into `out_BT`, which may be the memory of `ratio.d_BT`."""
     raw = raw_ratio(config, ratio)
-    bounded = bound(config, raw, cap)
+    bounded = in_force(config, raw, solved)
     kept_float_BT = as_float(kept_BT)
     kept_B1 = kept_float_BT.sum(dim=1, keepdim=True)
     applied.add_rows(ratio.stays_B1, kept_B1)
-    applied.add_units(raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, cap))
+    applied.add_units(raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, solved))
     if config.level == Level.none:
         measured_BT = kept_float_BT * ratio.counted_float_BT
         applied.add(raw * measured_BT, measured_BT)
@@ -136,12 +145,12 @@ def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) ->
 
 
 def weigh_again(
-    source: Source, weights_BT: Tensor, kept_BT: Tensor, cap: float | None, config: CorrectionConfig
+    source: Source, weights_BT: Tensor, kept_BT: Tensor, solved: float | None, config: CorrectionConfig
 ) -> dict[str, float]:
-    """Weights of fewer tokens into `weights_BT`, under the same cap. Returns the metrics that describe them."""
+    """Weights of fewer tokens into `weights_BT`, under the same cap or mix. Returns the metrics that describe them."""
     applied = WeightSums()
     for rows in row_chunks(kept_BT):
-        weigh_rows(config.weight, source.ratio(rows, config), kept_BT[rows], cap, weights_BT[rows], applied)
+        weigh_rows(config.weight, source.ratio(rows, config), kept_BT[rows], solved, weights_BT[rows], applied)
     return applied.metrics(normalize_(weights_BT, config.weight, applied))
 
 

@@ -39,7 +39,7 @@ class Correction:
     rejected_B: Tensor  # bool: rows that had a response token and lost all to the unconditional rules
     source: Source
     measured: int = 0  # tokens with a ratio: what the means over tokens in `metrics` are of
-    cap: float | None = None  # in force: weight.high, or what was solved for weight.target_ess
+    solved: float | None = None  # the cap in force, weight.high or the one for weight.target_ess; or the mix for it
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
         """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
@@ -59,7 +59,7 @@ def correct(
     that look at them. An answer without a score is in neither the mask nor the baseline. Without an anchor the loss
     completes the correction, and `completed` says afterwards what it did.
     """
-    prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
+    prox_BT = anchor_logprobs_BT if config.anchor == Anchor.prox else None
     correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT)
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
     scored = (batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
@@ -107,7 +107,7 @@ def rollout_correction(
             work.weigh(rows)
     if work.needs_all_rows:
         work.apply_budgets()
-        work.solve_cap()
+        work.solve_target()
         for rows in row_chunks(source.mask_BT):
             work.weigh(rows)
     metrics = work.finish()
@@ -115,7 +115,7 @@ def rollout_correction(
     denominator_BT = work.stays_BT.copy_(work.kept_BT) if config.renormalize else work.stays_BT
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
     measured = int(work.mismatch.moments.n)
-    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, measured, work.cap)
+    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, measured, work.solved)
 
 
 def _check(source: Source, config: CorrectionConfig) -> None:
@@ -208,7 +208,7 @@ def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -
     weights_BT = correction.weights_BT.masked_fill(gone_BT, 0.0)
     metrics = correction.metrics
     if correction.source.prox_logprobs_BT is not None:
-        metrics = metrics | weigh_again(correction.source, weights_BT, kept_BT, correction.cap, config)
+        metrics = metrics | weigh_again(correction.source, weights_BT, kept_BT, correction.solved, config)
     return replace(
         correction,
         weights_BT=weights_BT,

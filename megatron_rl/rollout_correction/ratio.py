@@ -97,7 +97,7 @@ class LogRatio:
 
     @cached_property
     def counts_BK(self) -> Tensor:
-        return self.sums(Level.turn, self.counted_float_BT, whole=True)
+        return self.sums(Level.turn, self.counted_float_BT)
 
     @property
     def stays_B1(self) -> Tensor:
@@ -113,12 +113,12 @@ class LogRatio:
     def turns(self) -> Turns | None:
         return None if self.turns_BT is None else Turns.of(self.turns_BT)
 
-    def sums(self, level: Level, values_BT: Tensor, whole: bool = False) -> Tensor:
+    def sums(self, level: Level, values_BT: Tensor) -> Tensor:
         """Of what is 0 at tokens that do not count: [B, 1] of rows, [B, K] of turns, [B, T] up to each token."""
         if level == Level.prefix:
             return values_BT.cumsum(dim=1)
         if level == Level.turn and self.turns is not None:
-            return self.turns.sum(values_BT, whole)
+            return self.turns.sum(values_BT)
         return values_BT.sum(dim=1, keepdim=True)
 
     def extremes(self, level: Level, values_BT: Tensor, largest: bool) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 from megatron_rl.types import Batch
@@ -109,6 +109,11 @@ def budget_cutoff(values: Tensor, budget: float) -> float:
     running_mean = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
     survivors = int((running_mean <= budget).sum())
     return math.inf if survivors == len(ascending) else float(ascending[survivors])
+
+
+def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
+    """Updates of the learner since each token was sampled, where the loss asks for them. `version`: the learner's."""
+    return (version - batch.token_versions_BT).clamp(min=0).float() if config.anchor == Anchor.interpolated else None
 
 
 @torch.no_grad()

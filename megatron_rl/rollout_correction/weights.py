@@ -1,4 +1,4 @@
-"""Importance weights: their level, their bounds, and the cap that meets a target sample size.
+"""Importance weights: their level, their bounds, and the cap or the mix that meets a target sample size.
 
 Shape legend: B sequences, T response positions. d = p - mu.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Aggregate, Level, Outside, WeightConfig
+from megatron_rl.config.schema import Aggregate, Level, Outside, TargetBy, WeightConfig
 from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
 
 SEARCH_STEPS = 40
@@ -45,7 +45,7 @@ def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tenso
     if config.level == Level.turn and torch.equal(kept_float_BT, ratio.counted_float_BT):
         return (ratio.counts_BK > 0).float()
     if config.level in (Level.sequence, Level.turn):
-        return (ratio.sums(config.level, kept_float_BT, whole=True) > 0).float()
+        return (ratio.sums(config.level, kept_float_BT) > 0).float()
     return kept_float_BT
 
 
@@ -64,8 +64,17 @@ def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
     return raw * inside
 
 
-def fraction_bounds(config: WeightConfig, cap: float | None) -> tuple[float, float]:
+def in_force(config: WeightConfig, raw: Tensor, solved: float | None) -> Tensor:
+    """The weights of raw ratios, under what was solved for the target: a cap, or the share of w - 1 that is left."""
+    if config.target_by == TargetBy.cap:
+        return bound(config, raw, solved)
+    weights = bound(config, raw, config.high)
+    return weights if solved is None else (weights - 1.0).mul_(solved).add_(1.0)
+
+
+def fraction_bounds(config: WeightConfig, solved: float | None) -> tuple[float, float]:
     """Bounds that the fraction metrics count against: where no low is set, the mirror of high."""
+    cap = solved if config.target_by == TargetBy.cap else config.high
     high = math.inf if cap is None else cap
     low = config.low if config.low is not None else (0.0 if cap is None else 1.0 / cap)
     return low, high
@@ -80,8 +89,8 @@ class Weighted:
     fixed_ones: int  # kept tokens whose weight is 1 whatever the cap
 
 
-def effective_sample_size(parts: Sequence[Weighted], config: WeightConfig, cap: float | None, kept: int) -> float:
-    """(sum w)^2 / (n sum w^2) over kept tokens."""
+def _sums(parts: Sequence[Weighted], config: WeightConfig, cap: float | None) -> tuple[float, float]:
+    """Of the weights of all kept tokens, and of their squares."""
     total = float(sum(part.fixed_ones for part in parts))
     square = total
     for part in parts:
@@ -89,7 +98,33 @@ def effective_sample_size(parts: Sequence[Weighted], config: WeightConfig, cap: 
         weighted = weights * part.tokens
         total += float(weighted.sum())
         square += float(torch.dot(weighted.flatten(), weights.flatten()))
+    return total, square
+
+
+def effective_sample_size(parts: Sequence[Weighted], config: WeightConfig, cap: float | None, kept: int) -> float:
+    """(sum w)^2 / (n sum w^2) over kept tokens."""
+    total, square = _sums(parts, config, cap)
     return total * total / (kept * square) if square > 0 else 0.0
+
+
+def solve_mix(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> float:
+    """The largest a in [0, 1] whose weights 1 + a (w - 1) reach the target effective sample size; 0 where none does."""
+    weighed = sum(part.fixed_ones + int(part.tokens.sum()) for part in parts)
+    if not weighed:
+        return 1.0
+    assert config.target_ess is not None
+    total, square = _sums(parts, config, config.high)
+    # tokens whose weight is 0 whatever a count in the size and do not mix
+    return mix_share(total / weighed, square / weighed, config.target_ess * kept / weighed)
+
+
+def mix_share(mean: float, square: float, target: float) -> float:
+    """The size of 1 + a (w - 1) is 1 / (1 + v^2), v the deviation over the mean, which grows with a."""
+    deviation = math.sqrt(max(0.0, square - mean * mean))
+    allowed = math.sqrt(max(0.0, 1.0 / target - 1.0))
+    # deviation a <= allowed (1 + (mean - 1) a)
+    slope = deviation - allowed * (mean - 1.0)
+    return min(1.0, allowed / slope) if slope > 0 else 1.0
 
 
 def solve_cap(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> float:

@@ -13,6 +13,14 @@ PARTS = {  # of the compared tokens, and what they are
     **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
     "fresh": "tokens of the learner's own policy version, in a step that has older ones too: numerics alone",
     "stale": "tokens of older versions: numerics, and what was learned since",
+    "first_turn": "tokens of the first turn of each session (environment.name)",
+    "middle_turns": "tokens of the turns between the first and the last",
+    "last_turn": "tokens of the last turn, where it is not the first",
+    "turn_start": "the first token of each turn, right behind what the engine has read",
+    "turn_end": "the last token of each turn: its stop, where it was not cut",
+    "text": "tokens of sessions that are neither thinking nor a tool call, where there are both kinds",
+    "thinking": "tokens of thinking, its markers included",
+    "tool_call": "tokens of tool calls, their markers included",
 }
 
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -211,6 +219,7 @@ _TABLE = (
             "nats",
         ),
         ("cap", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
+        ("mix", "largest a in [0, 1] of weights 1 + a (w - 1) whose sample size does, with weight.target_by mix"),
         ("weight_bias", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
         ("weight_variance", "var(w A) / n over kept tokens"),
     ),

@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
         ("kept_counts", pa.list_(pa.int32())),  # how many at each token
         ("versions", pa.list_(pa.int32())),  # policy version of each token, where an update came between them
         ("turns", pa.list_(pa.int32())),  # of a session: the turn that each token was sampled in, -1: in none
+        ("kinds", pa.list_(pa.int8())),  # of a session: text, thinking or a tool call, by their places in types.KINDS
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
         ("row", pa.int32()),  # which branch of its session
         ("session", pa.string()),  # what it has come to, and its messages, as JSON
@@ -57,7 +58,8 @@ SCHEMA = pa.schema(
 )
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
-_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts", "versions", "turns", "credit")
+_OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit")  # where there is any
+_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
 AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
@@ -93,7 +95,7 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
     table = {
-        **{name: [getattr(rollout, name) for rollout in rollouts] for name in (*_OF_ROLLOUT, "row", *_ANSWER[3:])},
+        **{name: [getattr(rollout, name) for rollout in rollouts] for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)},
         "session": [None if rollout.session is None else _session_text(rollout.session) for rollout in rollouts],
         **{name: [getattr(one, name) for one in scored] for name in ("reward", "error", "verdict", "text")},
         "prompt_id": [rollout.prompt.id for rollout in rollouts],

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_rl.config.schema import LossConfig
@@ -23,6 +24,7 @@ class Row:
     shifts: Sequence[float]
     weights: Sequence[float]
     turns: Sequence[int] = ()
+    gaps: Sequence[float] = ()  # in probability
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Token:
     selected: bool
     row: Row
     place: int = 0  # among the kept ones of its row
+    sampler: float = 0.0
 
     def shared(self, config: LossConfig) -> float:
         """The log of what is clipped: of this token's sequence, turn or prefix."""
@@ -48,6 +51,17 @@ class Token:
             return self.x + min(part[:-1], default=0.0)
         return sum(part) / (len(part) if config.aggregate == "geometric" else 1)
 
+    def spare(self, config: LossConfig) -> tuple[float, float]:
+        """What its own distance counts, and how far its row has overspent before it."""
+        if config.prefix_budget is None:
+            return 1.0, 0.0
+        sizes, n = [abs(gap) for gap in self.row.gaps], len(self.row.gaps)
+        weights = [config.late_weight + (1 - config.late_weight) * (n - 1 - k) / max(1, n - 1) for k in range(n)]
+        budget = min(max(float(np.quantile(sizes, 0.9)), config.prefix_budget), 2 * config.prefix_budget)
+        before = range(self.place)
+        spent = sum(budget * weights[k] - weights[k] * sizes[k] for k in before)
+        return weights[self.place], min(0.0, spent)
+
     @property
     def x(self) -> float:
         return self.pi - self.anchor
@@ -60,9 +74,15 @@ class Token:
 Pair = tuple[float, float]
 
 
-def surrogate(r: float, advantage: float, config: LossConfig, place: int = 0) -> Pair:
-    grown = (place + 1) ** config.clip_growth
-    low, high = (1 - config.clip_low) ** grown, (1 + config.clip_high) ** grown
+def bounds(token: Token, config: LossConfig) -> Pair:
+    grown = (token.place + 1) ** config.clip_growth
+    lost = max(1.0, math.exp(token.anchor - token.sampler) / token.weight) if config.clip_by_weight else 1.0
+    return (1 - config.clip_low) ** grown, (1 + config.clip_high) ** grown * lost
+
+
+def surrogate(r: float, token: Token, config: LossConfig) -> Pair:
+    advantage, grown = token.advantage, (token.place + 1) ** config.clip_growth
+    low, high = bounds(token, config)
     plain, clipped = -advantage * r, -advantage * min(max(r, low), high)
     value, slope = (plain, -advantage * r) if plain >= clipped else (clipped, 0.0)
     if config.dual_clip is not None and advantage < 0 and value > -(config.dual_clip**grown) * advantage:
@@ -71,13 +91,13 @@ def surrogate(r: float, advantage: float, config: LossConfig, place: int = 0) ->
 
 
 def ppo(token: Token, config: LossConfig) -> Pair:
-    value, slope = surrogate(math.exp(token.shared(config)), token.advantage, config, token.place)
+    value, slope = surrogate(math.exp(token.shared(config)), token, config)
     return value * token.weight, slope * token.weight
 
 
 def gspo(token: Token, config: LossConfig) -> Pair:
     mean = sum(token.row.shifts) / len(token.row.shifts)
-    value, slope = surrogate(math.exp(min(mean, 10.0)), token.advantage, config)
+    value, slope = surrogate(math.exp(min(mean, 10.0)), token, config)
     return value * token.weight, slope * token.weight
 
 
@@ -85,7 +105,8 @@ def cispo(token: Token, config: LossConfig) -> Pair:
     if config.absolute:
         c = min(token.r, config.clip_high)
     else:
-        c = min(max(math.exp(token.shared(config)), 1 - config.clip_low), 1 + config.clip_high)
+        low, high = bounds(token, config)
+        c = min(max(math.exp(token.shared(config)), low), high)
     scale = -c * token.advantage * token.weight
     return scale * token.pi, scale
 
@@ -115,7 +136,11 @@ def gmpo(token: Token, config: LossConfig) -> Pair:
 def dppo(token: Token, config: LossConfig) -> Pair:
     q, p = math.exp(token.pi), math.exp(token.anchor)
     if config.trust_region == "total_variation":
-        inside = q - p <= config.clip_high if token.advantage > 0 else q - p >= -config.clip_low
+        weight, spare = token.spare(config)
+        if token.advantage > 0:
+            inside = weight * (q - p) <= max(config.clip_high + spare, 0.0)
+        else:
+            inside = weight * (q - p) >= min(-config.clip_low - spare, 0.0)
     else:
         kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
         leaving = kl > config.clip_high and q > p if token.advantage > 0 else kl > config.clip_low and q < p
@@ -208,7 +233,8 @@ def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: in
         places = inputs.mask_BT[i].nonzero().flatten().tolist()
         shifts = [float(pi[i, t] - anchor[i, t]) for t in places]
         turns = [0 if inputs.turns_BT is None else int(inputs.turns_BT[i, t]) for t in places]
-        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places], turns)
+        gaps = [math.exp(pi[i, t]) - math.exp(anchor[i, t]) for t in places]
+        row = Row(shifts, [float(inputs.weights_BT[i, t]) for t in places], turns, gaps)
         for place, t in enumerate(places):
             selected = inputs.selected_BT is not None and bool(inputs.selected_BT[i, t])
             token = Token(
@@ -219,6 +245,7 @@ def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: in
                 selected,
                 row,
                 place,
+                float(inputs.sampler_logprobs_BT[i, t]),
             )
             value, slope = FORMULAS[str(config.name)](token, config)
             if config.kl_coef:

@@ -11,10 +11,19 @@ import pytest
 import torch
 
 from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
-from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, mismatch_by_format, pooled
+from megatron_rl.rollout_correction.breakdown import (
+    LABELS,
+    OF_SESSIONS,
+    Slice,
+    breakdowns,
+    mismatch_by_format,
+    mismatch_in_sessions,
+    pooled,
+)
 from megatron_rl.runs.metrics import unknown
-from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.types import Prompt, Rollout, Scored, collate
+from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
+from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn, collate
+from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns
 
 ROWS, COLUMNS = 6, 20
@@ -150,3 +159,90 @@ def test_several_batches_are_pooled_as_one() -> None:
     assert [(part.by, part.label) for part in halves] == [(part.by, part.label) for part in whole]
     for one, other in zip(halves, whole, strict=True):
         assert asdict(one) == pytest.approx(asdict(other))
+
+
+BY_TURN, BY_PLACE = ("first_turn", "middle_turns", "last_turn"), ("turn_start", "turn_end")
+SAMPLED = [[(3, "T"), (5, "C")], [(4, "T"), (7, "CC"), (6, "A")], [(90, "T")], [(4, "T"), (2, "A")]]
+
+
+def sessions() -> list[Scored]:
+    """Rows of (tokens, what they are) by turn, behind two tokens of somebody else's; the last two are one session's."""
+    kinds = {"A": 0, "T": 1, "C": 2}
+    scored = []
+    for row, turns in enumerate(SAMPLED):
+        ids, mask, of_turn, what = [5, 5], [0, 0], [-1, -1], [0, 0]
+        for turn, (count, written) in enumerate(turns, start=row // 3):
+            ids += [7] * count + [5] * 2
+            mask += [1] * count + [0] * 2
+            of_turn += [turn] * count + [-1] * 2
+            what += [kinds[(written * count)[place]] for place in range(count)] + [0] * 2
+        session = Session(turns=tuple(SessionTurn() for _ in turns))
+        rollout = Rollout(
+            Prompt(0, (1,), "", {}), 0, min(row, 2), ids, [-1.0] * len(ids), mask, "stop", 0, turns=of_turn, kinds=what,
+            session=session, row=row // 3,
+        )  # fmt: skip
+        scored.append(Scored(rollout, 1.0))
+    return scored
+
+
+def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tmp_path: Path) -> None:
+    scored = sessions()
+    batch = collate(scored)
+    assert batch.turns_BT is not None and batch.kinds_BT is not None
+    order_BT = torch.full_like(batch.turns_BT, -1)
+    for row, turns in enumerate(SAMPLED):
+        for turn, (count, _) in enumerate(turns, start=row // 3):
+            order_BT[row, batch.turns_BT[row] == turn] = torch.arange(count)
+    last_B = torch.tensor([1, 2, 2, 2])  # of the session: the third row's only turn is followed by those of the fourth
+    last_BT = batch.turns_BT == last_B[:, None]
+    ends_BT = batch.mask_BT & ~torch.nn.functional.pad(batch.mask_BT, (0, 1))[:, 1:]
+    path = tmp_path / "step_1.parquet"
+    for by, label, metric, where_BT in [
+        ("turn", "0", "first_turn", batch.turns_BT == 0),
+        ("turn", "1", "middle_turns", (batch.turns_BT == 1) & ~last_BT),
+        ("turn", "last", "last_turn", last_BT),
+        ("place", "first", "turn_start", order_BT == 0),
+        ("place", "5 to 16", None, (order_BT >= 4) & (order_BT < 16) & ~ends_BT),
+        ("place", "65 on", None, (order_BT >= 64) & ~ends_BT),
+        ("place", "last", "turn_end", ends_BT),
+        ("kind", "text", "text", batch.mask_BT & (batch.kinds_BT == 0)),
+        ("kind", "thinking", "thinking", batch.kinds_BT == 1),
+        ("kind", "tool_call", "tool_call", batch.kinds_BT == 2),
+    ]:
+        assert bool(where_BT.any()), label
+        prox_BT = batch.sampler_logprobs_BT - 0.5 * where_BT
+        write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
+        found = {one.label: one for one in recorded_breakdowns(path) if one.by == by}
+        assert {name for name, one in found.items() if one.abs_diff > 0} == {label}
+        assert found[label].kl == pytest.approx(0.5)
+        assert found[label].tokens == int(where_BT.sum())
+        assert sum(one.tokens for one in found.values()) == int(batch.mask_BT.sum())
+        lines = [" ".join(line.split()) for line in session_table([load_recorded(path)]).splitlines()]
+        (told,) = [line for line in lines if line.startswith(f"{by} ") and "-5.00e-01" in line]
+        assert told.startswith(f"{by} {label} ")
+
+        metrics = mismatch_in_sessions(prox_BT, batch)
+        assert unknown(metrics) == []
+        names = {"turn": BY_TURN, "place": BY_PLACE, "kind": KINDS}[by]
+        off = {name for name in names if metrics.get(f"rollout_corr/{name}/kl")}
+        assert off == ({metric} if metric else set())
+        if metric:
+            assert metrics[f"rollout_corr/{metric}/kl"] == pytest.approx(0.5)
+
+
+def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Path) -> None:
+    alone = [replace(one, rollout=replace(one.rollout, turns=None, kinds=None, session=None)) for one in sessions()]
+    batch, path = collate(alone), tmp_path / "step_1.parquet"
+    assert batch.kinds_BT is None
+    assert mismatch_in_sessions(batch.sampler_logprobs_BT, batch) == mismatch_in_sessions(None, batch) == {}
+    write_rollouts(path, alone, prox_logprobs_BT=batch.sampler_logprobs_BT)
+    assert {one.by for one in recorded_breakdowns(path)} == {"position", "probability", "length", "staleness", "finish"}
+    assert session_table([load_recorded(path)]) == ""
+    one_turn = collate(sessions()[2:3])
+    prox_BT = one_turn.sampler_logprobs_BT
+    assert {name.split("/")[1] for name in mismatch_in_sessions(prox_BT, one_turn)} == {"turn_start", "turn_end"}
+
+
+def test_labels_of_several_batches_keep_their_order() -> None:
+    parts = [Slice(by, label, 1, 0.0, 0.0, 0.0, 1.0) for by in OF_SESSIONS for label in reversed(LABELS[by])]
+    assert [(one.by, one.label) for one in pooled(parts)] == [(by, label) for by in OF_SESSIONS for label in LABELS[by]]

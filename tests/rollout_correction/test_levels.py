@@ -25,6 +25,7 @@ from megatron_rl.rollout_correction import (
     WeightConfig,
     apply_conditional_rules,
     correct,
+    keep_rows,
     rollout_correction,
 )
 from megatron_rl.rollout_correction.turns import Turns
@@ -308,3 +309,34 @@ def test_a_long_turn_is_summed_as_its_row_is() -> None:
     d_BT = 0.05 * torch.randn(2, 50_000, generator=generator)
     found = Turns.of(torch.zeros(2, 50_000, dtype=torch.int64)).sum(d_BT)
     torch.testing.assert_close(found[:, 1:].double(), d_BT.double().sum(dim=1, keepdim=True), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [NonFinite.drop, NonFinite.one, NonFinite.zero])
+@pytest.mark.parametrize("weight", [WeightConfig(), WeightConfig(low=0.9, outside="zero"), *GROUPED], ids=name)
+def test_weights_drawn_to_one_until_enough_samples_count(weight: WeightConfig, policy: NonFinite) -> None:
+    """All by one share, the largest that will do."""
+    prox_BT, mu_BT, mask_BT = example(7, rows=9)
+    mu_BT[0, 0] = float("nan")
+    turns_BT = turns_of(mask_BT)
+    plain = CorrectionConfig(weight=replace(weight, high=3.0), non_finite=policy)
+    free = rollout_correction(prox_BT, mu_BT, mask_BT, plain, turns_BT)
+
+    def size(weights_BT: torch.Tensor) -> float:
+        kept = weights_BT.double()[free.mask_BT]
+        return float(kept.sum() ** 2 / (len(kept) * kept.square().sum()))
+
+    target = 1 - 0.6 * (1 - size(free.weights_BT))
+    mixed = replace(plain, weight=replace(plain.weight, target_ess=target, target_by="mix"))
+    found = rollout_correction(prox_BT, mu_BT, mask_BT, mixed, turns_BT)
+    share = found.metrics["rollout_corr/mix"]
+    assert 0 < share < 1
+    assert size(found.weights_BT) == pytest.approx(target, abs=1e-5)
+    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(target, abs=1e-5)
+    moves_BT = free.mask_BT & (free.weights_BT != 0) | (free.mask_BT & torch.isfinite(mu_BT))
+    expected_BT = torch.where(moves_BT, 1 + share * (free.weights_BT - 1), free.weights_BT)
+    torch.testing.assert_close(found.weights_BT, expected_BT, rtol=1e-5, atol=1e-6)
+    rows_B = torch.arange(len(mask_BT)) > 2
+    fewer = keep_rows(found, rows_B, mixed)
+    torch.testing.assert_close(fewer.weights_BT[rows_B], found.weights_BT[rows_B])
+    easy = replace(mixed, weight=replace(mixed.weight, target_ess=0.5 * target))
+    assert rollout_correction(prox_BT, mu_BT, mask_BT, easy, turns_BT).metrics["rollout_corr/mix"] == 1.0

@@ -658,10 +658,10 @@ def test_rows_that_leave_later_do_not_move_the_solved_cap(level: str) -> None:
     d_BT = torch.tensor([[2.0, 0.0], [0.1, -0.1], [1.5, 0.2], [0.0, 0.1]])
     config = CorrectionConfig(weight=WeightConfig(level=level, high=8.0, target_ess=0.95))
     found = rollout_correction(d_BT, torch.zeros_like(d_BT), torch.ones_like(d_BT), config)
-    assert found.cap == found.metrics["rollout_corr/cap"] < 3.0
+    assert found.solved == found.metrics["rollout_corr/cap"] < 3.0
     fewer = keep_rows(found, torch.tensor([True, False, True, True]), config)
     assert torch.equal(fewer.weights_BT[[0, 2, 3]], found.weights_BT[[0, 2, 3]])
-    assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(found.cap)
+    assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(found.solved)
 
 
 ZEROS_BT, MASK_BT = torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.bool)

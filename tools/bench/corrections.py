@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,12 +60,14 @@ def choices() -> dict[str, CorrectionConfig]:
 
 
 def multiples(batch: tuple[Tensor, Tensor, Tensor], repeats: int) -> dict[str, float]:
-    """The shortest time of each choice, as a multiple of that of `tis`: what others do to a machine only adds."""
+    """The least time of each choice on one core, as a multiple of that of `tis`; waiting for a core does not count."""
+    torch.set_num_threads(1)
     turns_BT = (torch.arange(batch[0].shape[1]) // TURN_COLUMNS).expand_as(batch[0]).contiguous()
     times: dict[str, list[float]] = {name: [] for name in choices()}
     for _ in range(3):
         for name, config in choices().items():
-            times[name] += seconds(lambda: rollout_correction(*batch, config, turns_BT), repeats // 3)  # noqa: B023
+            call = partial(rollout_correction, *batch, config, turns_BT)
+            times[name] += seconds(call, repeats // 3, time.thread_time)
     return {name: round(min(found) / min(times["tis"]), 3) for name, found in times.items()}
 
 
@@ -172,14 +175,14 @@ def keep_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
-def seconds(call: Callable[[], object], repeats: int) -> list[float]:
+def seconds(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Times of repeated calls; the first two fill caches and the allocator's pools and are not counted."""
     found = []
     for turn in range(repeats + 2):
-        start = time.perf_counter()
+        start = clock()
         call()
         if turn >= 2:
-            found.append(time.perf_counter() - start)
+            found.append(clock() - start)
     return found
 
 

@@ -17,6 +17,7 @@ from megatron_rl.rollout_correction import correct, without_stale
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.reports.run_data import readable
 
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -51,7 +52,8 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
     unread = "".join(f"\nnot readable: {problem}" for problem in problems)
-    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{describe(found)}{unread}"
+    told = describe(found) + session_table(recorded) + unread
+    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{told}"
 
 
 def replay(
@@ -60,8 +62,9 @@ def replay(
     """Correction -> its metrics (names without their group), averaged over the steps; the largest weight of all."""
     replayed = {}
     for name, config in corrections.items():
-        if config.anchor == Anchor.sampler:
-            raise ConfigError(f"correction {name}: anchor sampler has its weights only inside the loss; leave it out")
+        if config.anchor != Anchor.prox:
+            way_out = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
+            raise ConfigError(f"correction {name}: {way_out}")
         found = [_metrics(one, config, advantage) for one in recorded]
         replayed[name] = {key: math.fsum(one[key] for one in found) / len(found) for key in found[0]}
         replayed[name]["rollout_is_max"] = max(one["rollout_is_max"] for one in found)

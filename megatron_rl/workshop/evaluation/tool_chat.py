@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ class ToolChat:
     config: Config
     pool: EnvironmentPool
     row: Mapping[str, Any]  # columns that `reset` is given beside the first text
-    show: Callable[[str], None] = partial(print, flush=True)  # what comes before an answer
+    show: Callable[[str], None] = print  # what comes before an answer
     talks = True
 
     def __post_init__(self) -> None:

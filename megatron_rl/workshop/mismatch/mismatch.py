@@ -28,6 +28,7 @@ from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, collate, written
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
+from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
 from megatron_rl.workshop.reports.charts import PALETTE, layout
 
@@ -81,7 +82,8 @@ def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, n
     write_whole(folder / RESULT, json.dumps(result, indent=1) + "\n")
     drawn = figure(result).to_html(include_plotlyjs=True, config={"displayModeBar": False, "responsive": True})
     write_whole(folder / PAGE, str(drawn))
-    return "\n".join(_described(result))
+    steps = [] if wanted.run is None else recorded_steps(RunDir(wanted.run).rollouts)[-1:]
+    return "\n".join(_described(result)) + session_table(load_recorded(path) for _, path in steps)
 
 
 def recorded(wanted: Wanted, room: int) -> list[Rollout]:

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     OptimSection,
     Outside,
     RunSection,
+    TargetBy,
 )
 from megatron_rl.learner import limits
 from megatron_rl.preflight.checks import Checked
@@ -97,7 +98,8 @@ def _correction(correction: CorrectionConfig) -> str:
         return f"no weight{rules}"
     inside = " to ".join(f"{bound:g}" for bound in (weight.low, weight.high) if bound is not None)
     if weight.target_ess is not None:
-        bounds = f", capped for an effective sample size of {weight.target_ess:g}"
+        how = "drawn to 1" if weight.target_by == TargetBy.mix else "capped"
+        bounds = f", {how} for an effective sample size of {weight.target_ess:g}"
     elif weight.outside == Outside.zero:
         where = "above" if weight.low is None else "below" if weight.high is None else "outside"
         bounds = f", 0 {where} {inside}"

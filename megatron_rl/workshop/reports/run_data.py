@@ -16,7 +16,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
 from megatron_rl.runs.metrics_file import Curves, read_lines
-from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
+from megatron_rl.runs.rollout_file import STEP, Recorded, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
 
@@ -169,7 +169,10 @@ def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
 
 def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
     """The breakdowns of one recorded step; none where it holds no learner logprobs."""
-    recorded = load_recorded(path)
+    return breakdowns_of(load_recorded(path), policy_version)
+
+
+def breakdowns_of(recorded: Recorded, policy_version: int | None = None) -> list[Slice]:
     if recorded.prox_logprobs_BT is None:
         return []
     return breakdowns(
@@ -180,6 +183,7 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
         versions_BT=recorded.batch.token_versions_BT,
         policy_version=policy_version,
         formats=[one.rollout.format for one in recorded.scored],
+        sessions=recorded.batch,
     )
 
 

@@ -20,6 +20,9 @@ MISMATCH_CUTS = (
     ("Mismatch by staleness", "staleness", "by how old the weights were that wrote them", "updates behind the policy"),
     ("Mismatch by finish reason", "finish", "by how their response ended", "finish reason"),
     ("Mismatch by weight format", "format", "by the weights that wrote them", "format"),
+    ("Mismatch by turn", "turn", "of sessions, by turn", "turn, counted from 0"),
+    ("Mismatch by place in the turn", "place", "of sessions, by place in their turn", "token of the turn"),
+    ("Mismatch by kind of token", "kind", "of sessions, by what they are part of", "kind"),
 )
 
 

@@ -1,0 +1,153 @@
+"""Corrections of a batch's later updates: weights of the policy as it is, anchors between the sampler and it.
+
+Shape legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_cases import BYPASS, batch_of, rows_of
+from loss_oracle import expected
+from test_loss import example
+
+from megatron_rl.config.correction_rules import check_objective
+from megatron_rl.config.schema import AdvantageConfig, LossConfig, LossName
+from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
+from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, staleness
+
+RULE = RejectRule(level="token", stat="ratio", high=1.3)
+BETWEEN = replace(BYPASS, anchor="interpolated", weight=WeightConfig(high=1.2))
+
+
+def gradient(inputs: LossInputs, loss: LossConfig, correction: CorrectionConfig | None) -> torch.Tensor:
+    totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, 7)
+    value, _ = policy_loss(inputs, loss, totals, correction)
+    (found,) = torch.autograd.grad(value, inputs.logprobs_BT)
+    return found
+
+
+@pytest.mark.parametrize("loss", [LossConfig(), LossConfig(name="reinforce"), LossConfig(name="gspo", clip_high=0.01)])
+def test_the_weight_of_the_current_policy(loss: LossConfig) -> None:
+    """What rules have rejected stays as it was before the first update."""
+    inputs = example(1)
+    rho_BT = (inputs.logprobs_BT.detach() - inputs.sampler_logprobs_BT).exp()
+    correction = CorrectionConfig(weight=WeightConfig(low=0.8, high=1.1, current=True), reject=[RULE])
+    found = gradient(inputs, loss, correction)
+    weighed = replace(inputs, weights_BT=rho_BT.clamp(0.8, 1.1) * inputs.mask_BT)
+    reduction = "seq_mean_token_mean" if loss.name == "gspo" else "token_mean"
+    torch.testing.assert_close(found, expected(weighed, loss, reduction, 7)[1], rtol=1e-5, atol=1e-7)
+    assert (found - gradient(inputs, loss, None)).abs().max() > 1e-4
+
+
+def test_of_one_update_it_is_the_proximal_weight() -> None:
+    inputs = replace(example(2), anchor_logprobs_BT=None)
+    plain = CorrectionConfig(weight=WeightConfig(high=1.1))
+    current = replace(plain, weight=replace(plain.weight, current=True))
+    assert torch.equal(gradient(inputs, LossConfig(), plain), gradient(inputs, LossConfig(), current))
+
+
+def stale(seed: int, age: float | None = None) -> LossInputs:
+    """Inputs as a run without a prox pass has them: the sampler's logprobs are the anchor's."""
+    inputs = example(seed)
+    random = torch.Generator().manual_seed(seed)
+    ages_BT = torch.randint(0, 5, inputs.mask_BT.shape, generator=random).float()
+    ages_BT = ages_BT if age is None else torch.full_like(ages_BT, age)
+    weights_BT = inputs.mask_BT.double()
+    return replace(inputs, anchor_logprobs_BT=inputs.sampler_logprobs_BT, weights_BT=weights_BT, staleness_BT=ages_BT)
+
+
+@pytest.mark.parametrize("loss", [LossConfig(clip_low=0.05, clip_high=0.05), LossConfig(name="cispo", clip_high=0.02)])
+def test_the_anchor_lies_between_sampler_and_policy(loss: LossConfig) -> None:
+    inputs = stale(3)
+    mu_BT, pi_BT = inputs.sampler_logprobs_BT, inputs.logprobs_BT.detach()
+    anchor_BT = mu_BT + inputs.staleness_BT / (inputs.staleness_BT + 1) * (pi_BT - mu_BT)
+    weights_BT = (anchor_BT - mu_BT).exp().clamp(max=1.2) * inputs.mask_BT
+    known = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=weights_BT)
+    found = gradient(inputs, loss, BETWEEN)
+    torch.testing.assert_close(found, expected(known, loss, "token_mean", 7)[1], rtol=1e-5, atol=1e-7)
+    halves = [rows_of(inputs, slice(0, 4)), rows_of(inputs, slice(4, 8))]
+    totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, 7)
+    parts = [policy_loss(half, loss, totals, BETWEEN) for half in halves]
+    whole = policy_loss(inputs, loss, totals, BETWEEN)
+    assert float(sum(part[0].detach() for part in parts)) == pytest.approx(float(whole[0].detach()))
+    for name in ("rollout_corr/kl", "loss/ratio_mean"):
+        assert float(sum(part[1][name] for part in parts)) == pytest.approx(float(whole[1][name])), name
+
+
+def test_of_fresh_tokens_it_is_the_sampler_and_of_old_ones_the_policy() -> None:
+    loss, fresh, old = LossConfig(clip_low=0.05, clip_high=0.05), stale(4, 0.0), stale(4, 1e9)
+    torch.testing.assert_close(gradient(fresh, loss, BETWEEN), gradient(fresh, loss, BYPASS))
+    weights_BT = (old.logprobs_BT.detach() - old.sampler_logprobs_BT).exp().clamp(max=1.2) * old.mask_BT
+    itself = replace(old, anchor_logprobs_BT=old.logprobs_BT.detach(), weights_BT=weights_BT)
+    torch.testing.assert_close(gradient(old, loss, BETWEEN), gradient(itself, loss, None), rtol=1e-5, atol=1e-7)
+    # what is logged is the mismatch with the policy, however much of it the anchor has taken over
+    logged = [float(policy_loss(fresh, loss, None, one)[1]["rollout_corr/kl"]) for one in (BETWEEN, BYPASS)]
+    assert logged[0] == logged[1] != 0.0
+
+
+def test_a_token_without_a_logprob_and_one_without_an_age() -> None:
+    inputs = stale(5)
+    inputs.sampler_logprobs_BT[0, 0] = math.nan
+    assert torch.isfinite(gradient(inputs, LossConfig(), BETWEEN)).all()
+    assert gradient(inputs, LossConfig(), BETWEEN)[0, 0] == 0.0
+    with pytest.raises(ValueError, match="interpolated, which needs each token's staleness"):
+        policy_loss(replace(inputs, staleness_BT=None), LossConfig(), None, BETWEEN)
+
+
+def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:
+    batch = batch_of(torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3), versions_B=torch.tensor([5, 7]))
+    batch = replace(batch, versions_BT=torch.tensor([[5, 6, 7], [7, 7, 8]]))
+    found_BT = staleness(batch, BETWEEN, 7)
+    assert found_BT is not None and found_BT.tolist() == [[2, 1, 0], [0, 0, 0]]
+    assert staleness(batch, BYPASS, 7) is None
+
+
+REFUSED = [
+    (replace(BETWEEN, rebaseline=True), LossConfig(), "rebaseline is true: it needs the global batch"),
+    (replace(BETWEEN, weight=WeightConfig(current=True)), LossConfig(), "weight.current is true: it needs the global"),
+    (BETWEEN, LossConfig(name="kl_cov"), "loss.name is kl_cov: it selects tokens by the proximal logprobs"),
+    (BETWEEN, LossConfig(name="vespo"), "loss.name is vespo: its ratio is pi over the sampler"),
+    (
+        CorrectionConfig(weight=WeightConfig(current=True, normalize=True)),
+        LossConfig(),
+        "current is true: correction.weight.normalize is solved before the first update",
+    ),
+    (
+        CorrectionConfig(weight=WeightConfig(level="none", current=True)),
+        LossConfig(),
+        "current is true: correction.weight.level is none",
+    ),
+    (CorrectionConfig(weight=WeightConfig(target_by="mix")), LossConfig(), "target_by is mix: .*target_ess is null"),
+    (
+        CorrectionConfig(weight=WeightConfig(high=None)),
+        LossConfig(clip_by_weight=True),
+        "clip_by_weight is true: it makes up for what a cap takes",
+    ),
+    (CorrectionConfig(), LossConfig(name="dppo", clip_by_weight=True), "only ppo, gspo, cispo, .* have it"),
+    (CorrectionConfig(), LossConfig(prefix_budget=0.1), "prefix_budget is 0.1: only dppo have it; leave it at null"),
+    (CorrectionConfig(), LossConfig(name="dppo", late_weight=0.8), "late_weight is 0.8: it weighs what loss.prefix"),
+    (
+        CorrectionConfig(),
+        LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1),
+        "prefix_budget is 0.1: it is of distances in probability",
+    ),
+]
+
+
+@pytest.mark.parametrize(("correction", "loss", "words"), REFUSED)
+def test_what_does_not_go_together(correction: CorrectionConfig, loss: LossConfig, words: str) -> None:
+    found = check_objective(correction, loss, AdvantageConfig())
+    assert len(found) == 1, found
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(found[0])
+
+
+def test_what_does() -> None:
+    for name in (LossName.ppo, LossName.cispo, LossName.reinforce):
+        assert not check_objective(BETWEEN, LossConfig(name=name), AdvantageConfig())
+    both = CorrectionConfig(weight=WeightConfig(target_ess=0.9, target_by="mix", outside="zero", low=0.5))
+    assert not check_objective(both, LossConfig(clip_by_weight=True), AdvantageConfig())
