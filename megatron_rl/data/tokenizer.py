@@ -99,6 +99,14 @@ class FolderTokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
 
+def without_stops(token_ids: Sequence[int], stops: Sequence[int]) -> list[int]:
+    """An answer's tokens, less the stop that it ends with."""
+    end = len(token_ids)
+    while end and token_ids[end - 1] in stops:
+        end -= 1
+    return list(token_ids[:end])
+
+
 def has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True

@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.tokenizer import without_stops
+
 
 class ToolCallParser:
     """Of one model folder, whose tokenizer is read when it is first needed."""
@@ -21,10 +23,8 @@ class ToolCallParser:
 
         Text in which no call can be read is all content.
         """
-        while token_ids and token_ids[-1] in stop_token_ids:
-            token_ids = token_ids[:-1]
         tool_parser, request = self._parser(parser, schemas)
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        text = self._tokenizer.decode(without_stops(token_ids, stop_token_ids), skip_special_tokens=False)
         try:
             found = tool_parser.extract_tool_calls(text, request)
             calls = [{"name": one.function.name, "arguments": one.function.arguments} for one in found.tool_calls]

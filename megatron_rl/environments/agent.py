@@ -21,6 +21,7 @@ import uvicorn
 from megatron_rl.environments.environment import as_messages
 from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.environments.session import ContextFull, Policy, Rules, read_arguments
+from megatron_rl.environments.templates import refuses
 from megatron_rl.types import SessionTurn
 
 LARGEST_BODY = 32 << 20
@@ -159,26 +160,24 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError, KeyError) as error:
         raise Refused(400, f"messages: {str(error)[:300]}") from None
     try:
-        completion, message = await policy.answer(messages, tools, most)
+        answered = await policy.answer(messages, tools, most)
     except ContextFull:
         policy.transcript.end = "length"
         raise Refused(
             400, "the conversation has reached rollout.max_context_tokens", "context_length_exceeded"
         ) from None
     except Exception as error:
-        if not (isinstance(error, TypeError | ValueError | KeyError) or type(error).__module__.startswith("jinja2")):
+        if not refuses(error):
             raise
         raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
-    transcript = policy.transcript
-    calls = message.get("tool_calls", [])
-    transcript.turns.append(
-        SessionTurn(tokens=len(completion.token_ids), finish_reason=completion.finish_reason, tool_calls=len(calls))
-    )
+    completion, message, turns = answered.completion, answered.message, policy.transcript.turns
+    calls, count = message.get("tool_calls", []), len(completion.token_ids)
+    turns.extend([SessionTurn(finish_reason="abort")] * (answered.number + 1 - len(turns)))  # others are still asked
+    turns[answered.number] = SessionTurn(tokens=count, finish_reason=completion.finish_reason, tool_calls=len(calls))
     said: dict[str, Any] = {"role": "assistant", "content": message["content"]}
     if calls:
         said["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
     reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-    used = len(transcript.conversation.turns[-1].tokens)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
@@ -186,9 +185,9 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         "model": MODEL,
         "choices": [{"index": 0, "message": said, "finish_reason": reason, "logprobs": None}],
         "usage": {
-            "prompt_tokens": used,
-            "completion_tokens": len(completion.token_ids),
-            "total_tokens": used + len(completion.token_ids),
+            "prompt_tokens": answered.asked,
+            "completion_tokens": count,
+            "total_tokens": answered.asked + count,
         },
     }
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from megatron_rl.data.tokenizer import without_stops
 from megatron_rl.environments.environment import Message
 from megatron_rl.sampler.engine import Completion
 from megatron_rl.types import TEXT
@@ -201,9 +202,7 @@ class Conversation:
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
         """The last of the turn's sampled tokens whose text this is."""
         assert turn.sampled is not None
-        ids = list(turn.sampled.token_ids)
-        if ids and ids[-1] in self.tokenizer.stop_token_ids:
-            ids.pop()
+        ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
         low, high = 0, len(ids)
         while low < high:  # texts of shorter ends are shorter
             middle = (low + high) // 2

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_rl.config.schema import EnvironmentSection
-from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
 from megatron_rl.environments.kinds import TokenKinds
-from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.sampler.engine import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
@@ -31,6 +30,12 @@ class Asks(Protocol):
     async def ask(
         self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
     ) -> tuple[Completion, str]: ...
+
+
+class AnswersRequests(Protocol):
+    """What a session needs of the environment: pool.EnvironmentProcess is one."""
+
+    async def ask(self, what: dict[str, Any], seconds: float) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,16 @@ class Transcript:
         return json.dumps(leaves[-1].messages, ensure_ascii=False) if leaves else "[]"
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A turn of the policy's."""
+
+    number: int
+    asked: int  # tokens of its request
+    completion: Completion
+    message: dict[str, Any]  # what the answer is in the conversation
+
+
 class ContextFull(Exception):
     """The conversation has used the tokens that it may have."""
 
@@ -81,8 +96,8 @@ class Policy:
 
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int | None = None
-    ) -> tuple[Completion, dict[str, Any]]:
-        """The policy's answer, and the message that it is; ContextFull where there is no room for one."""
+    ) -> Answered:
+        """The policy's answer; ContextFull where there is no room for one."""
         transcript, rules = self.transcript, self._rules
         turn = transcript.conversation.request(messages, tools)
         tokens = turn.tokens
@@ -98,13 +113,11 @@ class Policy:
         message = self._message(turn, completion)
         transcript.conversation.answered(turn, completion, message)
         (transcript.answer,) = self._tokenizer.decode([completion.token_ids])
-        return completion, message
+        return Answered(turn.number, len(tokens), completion, message)
 
     def _message(self, turn: Turn, completion: Completion) -> dict[str, Any]:
         if completion.content is None:
-            ids = list(completion.token_ids)
-            while ids and ids[-1] in self._tokenizer.stop_token_ids:
-                ids.pop()
+            ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
             return {"role": "assistant", "content": self._tokenizer.decode_all(ids)}
         message: dict[str, Any] = {"role": "assistant", "content": completion.content}
         if completion.calls:
@@ -129,30 +142,30 @@ def read_arguments(text: str) -> Any:
 
 
 class EnvironmentSession:
-    """Plays one conversation with an environment."""
+    """One conversation with an environment: played to its end, or step by step by whoever has the user's turns."""
 
-    def __init__(self, policy: Policy, process: EnvironmentProcess, rules: Rules, tokenizer: FolderTokenizer) -> None:
+    def __init__(self, policy: Policy, process: AnswersRequests, rules: Rules, tokenizer: FolderTokenizer) -> None:
         self._policy, self._process, self._rules, self._tokenizer = policy, process, rules, tokenizer
         self._limit_s = rules.section.tool_timeout_s
+        self.messages: list[dict[str, Any]] = []
+        self._tools: Sequence[Any] = ()
 
     async def play(self, row: Mapping[str, Any]) -> None:
         transcript = self._policy.transcript
-        begun = await self._process.ask({"do": "reset", "row": dict(row)}, self._limit_s)
-        messages, tools = list(begun["messages"]), begun["tools"]
-        if self._rules.system is not None and not any(one["role"] == "system" for one in messages):
-            messages.insert(0, {"role": "system", "content": self._rules.system})
-        for number in range(self._rules.section.turns):
+        await self.begin(row)
+        for _ in range(self._rules.section.turns):
             try:
-                completion, message = await self._policy.answer(messages, tools)
+                answered = await self.answer()
             except ContextFull:
                 transcript.end = "length"
                 break
-            step, more = await self._follow(number, completion, message, tools)
+            step, more = await self._follow(answered)
             transcript.turns.append(step)
-            if completion.finish_reason == "length" or more is None:
-                transcript.end = "length" if completion.finish_reason == "length" else "done"
+            cut = answered.completion.finish_reason == "length"
+            if cut or more is None:
+                transcript.end = "length" if cut else "done"
                 break
-            messages = [*messages, message, *(self._cut(one) for one in more)]
+            self.add(more)
         else:
             transcript.end = "turns"
         last = await self._process.ask({"do": "close"}, self._limit_s)
@@ -161,30 +174,53 @@ class EnvironmentSession:
         rewards = [one.reward for one in transcript.turns if one.reward is not None]
         transcript.reward = sum(rewards) if rewards else None
 
-    async def _follow(
-        self, number: int, completion: Completion, message: dict[str, Any], tools: Sequence[Any]
-    ) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
-        """What follows an answer: what the turn came to, and the messages added; None: the session is over."""
-        transcript = self._policy.transcript
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """The first messages, and the tools."""
+        begun = await self._process.ask({"do": "reset", "row": dict(row)}, self._limit_s)
+        self.messages, self._tools = list(begun["messages"]), begun["tools"]
+        if self._rules.system is not None and not any(one["role"] == "system" for one in self.messages):
+            self.messages.insert(0, {"role": "system", "content": self._rules.system})
+
+    async def answer(self) -> Answered:
+        """What the policy says next; see Policy.answer."""
+        answered = await self._policy.answer(self.messages, self._tools)
+        self.messages.append(answered.message)
+        return answered
+
+    def add(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Say these to the policy: they are returned as it will read them."""
+        added = [self._cut(dict(one)) for one in messages]
+        self.messages += added
+        return added
+
+    async def called(self, answered: Answered) -> list[dict[str, Any]]:
+        """Make the calls of an answer: the messages that answer them. Nothing: it has made none."""
+        message, mark = answered.message, MARKS.get(self._rules.parser or "")
+        if not self._tools:
+            return []
+        if calls := message.get("tool_calls"):
+            return [await self._called(place, call) for place, call in enumerate(calls)]
+        if mark and mark in message["content"] and answered.completion.finish_reason != "length":
+            self._policy.transcript.counts["calls_unread"] += 1
+            return [{"role": "tool", "content": "error: the tool call could not be read"}]
+        return []
+
+    async def _follow(self, answered: Answered) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
+        """What follows an answer: what the turn came to, and the messages to add; None: the session is over."""
+        transcript, completion, begun = self._policy.transcript, answered.completion, time.perf_counter()
         about: dict[str, Any] = {"tokens": len(completion.token_ids), "finish_reason": completion.finish_reason}
-        calls, begun = message.get("tool_calls", []), time.perf_counter()
-        if calls and tools:
-            answers = [await self._called(place, call) for place, call in enumerate(calls)]
-            seconds = time.perf_counter() - begun
-            return SessionTurn(tool_calls=len(calls), tool_seconds=seconds, **about), answers
-        mark = MARKS.get(self._rules.parser or "")
-        if tools and mark and mark in message["content"] and completion.finish_reason != "length":
-            transcript.counts["calls_unread"] += 1
-            return SessionTurn(**about), [{"role": "tool", "content": "error: the tool call could not be read"}]
+        if more := await self.called(answered):
+            calls = len(answered.message.get("tool_calls", []))
+            return SessionTurn(tool_calls=calls, tool_seconds=time.perf_counter() - begun, **about), more
         answer = {
-            "text": transcript.answer, "content": message["content"], "turn": number,
+            "text": transcript.answer, "content": answered.message["content"], "turn": answered.number,
             "finish_reason": completion.finish_reason, "token_ids": list(completion.token_ids),
         }  # fmt: skip
         step = await self._process.ask({"do": "step", "answer": answer}, self._limit_s)
         transcript.numbers |= step["numbers"]
         about |= {"reward": step["reward"], "advantage": step["advantage"]}
-        more = None if step["done"] else step["messages"]
-        return SessionTurn(tool_seconds=time.perf_counter() - begun, **about), more
+        after = None if step["done"] else step["messages"]
+        return SessionTurn(tool_seconds=time.perf_counter() - begun, **about), after
 
     async def _called(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
         """The message that answers a tool call."""

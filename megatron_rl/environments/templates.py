@@ -75,6 +75,11 @@ def problems(
         )
 
 
+def refuses(error: Exception) -> bool:
+    """Whether a chat template may have raised this, about messages that it does not take."""
+    return isinstance(error, TypeError | ValueError | KeyError) or type(error).__module__.startswith("jinja2")
+
+
 def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, Any]) -> str:
     """For the dry run: how conversations grow."""
     if section.history == "append":

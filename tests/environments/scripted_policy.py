@@ -30,6 +30,7 @@ class ScriptedPolicy:
         self.open = self.most = 0
         self.version = self.policy_version = 0
         self.pause_s = 0.0
+        self.backwards = 0  # so many requests are answered last first
 
     def turns(self, params: SamplingParams, *, patient: bool) -> ScriptedPolicy:
         return self
@@ -41,10 +42,14 @@ class ScriptedPolicy:
         self.open += 1
         self.most = max(self.most, self.open)
         await asyncio.sleep(self.pause_s)
+        place = self.open
+        while self.backwards and (len(self.asked) < self.backwards or self.open > place):
+            await asyncio.sleep(0.01)
         self.open -= 1
         text = self.says(self.tokenizer.decode_all(tokens), seed)
         ids = [*self.tokenizer.encode(text), self.tokenizer.stop_token_ids[0]]
         cut = ids[:max_tokens]
+        text = text if cut == ids else self.tokenizer.decode_all(cut)
         made = completion(cut, [(self.version, len(cut))], "stop" if len(cut) == len(ids) else "length")
         if tools is None:
             return made, "int8"

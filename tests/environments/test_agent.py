@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from environments.chats import TOOLS
 from environments.scripted_policy import HERE, Played, call
+from helpers import wait_for
 
 from megatron_rl.environments.session import Policy
+from megatron_rl.processes.threads import in_thread
 
 
 def counting(text: str, seed: int) -> str:
@@ -107,3 +109,18 @@ def test_tool_calls_go_out_and_come_back(asked: Asked) -> None:
     assert sorted(set(row.turns)) == [-1, 0, 1]
     assert asked(None, path="models")[0] == 200
     assert asked(HELLO, path="embeddings")[0] == 404
+
+
+def test_requests_beside_each_other_have_usages_and_turns_of_their_own(asked: Asked) -> None:
+    asked.played.policy.backwards = 2
+    longer = {"messages": [{"role": "user", "content": "Hm? " * 9}], "max_tokens": 1}
+    first = in_thread("first", lambda: asked(longer))
+    wait_for(lambda: asked.played.policy.asked)
+    _, second = asked(HELLO)
+    tokens = [len(ids) for ids, _, _ in asked.played.policy.asked]
+    for (_, reply), length, answer in ((first.result(60), tokens[0], 1), ((200, second), tokens[1], 3)):
+        usage = {"prompt_tokens": length, "completion_tokens": answer, "total_tokens": length + answer}
+        assert reply["usage"] == usage
+    assert tokens[0] > tokens[1]
+    written = asked.policy.transcript.turns
+    assert [(one.tokens, one.finish_reason) for one in written] == [(1, "length"), (3, "stop")], "as they were asked"

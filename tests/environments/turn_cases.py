@@ -62,7 +62,8 @@ async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
         policy = Policy(asking, tokenizer, rules, lambda turn: 100 * number + turn, str(number))
         messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 12 + 30? " + "it is not " * number}]
         for _ in range(TURNS):
-            completion, said = await policy.answer(messages, ())
+            answered = await policy.answer(messages, ())
+            completion, said = answered.completion, answered.message
             policy.transcript.turns.append(SessionTurn(len(completion.token_ids), completion.finish_reason))
             said["content"] += "!" * (number == REWRITES)
             messages = [*messages, said, {"role": "user", "content": "Not yet. Again."}]

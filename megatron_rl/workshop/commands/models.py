@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.commands import rewards_beside
+from megatron_rl.config import ConfigError, load, recorded_config
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
@@ -22,8 +24,8 @@ def note(line: str) -> None:
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="a run, one of its checkpoints, a torch_dist checkpoint or a "
-        "Hugging Face folder",
+        "model", type=Path, metavar="MODEL", help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
+        "Face folder, or a recipe, for the model that it begins with",
     )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval.samples=8 data.template={}")
     parser.add_argument(
@@ -41,12 +43,16 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
     from megatron_rl.weight_sync.manifest import WeightSyncError
     from megatron_rl.workshop.evaluation.stored_model import find, run_of, settings
 
-    run = run_of(options.model)
-    stored = find(options.model, recorded_config(run / "config.yaml") if run else None, options.hf)
+    path, run, recipe = options.model, run_of(options.model), None
+    if path.suffix == ".yaml":
+        rewards_beside(path)
+        recipe = load(path, options.overrides)
+        path = Path(recipe.model.path)
+    stored = find(path, recorded_config(run / "config.yaml") if run else recipe, options.hf)
     if stored.note:
         note(f"note: {stored.note}")
     try:
-        yield settings(run, stored, options.format, [*without, *options.overrides]), stored
+        yield settings(run, stored, options.format, [*without, *options.overrides], recipe), stored
     except (CheckpointError, RewardsHang, SamplerError, WeightSyncError) as error:
         raise ConfigError(str(error)) from None
 
@@ -79,18 +85,26 @@ def _eval(options: argparse.Namespace) -> int:
 UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
 
 
+def _row(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"answer": "42"}}')
+
+
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
     model_arguments(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this once; without it, standard input is asked")
+    parser.add_argument("--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset")
     parser.set_defaults(run=_chat)
 
 
 def _chat(options: argparse.Namespace) -> int:
     with opened(options, *UNUSED) as (config, stored):
         from megatron_rl.preflight.checks import check_alone
-        from megatron_rl.workshop.evaluation.chat import Chat, TooLong
-        from megatron_rl.workshop.evaluation.stored_model import served
+        from megatron_rl.workshop.evaluation.chat import Unanswered
+        from megatron_rl.workshop.evaluation.tool_chat import begun
 
         once = options.prompt
         if once is None and not sys.stdin.isatty():
@@ -98,12 +112,11 @@ def _chat(options: argparse.Namespace) -> int:
         if once == "":
             raise ConfigError("-p: nothing to answer; give a text")
         check_alone(config, stored.weights)
-        with served(config, stored, note) as sampler:
-            chat = Chat.with_model(sampler, stored, config)
+        with begun(config, stored, options.row, note) as chat:
             if once is not None:
                 try:
                     print(chat.answer(once))
-                except TooLong as error:
+                except Unanswered as error:
                     raise ConfigError(f"-p: {error}") from None
                 return 0
             _talk(chat)
@@ -111,7 +124,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _talk(chat: Any) -> None:
-    from megatron_rl.workshop.evaluation.chat import TooLong
+    from megatron_rl.workshop.evaluation.chat import Unanswered
 
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited
@@ -126,7 +139,7 @@ def _talk(chat: Any) -> None:
         if text.strip():
             try:
                 print(chat.answer(text))
-            except TooLong as error:
+            except Unanswered as error:
                 print(f"error: {error}")
 
 

@@ -12,8 +12,19 @@ from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.workshop.evaluation.stored_model import StoredModel
 
 
-class TooLong(ValueError):
-    """More tokens than the engine has room for; the message says how many."""
+class Unanswered(ValueError):
+    """Why a text has no answer, such as its length; the next one may have."""
+
+
+def sampling(config: Config, tokenizer: FolderTokenizer) -> SamplingParams:
+    section = config.eval
+    return SamplingParams(
+        samples=1,
+        max_tokens=longest_answer(config.rollout, section),
+        temperature=section.temperature or 0.0,
+        top_p=section.top_p,
+        stop_token_ids=tokenizer.stop_token_ids,
+    )
 
 
 @dataclass
@@ -38,18 +49,13 @@ class Chat:
             if not self.talks or len(self.messages) == 1:
                 self.messages.pop()
                 most = self.config.rollout.max_prompt_tokens
-                raise TooLong(f"this has {len(ids)} tokens, the engine takes {most}: raise rollout.max_prompt_tokens")
+                raise Unanswered(
+                    f"this has {len(ids)} tokens, the engine takes {most}: raise rollout.max_prompt_tokens"
+                )
             del self.messages[:2]
-        sampling = self.config.eval
-        params = SamplingParams(
-            samples=1,
-            max_tokens=longest_answer(self.config.rollout, sampling),
-            temperature=sampling.temperature or 0.0,
-            top_p=sampling.top_p,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-        )
         self.turns += 1
         prompt = Prompt(self.turns, tuple(ids), text, {})
+        params = sampling(self.config, self.tokenizer)
         (rollout,) = self.sampler.generate([prompt], params, seed=self.turns, first_group=0, step=0)
         (said,) = self.tokenizer.decode([rollout.token_ids])
         self.messages.append({"role": "assistant", "content": said})

@@ -6,7 +6,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +147,12 @@ ALONE = (
 )  # fmt: skip
 
 
-def settings(run: Path | None, stored: StoredModel, format: str, overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration, or the defaults, as far as they say how to sample and to score."""
-    base: dict[str, Any] = recorded(RunDir(run).config) if run else {"rollout": _lengths(stored.folder)}
+def settings(
+    run: Path | None, stored: StoredModel, format: str, overrides: Sequence[str] = (), recipe: Config | None = None
+) -> Config:
+    """Configuration of the run, or the recipe, or the defaults, as far as it says how to sample and to score."""
+    base: dict[str, Any] = asdict(recipe) if recipe else {"rollout": _lengths(stored.folder)}
+    base = recorded(RunDir(run).config) if run else base
     for unused in ("correction", "advantage", "loss", "learner", "optim"):
         base.pop(unused, None)
     named = [f"model.path={stored.folder}", f"quantization.format={FORMATS[format].value}"]

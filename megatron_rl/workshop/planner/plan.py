@@ -16,7 +16,7 @@ from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.engine_memory import GIB, utilization
 from megatron_rl.workshop.planner.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
-from megatron_rl.workshop.planner.time import StepTime, faster, step_time
+from megatron_rl.workshop.planner.time import StepTime, faster, keeps_prefixes, step_time
 from megatron_rl.workshop.planner.workload import Assumptions, Workload, probe_pack
 
 SHARE_KEY = "sampler.vllm.gpu_memory_utilization"
@@ -30,6 +30,7 @@ class Cache:
     at_limits: int  # sequences, all at their longest
     at_mean: int
     wanted: int  # sampler.vllm.max_num_seqs
+    open: int  # tokens that what is open at once has come to, on average
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,14 @@ def plan_case(case: Case) -> Plan:
     count = parameters(case.model.shape)
     kept = PARAMETER[config.learner.precision] * count
     host = {} if case.host else of_first_node(case, kept)
-    tokens = case.engine.tokens
+    tokens, held = case.engine.tokens, work.held(found.engines)
     return Plan(
         parameters=count,
         machine=machine,
         layout=case.model.layout,
         roles=found,
         memory=tuple(memory),
-        cache=Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler)),
+        cache=Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler), held),
         work=work,
         packs=case.packs,
         time=time,
@@ -161,6 +162,13 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
     wanted = min(max_sequences(case.config.sampler), -(-work.sequences // case.roles.engines))
     if machine.gib and engine.tokens / work.length < wanted / 2:
         yield f"the cache holds {int(engine.tokens / work.length)} of {wanted} sequences at the mean: the others wait"
+    held = work.held(case.roles.engines)
+    if machine.gib and work.sessions and keeps_prefixes(case.config.sampler) and engine.tokens < held:
+        fitting = max(int(engine.tokens / work.halfway), 1) * case.roles.engines
+        yield (
+            f"open sessions come to {held:,} tokens of an engine's {engine.tokens:,}: prefixes are lost while tools "
+            f"work, and prefilled again; environment.sessions={fitting} fits"
+        )
     tight = "tight, a longer answer or another library may be too much"
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
 

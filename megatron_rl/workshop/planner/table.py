@@ -19,7 +19,6 @@ from megatron_rl.workshop.planner.engine_memory import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
 from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime, keeps_prefixes
-from megatron_rl.workshop.planner.workload import Workload
 
 OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
 
@@ -49,20 +48,31 @@ def _who(config: Config, plan: Plan) -> Iterator[str]:
         f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; {work.updates} update(s) of "
         f"{plan.packs} micro-batch(es) on each replica"
     )
-    if config.environment.name is not None:
-        yield from _sessions(config, work)
+    if work.sessions:
+        yield from _sessions(config, plan)
 
 
-def _sessions(config: Config, work: Workload) -> Iterator[str]:
-    kept = keeps_prefixes(config.sampler)
+def _sessions(config: Config, plan: Plan) -> Iterator[str]:
+    work, time, kept = plan.work, plan.time, keeps_prefixes(config.sampler)
     yield (
         f"sessions  about {work.turns:g} turns, {work.sampled:,.0f} tokens sampled and {work.read:,.0f} read behind a "
-        f"prompt of {work.prompt:,.0f}; {config.environment.sessions} open at once (environment.sessions)"
+        f"prompt of {work.prompt:,.0f}; {work.open} open at once (environment.sessions)"
     )
     yield (
         f"          an engine prefills {work.prefilled(kept):,.0f} of them for each, "
         f"{work.prefilled(not kept):,.0f} {'without' if kept else 'with'} sampler.vllm.enable_prefix_caching"
+        + (f", which would take {duration(time.cold)} {'more' if kept else 'less'}" if time else "")
     )
+    if time:
+        worked, waiting = work.sequences * (work.turns - 1) * plan.assumed.tool_s, time.in_tools * work.halfway
+        yield (
+            f"          tools work {duration(worked)} in a step, all sessions together, and a rollout waits "
+            f"{duration(time.tools)} for them; {time.in_tools:,.0f} of an engine's {work.open_of(plan.roles.engines)}"
+        )
+        yield (
+            f"          open sessions are at a tool and keep {waiting:,.0f} tokens of its cache meanwhile, all of them "
+            f"{plan.cache.open:,}"
+        )
 
 
 def _memory(memory: Memory) -> list[str]:
@@ -140,7 +150,7 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"tokens than in BF16, and 2 bytes more for each weight; it pays above {FP8_PAYS / 1e6:.2f} M tokens a step"
     )
     known = vars(plan.assumed)
-    if config.environment.name is None:
+    if not plan.work.sessions:
         known = {name: value for name, value in known.items() if name not in OF_SESSIONS}
     yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in known.items())
 

@@ -25,19 +25,34 @@ FASTER = 0.9  # of the rollout's time: less of a gain is not worth a word
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds. Phases follow one another; with `ahead`, rollouts are made while the learner works."""
+class Learning:
+    """The learner's part of `StepTime`."""
 
-    rollout: float
     prox: float
     update: float
-    sync: float
-    save: float
-    decode_s: float  # of rollout: one token of every sequence that is decoded together
-    decoded: int  # sequences that an engine decodes together
     bubble: float  # share of an update that pipeline stages wait
     talking: float  # share of an update that ranks spend in collectives
     fp8_s: float  # what an FP8 learner takes less than a BF16 one; negative: more
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The engines' part of `StepTime`."""
+
+    rollout: float
+    decode_s: float  # of rollout: one token of every sequence that is decoded together
+    decoded: int  # sequences that an engine decodes together
+    tools: float  # of rollout: tools work, and engines have nothing else to do
+    in_tools: float  # sessions of an engine that wait for a tool, on average
+    cold: float  # what a rollout takes more where engines keep no prefixes
+
+
+@dataclass(frozen=True)
+class StepTime(Sampling, Learning):
+    """Seconds. Phases follow one another; with `ahead`, rollouts are made while the learner works."""
+
+    sync: float
+    save: float
     ahead: bool = False
 
     @property
@@ -60,27 +75,14 @@ class StepTime:
         return self.in_turn - self.overlap
 
 
-@dataclass(frozen=True)
-class Learning:
-    """The learner's part of `StepTime`."""
-
-    prox: float
-    update: float
-    bubble: float
-    talking: float
-    fp8_s: float
-
-
 def step_time(case: Case) -> StepTime:
     learned = learning(case)
-    rollout, decode_s, decoded = rolling_out(case, case.roles, case.engine)
+    sampled = rolling_out(case, case.roles, case.engine)
     return StepTime(
-        rollout=rollout,
         sync=_syncing(case) / case.config.sync.every,
-        save=_saving(case, rollout + learned.prox + learned.update),
-        decode_s=decode_s,
-        decoded=decoded,
+        save=_saving(case, sampled.rollout + learned.prox + learned.update),
         ahead=case.config.rollout.ahead > 0,
+        **vars(sampled),
         **vars(learned),
     )
 
@@ -163,22 +165,28 @@ def _link(case: Case, ranks: int) -> float:
     return (case.gpu.link_gbs if inside else case.gpu.network_gbs) * GIGA * case.assumed.link
 
 
-def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, float, int]:
-    """Seconds of a rollout, of one token of each sequence that an engine decodes together, and how many those are.
+def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
+    """Prompts once for all their answers, answers as many at a time as fit, and the longest alone at the end.
 
-    Prompts once for all their answers, answers as many at a time as fit, and the longest alone at the end. Of sessions
-    what turns add is prefilled, too, with prefixes kept; tools take time only where nothing else is left to sample.
+    Of sessions what turns add is prefilled, too, with prefixes kept. Tools take time where nothing else is left to
+    sample: at the end, and wherever no more sessions are open than could be decoded.
     """
     config, gpu, work, assumed = case.config, case.gpu, case.work, case.assumed
     decode_s, decoded = _decoding(case, roles, engine)
     of_engine = work.sequences / roles.engines
-    each = operations(case.model, work.prompt)
-    prompts = of_engine / config.rollout.samples_per_prompt * work.prompt
-    prompts += of_engine * work.prefilled(keeps_prefixes(config.sampler))
-    first = prompts * each.body / roles.engine_tp / (gpu.tflops * TERA * assumed.sampling)
+    token_s = operations(case.model, work.prompt).body / roles.engine_tp / (gpu.tflops * TERA * assumed.sampling)
+    warm, cold = (of_engine * work.prefilled(kept) * token_s for kept in (True, False))
+    prompts = of_engine / config.rollout.samples_per_prompt * work.prompt * token_s
     late = config.rollout.max_response_tokens - work.sampled / work.turns
-    tail = late / 2 * min(decode_s, assumed.host_ms / 1e3 * 2) + (work.turns - 1) * assumed.tool_s
-    return (first + of_engine * work.sampled / decoded * decode_s + tail) * assumed.batches, decode_s, decoded
+    tail = late / 2 * min(decode_s, assumed.host_ms / 1e3 * 2)
+    alone, waited = work.sampled * decode_s, (work.turns - 1) * assumed.tool_s  # of one session
+    rounds = work.sequences / work.open  # of open sessions, one after the other
+    sampling = of_engine / decoded * alone
+    tools = max(rounds * (alone + waited) - max(sampling, rounds * alone), waited)
+    seconds = prompts + (warm if keeps_prefixes(config.sampler) else cold) + sampling + tail + tools
+    in_tools = of_engine * waited / (sampling + tools)
+    rollout, tools, cold = (each * assumed.batches for each in (seconds, tools, cold - warm))
+    return Sampling(rollout, decode_s, decoded, tools, in_tools, cold)
 
 
 def keeps_prefixes(section: SamplerSection) -> bool:
@@ -187,14 +195,11 @@ def keeps_prefixes(section: SamplerSection) -> bool:
 
 def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, int]:
     shape, gpu, work, assumed, tp = case.model.shape, case.gpu, case.work, case.assumed, roles.engine_tp
-    of_engine = -(-work.sequences // roles.engines)
     fitting = max(int(engine.tokens / work.length), 1)
-    count = max(min(max_sequences(case.config.sampler), of_engine, fitting), 1)
-    if case.config.environment.name is not None:
-        count = min(count, max(case.config.environment.sessions // roles.engines, 1))
+    count = max(min(max_sequences(case.config.sampler), work.open_of(roles.engines), fitting), 1)
     met = 1 - (1 - chosen(case.model) / shape.experts) ** count if shape.experts else 1.0  # of the experts
     experts = case.weights.experts / tp
-    read = engine.weights - experts + count * (work.prompt + work.response / 2) * engine.token
+    read = engine.weights - experts + count * work.halfway * engine.token
     reading = read / assumed.reading + experts * met / assumed.reading_experts
     fp8 = case.config.quantization.format != Format.none and gpu.fp8_tflops
     peak = (gpu.fp8_tflops if fp8 else gpu.tflops) * TERA * assumed.sampling
@@ -231,7 +236,7 @@ def faster(case: Case, time: StepTime) -> Iterator[str]:
         small = replace(case, config=replace(case.config, sampler=replace(case.config.sampler, tensor_parallel=tp)))
         if small.engine.tokens >= case.longest:  # one engine's cache has to hold an answer with its prompt
             many = replace(roles, engines=roles.engines * (roles.engine_tp // tp), engine_tp=tp)
-            seconds[tp] = rolling_out(small, many, small.engine)[0]
+            seconds[tp] = rolling_out(small, many, small.engine).rollout
     best = min(seconds, key=seconds.__getitem__, default=None)
     if best is None or seconds[best] > FASTER * time.rollout:
         return

@@ -49,11 +49,29 @@ class Workload:
     updates: int
     turns: float = 1.0  # of a session
     sampled: float = 0.0  # tokens of an answer, or of all answers of a session
+    sessions: int = 0  # open at once; 0: there is no environment
 
     @property
     def read(self) -> float:
         """Tokens that a session's turns add."""
         return self.response - self.sampled
+
+    @property
+    def open(self) -> int:
+        """Sequences that may be under way at once."""
+        return min(self.sessions or self.sequences, self.sequences)
+
+    def open_of(self, engines: int) -> int:
+        return -(-self.open // engines)
+
+    def held(self, engines: int) -> int:
+        """Tokens that what is open of an engine has come to, on average."""
+        return int(self.open_of(engines) * self.halfway)
+
+    @property
+    def halfway(self) -> float:
+        """Tokens of a sequence that is under way, on average."""
+        return self.prompt + self.response / 2
 
     def prefilled(self, kept: bool) -> float:
         """Tokens that engines prefill for a session behind its prompt; without kept prefixes all for each turn anew."""
@@ -73,8 +91,9 @@ class Workload:
         rollout = config.rollout
         prompt = max(assumed.prompt * rollout.max_prompt_tokens, 1)
         turns, sampled, read = 1.0, max(assumed.response * rollout.max_response_tokens, 1), 0.0
+        sessions = 0
         if config.environment.name is not None:
-            turns = min(assumed.turns, config.environment.turns)
+            sessions, turns = config.environment.sessions, min(assumed.turns, config.environment.turns)
             sampled, read = sampled * turns, assumed.observation * config.environment.observation_tokens * (turns - 1)
             fits = min(1.0, (rollout.context_tokens - prompt) / (sampled + read))
             sampled, read = sampled * fits, read * fits
@@ -86,6 +105,7 @@ class Workload:
             updates=learner.n_minibatches,
             turns=turns,
             sampled=sampled,
+            sessions=sessions,
         )
 
     def waiting_bytes(self, ahead: int) -> float:

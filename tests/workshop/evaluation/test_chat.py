@@ -11,7 +11,7 @@ from megatron_rl.config import from_mapping
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_tokenizer
 from megatron_rl.types import Prompt, Rollout, SamplingParams
-from megatron_rl.workshop.evaluation.chat import Chat, TooLong
+from megatron_rl.workshop.evaluation.chat import Chat, Unanswered
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}={% else %}+{% endif %}{% endfor %}"
 
@@ -64,7 +64,7 @@ def test_the_run_s_system_prompt_and_options_come_first(tmp_path: Path) -> None:
 
 def test_a_text_that_has_no_room_is_refused_and_forgotten(tmp_path: Path) -> None:
     talk, sampler = chat(tmp_path, talks=True)
-    with pytest.raises(TooLong, match=r"14 tokens, the engine takes 12: raise rollout\.max_prompt_tokens"):
+    with pytest.raises(Unanswered, match=r"14 tokens, the engine takes 12: raise rollout\.max_prompt_tokens"):
         talk.answer("1234567890123")
     assert talk.answer("1") == "2"
     assert sampler.asked == ["1="]

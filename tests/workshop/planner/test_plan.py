@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -209,7 +210,9 @@ def test_sessions_prefill_what_their_turns_add(capsys: pytest.CaptureFixture[str
         found[kept] = json.loads(capsys.readouterr().out)
     work = found[True]["work"]
     assert (work["turns"], work["sampled"], work["response"], work["prompt"]) == (3, 300, 700, 100)
-    assert found[False]["time"]["rollout"] > found[True]["time"]["rollout"]
+    slower = found[False]["time"]["rollout"] - found[True]["time"]["rollout"]
+    assert slower == pytest.approx(found[True]["time"]["cold"])
+    assert slower > 1
     # turns of 100 sampled tokens, and 200 that are added behind the first two
     prefilled = Workload(1, 100.0, 700.0, 1000, 1, turns=3.0, sampled=300.0).prefilled
     assert (prefilled(True), prefilled(False)) == (200 + 200, (100 + 300) + (100 + 600))
@@ -222,3 +225,34 @@ def test_a_plan_without_sessions_has_no_word_of_them(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "16 open at once (environment.sessions)" in said
     assert "rollout: 16 sequences together" in said
+
+
+def test_the_plan_says_what_tools_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where all sessions that an engine can decode are open, each waits for its own tools, one row after the other."""
+
+    def times(sessions: int, tool_s: float) -> dict[str, float]:
+        given = (f"environment.sessions={sessions}", "--assume", f"tool_s={tool_s}", "--json")
+        assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "rollout.prompts_per_step=8", *given]) == 0
+        return json.loads(capsys.readouterr().out)["time"]
+
+    all_open, few, short = times(128, 20), times(32, 20), times(32, 1)
+    assert (all_open["decoded"], few["decoded"]) == (128, 32)
+    assert [one["tools"] for one in (all_open, few, short)] == pytest.approx([2 * 20, 4 * 2 * 20, 4 * 2])
+    assert few["rollout"] - short["rollout"] == pytest.approx(4 * 2 * 19)
+    assert short["in_tools"] < few["in_tools"] < 32
+
+
+def test_the_cache_of_open_sessions_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "--assume", "tool_s=20"]) == 0
+    said = capsys.readouterr().out
+    assert "enable_prefix_caching, which would take 1m" in said
+    assert "tools work 22h45m in a step, all sessions together" in said  # 2,048 sessions, twice 20 s
+    assert "open sessions are at a tool and keep " in said
+    assert "prefixes are lost" not in said
+    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "environment.sessions=2048"]) == 0
+    said = capsys.readouterr().out
+    (fitting,) = re.findall(
+        r"prefixes are lost while tools work, and prefilled again; environment.sessions=(\d+)", said
+    )
+    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", f"environment.sessions={fitting}"]) == 0
+    assert "prefixes are lost" not in capsys.readouterr().out
