@@ -60,6 +60,6 @@ class Lines:
 
 
 def played(play: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """`python FILE SCRIPT RESULT`: what a loop has made of each conversation, as JSON."""
-    script, result = map(Path, sys.argv[1:])
-    result.write_text(json.dumps(play(json.loads(script.read_text()))))
+    """`python FILE SCRIPTS RESULT`: what a loop has made of each conversation of each script, as JSON."""
+    scripts, result = map(Path, sys.argv[1:])
+    result.write_text(json.dumps([play(one) for one in json.loads(scripts.read_text())]))

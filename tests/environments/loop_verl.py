@@ -44,11 +44,14 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
     from transformers import AutoTokenizer
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
     from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-    from verl.tools.function_tool import function_tool
+    from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     config, tokenizer = configured(script), AutoTokenizer.from_pretrained(script["folder"])
-    tools = ToolListWrap([function_tool(tool.__name__, schema=tool.schema)(tool) for tool in TOOLS])
+    if not FUNCTION_TOOL_REGISTRY:
+        for tool in TOOLS:
+            function_tool(tool.__name__, schema=tool.schema)(tool)
+    tools = ToolListWrap(list(FUNCTION_TOOL_REGISTRY.values()))
 
     async def one(conversation: dict[str, Any]) -> dict[str, Any]:
         wrapped, data = DictConfigWrap(config), DictConfigWrap(config.data)

@@ -1,13 +1,14 @@
 """The same conversations in this project's loop and in others': tokens, masks and logprobs of each, side by side.
 
-`PYTHONPATH=tests python -m environments.loops FOLDER COUNT --verl PYTHON --skyrl PYTHON`: the published templates in FOLDER,
-COUNT conversations of each kind, and an interpreter that has the other project. Answers are drawn once, as token ids.
+`PYTHONPATH=tests python -m environments.loops FOLDER COUNT --verl PYTHON --skyrl PYTHON`: the published templates in
+FOLDER, COUNT conversations of each kind, and an interpreter that has the other project. Answers are drawn once, as ids.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import subprocess
 import tempfile
@@ -89,9 +90,8 @@ def drawn(draw: Draw, tokenizer: FolderTokenizer, answer: Answer) -> list[int]:
     ids = list[int]()
     for piece in text.split(" "):
         word = (" " if ids else "") + piece
-        ids += (
-            tokenizer.encode(word) if draw.random() < 0.6 else [one for each in word for one in tokenizer.encode(each)]
-        )
+        pieces = [word] if draw.random() < 0.6 else list(word)
+        ids += [one for each in pieces for one in tokenizer.encode(each)]
     return ids + list(tokenizer.stop_token_ids[:1] if stopped else ())
 
 
@@ -115,6 +115,9 @@ class Scripted:
     def __init__(self, script: Mapping[str, Any], tokenizer: FolderTokenizer) -> None:
         self.turns_of = [iter(zip(one["answers"], one["logprobs"], strict=True)) for one in script["conversations"]]
         self.tokenizer, self.parser = tokenizer, ToolCallParser(script["folder"])
+        if script["tools"]:
+            self.parser.parsed([], [], "hermes", "[]")  # vLLM is imported before sessions wait for it
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what cannot be read is among the answers
 
     def turns(self, params: SamplingParams, *, patient: bool) -> Scripted:
         return self
@@ -178,13 +181,16 @@ def difference(tokenizer: FolderTokenizer, ours: Sequence[Mapping[str, Any]], th
         here, there = list(ours[0][name]), list(theirs[name])
         if here == there:
             continue
-        place = next(
-            (at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there))
-        )
+        apart = (at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b)
+        place = next(apart, min(len(here), len(there)))
         if name not in ("prompt", "tokens"):
             return f"{name} at {place}: here {here[place : place + 8]}, there {there[place : place + 8]}"
+        said = [
+            [one for one, kept in zip(row["tokens"], row["mask"], strict=True) if kept] for row in (ours[0], theirs)
+        ]
+        same = "the answers are the same, " * (said[0] == said[1])
         shown = [tokenizer.decode_all(one[max(0, place - 8) : place + 24]) for one in (here, there)]
-        return f"{name} at {place} of {len(here)} and {len(there)}: here {shown[0]!r}, there {shown[1]!r}"
+        return f"{same}{name} at {place} of {len(here)} and {len(there)}: here {shown[0]!r}, there {shown[1]!r}"
     return None
 
 
@@ -194,33 +200,31 @@ class Peer:
     python: str
     tools: bool
 
-    def play(self, script: Mapping[str, Any], place: Path) -> list[dict[str, Any]]:
-        asked, result = place / "script.json", place / "result.json"
-        asked.write_text(json.dumps(script))
+    def play(self, scripts: Sequence[Mapping[str, Any]], place: Path) -> list[list[dict[str, Any]]]:
+        asked, result = place / "scripts.json", place / "result.json"
+        asked.write_text(json.dumps(scripts))
         subprocess.run([self.python, str(HERE / f"loop_{self.name}.py"), str(asked), str(result)], check=True)
         return json.loads(result.read_text())
 
 
-def compare(one: Published, template: str, case: str, peer: Peer, count: int) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        folder = folder_of(Path(place) / "model", template, one.special, one.stops)
-        tokenizer = FolderTokenizer(folder)
-        talks = list(conversations(tokenizer, count, peer.tools))
-        script = {
-            "folder": str(folder), "options": dict(one.cases[case]), "stops": list(one.stops), "tools": peer.tools,
-            "turns": TURNS, "most_calls": MOST_CALLS, "most_tokens": MOST_TOKENS, "conversations": talks,
-            "model_type": next((model for name, model in MODELS.items() if name in one.name), "default"),
-        }  # fmt: skip
-        theirs = peer.play(script, Path(place))
-        for history in ("template", "append"):
-            ours = play(script, history)
-            found: dict[str, list[str | None]] = {}
-            for talk, here, there in zip(talks, ours, theirs, strict=True):
-                found.setdefault(talk["kind"], []).append(difference(tokenizer, here, there))
-            print(f"\n{peer.name}, {one.name} {case}, history={history}")
-            for kind, differs in found.items():
-                first = next((text for text in differs if text is not None), "")
-                print(f"  {kind}: {differs.count(None)} of {len(differs)} equal{'; ' * bool(first)}{first}", flush=True)
+def scripted(one: Published, case: str, folder: Path, tools: bool, count: int) -> dict[str, Any]:
+    return {
+        "name": f"{one.name} {case}".strip(), "folder": str(folder), "options": dict(one.cases[case]),
+        "stops": list(one.stops), "tools": tools, "turns": TURNS, "most_calls": MOST_CALLS, "most_tokens": MOST_TOKENS,
+        "model_type": next((model for name, model in MODELS.items() if name in one.name), "default"),
+        "conversations": list(conversations(FolderTokenizer(folder), count, tools)),
+    }  # fmt: skip
+
+
+def compared(script: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]], history: str) -> Iterator[str]:
+    """A line for each kind of conversation: how many are the same, and how the first of the others differs."""
+    tokenizer = FolderTokenizer(Path(script["folder"]))
+    found: dict[str, list[str | None]] = {}
+    for talk, here, there in zip(script["conversations"], play(script, history), theirs, strict=True):
+        found.setdefault(talk["kind"], []).append(difference(tokenizer, here, there))
+    for kind, differs in found.items():
+        first = next((text for text in differs if text is not None), "")
+        yield f"{kind}: {differs.count(None)} of {len(differs)} equal{'; ' * bool(first)}{first}"
 
 
 def main() -> None:
@@ -231,12 +235,19 @@ def main() -> None:
     parser.add_argument("--verl", help="an interpreter that has verl")
     parser.add_argument("--skyrl", help="an interpreter that has skyrl and skyrl-gym")
     asked = parser.parse_args()
-    for one in published():
-        template = one.read(asked.folder) if asked.template in one.name else None
-        for case in one.cases if template is not None else ():
-            for peer in (Peer("verl", asked.verl, True), Peer("skyrl", asked.skyrl, False)):
-                if peer.python and (one.tools or not peer.tools):
-                    compare(one, template or "", case, peer, asked.count)
+    found = {one: one.read(asked.folder) for one in published() if asked.template in one.name}
+    for peer in (Peer("verl", asked.verl, True), Peer("skyrl", asked.skyrl, False)):
+        with tempfile.TemporaryDirectory() as place:
+            scripts = []
+            for one, template in found.items():
+                if peer.python and template and (one.tools or not peer.tools):
+                    folder = folder_of(Path(place) / one.name, template, one.special, one.stops)
+                    scripts += [scripted(one, case, folder, peer.tools, asked.count) for case in one.cases]
+            for script, theirs in zip(scripts, peer.play(scripts, Path(place)) if scripts else (), strict=True):
+                for history in ("template", "append"):
+                    print(f"\n{peer.name}, {script['name']}, history={history}")
+                    for line in compared(script, theirs, history):
+                        print(f"  {line}", flush=True)
 
 
 if __name__ == "__main__":
