@@ -52,9 +52,12 @@ OPENS_THINKING = APPENDS.replace("assistant\n{% endif", "assistant\n<think>\n\n<
 ALWAYS_OPENS = APPENDS.replace("{% if add_generation_prompt %}", "{% if true %}")
 # an answer is closed by what no answer ends with
 CLOSES_OTHERWISE = NEVER_CLOSES.replace("{{ m.content }} ", "{{ m.content }}<|im_start|>")
+# what was asked for nothing more is ended twice
+ENDS_ALL = APPENDS.replace("{% endif", "{% else %}<|endoftext|>{% endif")
 OWN = {
     "appends": APPENDS, "drops thinking": DROPS_THINKING, "rewrites": REWRITES, "never closes": NEVER_CLOSES,
     "opens thinking": OPENS_THINKING, "always opens": ALWAYS_OPENS, "closes otherwise": CLOSES_OTHERWISE,
+    "ends all": ENDS_ALL,
 }  # fmt: skip
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]

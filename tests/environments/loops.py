@@ -185,10 +185,10 @@ def difference(tokenizer: FolderTokenizer, ours: Sequence[Mapping[str, Any]], th
         place = next(apart, min(len(here), len(there)))
         if name not in ("prompt", "tokens"):
             return f"{name} at {place}: here {here[place : place + 8]}, there {there[place : place + 8]}"
-        said = [
+        trained = [
             [one for one, kept in zip(row["tokens"], row["mask"], strict=True) if kept] for row in (ours[0], theirs)
         ]
-        same = "the answers are the same, " * (said[0] == said[1])
+        same = "the answers are the same, " * (trained[0] == trained[1])
         shown = [tokenizer.decode_all(one[max(0, place - 8) : place + 24]) for one in (here, there)]
         return f"{same}{name} at {place} of {len(here)} and {len(there)}: here {shown[0]!r}, there {shown[1]!r}"
     return None

@@ -4,7 +4,18 @@ import random
 from pathlib import Path
 
 import pytest
-from environments.chats import APPENDS, DROPS_THINKING, OWN, Talk, completion, folder_of, play
+from environments.chats import (
+    ALWAYS_OPENS,
+    APPENDS,
+    CLOSES_OTHERWISE,
+    DROPS_THINKING,
+    ENDS_ALL,
+    OWN,
+    Talk,
+    completion,
+    folder_of,
+    play,
+)
 
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.conversation import Conversation
@@ -134,6 +145,8 @@ def test_templates_are_told_apart(tmp_path: Path) -> None:
     tool = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     grows = behaviour(FolderTokenizer(folder_of(tmp_path / "a", APPENDS)), {}, tool)
     assert (grows.appends_tool, grows.appends_user, grows.thinking_stays) == (True, True, True)
+    for number, one in enumerate((ALWAYS_OPENS, CLOSES_OTHERWISE, ENDS_ALL)):
+        assert behaviour(FolderTokenizer(folder_of(tmp_path / f"{number}", one)), {}, tool) == grows
     drops = behaviour(FolderTokenizer(folder_of(tmp_path / "b", DROPS_THINKING)), {}, tool)
     assert (drops.appends_user, drops.thinking_stays) == (True, False)
     assert "it forks" in drops.describe()
