@@ -115,8 +115,11 @@ class Conversation:
             return
         if closed.startswith(turn.text):
             ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
-            turn.stop = ended[1] if ended else ""
-            turn.closed = closed[: ended.end(1)] if ended else closed
+            end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
+            if closed.endswith(end + behind):
+                turn.stop, turn.closed = end, closed[: len(closed) - len(behind)]
+            else:
+                turn.closed = closed
 
     @property
     def leaves(self) -> list[Turn]:
@@ -162,10 +165,10 @@ class Conversation:
         marked = [*messages[:place], {**messages[place], "content": SENTINEL}, *messages[place + 1 :]]
         text = self._rendered(marked, tools, True)
         _, found, rest = text.rpartition(SENTINEL)
-        starts = [start for stop in self._stops if (start := rest.find(stop)) >= 0]
-        if not found or not starts:
+        stop = self._stop.search(rest)
+        if not found or not stop:
             raise ValueError("the chat template shows no end of an answer: use environment.history=template")
-        return self._encoded(self._without_stop(before, rest[min(starts) :]))
+        return self._encoded(self._without_stop(before, rest[stop.start() :]))
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
         """Tokens of text behind a request, in which answers of these turns may stand: those, as they were sampled.
@@ -179,7 +182,8 @@ class Conversation:
         tokens, pending = list[int](), ""
         left = [one for one in turns if one.sampled is not None]
         for place, piece in enumerate(text.split(opening)):
-            end = min((at for stop in self._stops if (at := piece.find(stop)) >= 0), default=len(piece))
+            stop = self._stop.search(piece)
+            end = stop.start() if stop else len(piece)
             pending += opening if place else ""
             for turn in left:
                 if end and (ids := self._end_of(turn, piece[:end])):
@@ -190,6 +194,17 @@ class Conversation:
             else:
                 pending += piece
         return tokens + self._encoded(pending)
+
+    def _closing(self, turn: Turn) -> tuple[str, str]:
+        """How the template closes an answer that it does not end with a stop, and what it puts behind the end."""
+        marked = [*turn.messages, {"role": "assistant", "content": SENTINEL}]
+        try:
+            _, found, rest = self._rendered(marked, turn.tools, False).rpartition(SENTINEL)
+        except Exception:
+            return "", ""
+        if stop := self._stop.search(rest):
+            return stop[0], rest[stop.end() :]
+        return (rest, "") if found else ("", "")
 
     def _opening(self, turn: Turn) -> str:
         """What the template puts where an answer is to begin."""
@@ -218,18 +233,20 @@ class Conversation:
         ids = turn.sampled.token_ids
         if not ids or ids[-1] not in self.tokenizer.stop_token_ids:
             return tail
-        stop = next((one for one in self._stops if tail.startswith(one)), "")
-        return tail[len(stop) :]
+        stop = self._stop.match(tail)
+        return tail[stop.end() :] if stop else tail
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
         """The end of a conversation that was answered: the stop of the last answer, and what may stand behind it."""
-        stop = "|".join(map(re.escape, self._stops))
+        stop = self._stop.pattern
         return re.compile(rf"({stop})(?:{stop}|\s)*\Z")
 
     @cached_property
-    def _stops(self) -> list[str]:
-        return [text for one in self.tokenizer.stop_token_ids if (text := self.tokenizer.decode_all([one]))]
+    def _stop(self) -> re.Pattern[str]:
+        """Any stop, as text."""
+        stops = [text for one in self.tokenizer.stop_token_ids if (text := self.tokenizer.decode_all([one]))]
+        return re.compile("|".join(map(re.escape, stops)) or "(?!)")
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
         return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import AUTO
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
+from megatron_rl.environments.conversation import Conversation
+from megatron_rl.sampler.engine import Completion
 
 # what a template says of tool calls, and vLLM's parser of those; the first that is found
 WRITES = (
@@ -98,6 +101,7 @@ CALL: dict[str, Any] = {
     "role": "assistant", "content": "",
     "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 12}}}],
 }  # fmt: skip
+NOTHING = Completion(array("i"), array("f"), "stop", [(0, 0)])
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "42"}
 
 
@@ -105,17 +109,12 @@ def behaviour(tokenizer: FolderTokenizer, options: Mapping[str, Any], tools: Seq
     """Try the template on conversations of two turns."""
 
     def appends(answer: Mapping[str, Any], more: Mapping[str, Any]) -> bool | None:
+        conversation = Conversation(tokenizer, options)
         try:
-            request, closed, then = (
-                tokenizer.render(messages, options, tools=tools, opened=opened)
-                for messages, opened in (
-                    ([QUESTION], True),
-                    ([QUESTION, answer], False),
-                    ([QUESTION, answer, more], True),
-                )
-            )
+            first = conversation.request([QUESTION], tools)
+            conversation.answered(first, NOTHING, answer)
+            return conversation.request([QUESTION, answer, more], tools).parent is first
         except Exception:  # of jinja's families
             return None
-        return closed.startswith(request) and then.startswith(closed)
 
     return Behaviour(appends(CALL, RESULT) if tools else None, appends(ANSWER, QUESTION), appends(THOUGHT, QUESTION))

@@ -1,10 +1,12 @@
 """Chat templates and conversations for tests: a policy that says anything, and what must hold of every request and row.
 
-`python chats.py FOLDER COUNT` tries published templates: each FOLDER/NAME.jinja, with the special tokens in NAME.json.
+`python chats.py FOLDER COUNT [PART]` tries the published templates of templates.yaml that FOLDER/NAME.jinja holds, by
+their hash; PART is in the names of those to try.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -16,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.environments.conversation import Conversation
+from megatron_rl.environments.conversation import SENTINEL, Conversation, Turn
 from megatron_rl.sampler.engine import Completion
 
 APPENDS = (
@@ -45,9 +48,16 @@ NEVER_CLOSES = (
 )
 # thinking is opened for the model, and written otherwise where it was closed
 OPENS_THINKING = APPENDS.replace("assistant\n{% endif", "assistant\n<think>\n\n</think>\n\n{% endif")
+# an answer is asked for whether it is to be or not
+ALWAYS_OPENS = APPENDS.replace("{% if add_generation_prompt %}", "{% if true %}")
+# an answer is closed by what no answer ends with
+CLOSES_OTHERWISE = NEVER_CLOSES.replace("{{ m.content }} ", "{{ m.content }}<|im_start|>")
+# what was asked for nothing more is ended twice
+ENDS_ALL = APPENDS.replace("{% endif", "{% else %}<|endoftext|>{% endif")
 OWN = {
     "appends": APPENDS, "drops thinking": DROPS_THINKING, "rewrites": REWRITES, "never closes": NEVER_CLOSES,
-    "opens thinking": OPENS_THINKING,
+    "opens thinking": OPENS_THINKING, "always opens": ALWAYS_OPENS, "closes otherwise": CLOSES_OTHERWISE,
+    "ends all": ENDS_ALL,
 }  # fmt: skip
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
@@ -97,6 +107,7 @@ class Talk:
         ids = self.sampled()
         self.asked.append((turn.tokens, ids))
         assert turn.number == len(self.asked) - 1
+        self.check_added(turn)
         stopped = ids[-1:] and ids[-1] in self.tokenizer.stop_token_ids
         text = self.tokenizer.decode_all(ids[:-1] if stopped else ids)
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -105,6 +116,26 @@ class Talk:
             message["tool_calls"] = [{"id": "call00000", "type": "function", "function": call}]
         self.conversation.answered(turn, completion(ids), message)
         return message
+
+    def check_added(self, turn: Turn) -> None:
+        """What stands between the answer before and this one is all that the template writes there."""
+        before = turn.parent
+        if before is None or before.sampled is None:
+            return
+        place = len(before.messages)
+        if "tool_calls" in turn.messages[place]:  # they stand behind the text
+            return
+        marked = [*turn.messages[:place], {"role": "assistant", "content": SENTINEL}, *turn.messages[place + 1 :]]
+        text = self.tokenizer.render(marked, self.options, tools=turn.tools, opened=True).rpartition(SENTINEL)[2]
+        stops = self.tokenizer.stop_token_ids
+        found = min(
+            ((at, one) for one in stops if (at := text.find(self.tokenizer.decode_all([one]))) >= 0), default=None
+        )
+        if found is not None:
+            text = text[found[0] :]
+            if before.sampled.token_ids[-1] in stops:
+                text = text.removeprefix(self.tokenizer.decode_all([found[1]]))
+        assert self.tokenizer.decode_all(turn.added) == text, "something else was added than the template writes"
 
     def sampled(self) -> list[int]:
         """Anything a policy may write: words tokenized as nobody would, thinking, half characters; ended or cut."""
@@ -170,23 +201,60 @@ def play(talk: Talk, tools: bool = True) -> Counter[str]:
     return talk.check()
 
 
-def main(folder: Path, count: int) -> None:
-    for template in sorted(folder.glob("*.jinja")):
-        about = json.loads(template.with_suffix(".json").read_text())
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A published template, as templates.yaml has it."""
+
+    name: str
+    source: str
+    sha256: str
+    special: Sequence[str]
+    stops: Sequence[str]
+    tools: bool = True  # it shows them
+    cases: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})  # options of the template
+
+    def read(self, folder: Path) -> str | None:
+        """The template; None where the folder does not have it."""
+        path = folder / f"{self.name}.jinja"
+        if not path.is_file():
+            return None
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != self.sha256:
+            raise SystemExit(f"{path} is another template: sha256 {found}, templates.yaml has {self.sha256}")
+        return path.read_text()
+
+
+def published() -> list[Published]:
+    listed = yaml.safe_load(Path(__file__).with_name("templates.yaml").read_text())
+    return [Published(name, **about) for name, about in listed.items()]
+
+
+def many(tokenizer: FolderTokenizer, count: int, options: Mapping[str, Any], tools: bool) -> tuple[Counter[str], ...]:
+    """What came out of so many conversations, and how often the template refused to go on."""
+    total, refused = Counter[str](conversations=count), Counter[str]()
+    for seed in range(count):
+        talk = Talk(tokenizer, random.Random(seed), options=options)
+        try:
+            total += play(talk, tools=tools)
+        except AssertionError:
+            raise
+        except Exception as error:  # of the template
+            refused[f"{type(error).__name__}: {str(error)[:60]}"] += 1
+            total += talk.check()
+    return total, refused
+
+
+def main(folder: Path, count: int, part: str = "") -> None:
+    for one in published():
+        template = one.read(folder) if part in one.name else None
+        if template is None:
+            continue
         with tempfile.TemporaryDirectory() as place:
-            made = folder_of(Path(place), template.read_text(), about["special"], about["stops"])
-            tokenizer, total, refused = FolderTokenizer(made), Counter[str](), Counter[str]()
-            for seed in range(count):
-                talk = Talk(tokenizer, random.Random(seed), options=about.get("options", {}))
-                try:
-                    total += play(talk, tools=about.get("tools", True))
-                except AssertionError:
-                    raise
-                except Exception as error:  # of the template
-                    refused[f"{type(error).__name__}: {str(error)[:60]}"] += 1
-                    total += talk.check()
-            print(template.stem, dict(total), dict(refused), flush=True)
+            tokenizer = FolderTokenizer(folder_of(Path(place), template, one.special, one.stops))
+            for case, options in one.cases.items():
+                total, refused = many(tokenizer, count, options, one.tools)
+                print(one.name, case, dict(total), dict(refused), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -4,7 +4,18 @@ import random
 from pathlib import Path
 
 import pytest
-from environments.chats import APPENDS, DROPS_THINKING, OWN, Talk, completion, folder_of, play
+from environments.chats import (
+    ALWAYS_OPENS,
+    APPENDS,
+    CLOSES_OTHERWISE,
+    DROPS_THINKING,
+    ENDS_ALL,
+    OWN,
+    Talk,
+    completion,
+    folder_of,
+    play,
+)
 
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.conversation import Conversation
@@ -26,7 +37,7 @@ def test_any_conversation_keeps_its_promises(
     forks = 0
     for seed in range(150):
         talk = Talk(tokenizers[template], random.Random(seed), appends=appends)
-        if appends and template == "never closes":
+        if appends and template in ("never closes", "closes otherwise"):
             with pytest.raises(ValueError, match="history=template"):
                 environment(talk, THOUGHTS)
             return
@@ -34,13 +45,13 @@ def test_any_conversation_keeps_its_promises(
     assert (forks == 0) == appends  # where agents go back, every template forks
 
 
-def environment(talk: Talk, answers: list[str], role: str = "user") -> None:
+def environment(talk: Talk, answers: list[str], role: str = "user", stopped: bool = True) -> None:
     """A conversation whose answers are these."""
     conversation, tokenizer = talk.conversation, talk.tokenizer
     messages = [{"role": "user", "content": "What is 12 + 30?"}]
     for text in answers:
         turn = conversation.request(messages)
-        ids = [*tokenizer.encode(text), tokenizer.stop_token_ids[0]]
+        ids = [*tokenizer.encode(text), *tokenizer.stop_token_ids[: int(stopped)]]
         talk.asked.append((turn.tokens, ids))
         answer = {"role": "assistant", "content": text}
         conversation.answered(turn, completion(ids), answer)
@@ -64,6 +75,24 @@ def test_left_out_thinking_forks_and_the_rest_of_an_answer_stays_as_it_was_sampl
     behind = Talk(tokenizers["drops thinking"], random.Random(0))
     environment(behind, THOUGHTS, role="tool")  # no word of the user: thinking stays
     assert behind.check() == {"rows": 1, "forks": 0, "turns": 3, "grows": 2}
+
+
+@pytest.mark.parametrize(
+    ("template", "stopped", "text"),
+    [
+        ("always opens", True, "42<|im_end|>\n<|im_start|>user"),
+        ("always opens", False, "42<|im_end|>\n<|im_start|>user"),
+        ("closes otherwise", True, "42<|im_end|><|im_start|>[user]"),
+        ("closes otherwise", False, "42<|im_start|>[user]"),
+    ],
+)
+def test_answers_are_closed_as_the_template_closes_them(
+    tokenizers: dict[str, FolderTokenizer], template: str, stopped: bool, text: str
+) -> None:
+    talk = Talk(tokenizers[template], random.Random(0))
+    environment(talk, ["42", "43", "44"], stopped=stopped)
+    assert talk.check() == {"rows": 1, "forks": 0, "turns": 3, "grows": 2}
+    assert text in talk.tokenizer.decode_all(talk.asked[1][0])
 
 
 def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(
@@ -116,6 +145,8 @@ def test_templates_are_told_apart(tmp_path: Path) -> None:
     tool = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     grows = behaviour(FolderTokenizer(folder_of(tmp_path / "a", APPENDS)), {}, tool)
     assert (grows.appends_tool, grows.appends_user, grows.thinking_stays) == (True, True, True)
+    for number, one in enumerate((ALWAYS_OPENS, CLOSES_OTHERWISE, ENDS_ALL)):
+        assert behaviour(FolderTokenizer(folder_of(tmp_path / f"{number}", one)), {}, tool) == grows
     drops = behaviour(FolderTokenizer(folder_of(tmp_path / "b", DROPS_THINKING)), {}, tool)
     assert (drops.appends_user, drops.thinking_stays) == (True, False)
     assert "it forks" in drops.describe()
