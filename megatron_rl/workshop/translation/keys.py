@@ -24,6 +24,7 @@ Native = Mapping[str, Any]  # another project's settings, however they are neste
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 BYPASS = CorrectionConfig(anchor=Anchor.sampler, weight=NO_WEIGHT, rebaseline=False, renormalize=False)
+UNCAPPED = 1e9  # of a weight whose exponent is bounded below that
 
 
 class TranslationError(ValueError):
@@ -31,10 +32,11 @@ class TranslationError(ValueError):
 
 
 class Translation(NamedTuple):
-    """Our config, and the conditions under which it does the same."""
+    """Our config, the conditions under which it does the same, and keys of the `loss` section that it goes with."""
 
     config: CorrectionConfig
     notes: list[str]
+    loss: dict[str, Any]
 
 
 def weigh(
@@ -68,6 +70,7 @@ class Keys:
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
+        self.loss: dict[str, Any] = {}
 
     def error(self, name: str, reason: str) -> TranslationError:
         value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
@@ -76,10 +79,14 @@ class Keys:
     def note(self, condition: str) -> None:
         self.notes.append(condition)
 
+    def goes_with(self, **loss: Any) -> None:
+        """Keys of the loss without which the correction is not theirs."""
+        self.loss |= loss
+
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
         """Note that the reference KL and the entropy of a project still count what its correction rejects."""
-        theirs = f"{project}'s reference KL and entropy count {which} too"
-        self.note(f"{theirs}; goes with loss.kl_on: counted where either is on")
+        self.note(f"{project}'s reference KL and entropy count {which} too")
+        self.goes_with(kl_on="counted")
 
     def note_gspo(self, project: str, which: str = "all tokens of a row", by: str = "") -> None:
         self.note(f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}")
@@ -166,11 +173,11 @@ class Keys:
 
     def bypass(self) -> Translation:
         """The loss's ratio is to the sampler, which is the whole correction."""
-        return Translation(BYPASS, self.notes)
+        return Translation(BYPASS, self.notes, self.loss)
 
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
     ) -> Translation:
         """The correction in our terms: no project computes group baselines again after a rejection."""
         config = CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more)
-        return Translation(config, self.notes)
+        return Translation(config, self.notes, self.loss)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.load import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
@@ -50,14 +51,17 @@ def translate(framework: str, mapping: Native) -> Translation:
         raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
     if not isinstance(mapping, Mapping):
         raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
-    config, notes = FRAMEWORKS[name](mapping)
+    config, notes, loss = FRAMEWORKS[name](mapping)
+    if loss:
+        notes.append("goes with " + ", ".join(f"loss.{key}: {as_written(value)}" for key, value in loss.items()))
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
         config = replace(config, non_finite=NonFinite.one)
     if problems := check_correction(config):
         raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
-    return Translation(config, sorted(notes, key=lambda note: note.startswith(LEFT_OUT)))  # conditions first
+    conditions_first = sorted(notes, key=lambda note: note.startswith(LEFT_OUT))
+    return Translation(config, conditions_first, loss)
 
 
 def translate_file(framework: str, path: str | Path) -> str:
@@ -71,7 +75,7 @@ def translate_file(framework: str, path: str | Path) -> str:
         mapping = read(text)
     except (yaml.YAMLError, ValueError) as error:
         raise TranslationError(f"{path}: not valid {form} ({error})") from None
-    config, notes = translate(framework, {} if mapping is None else mapping)
+    config, notes, _ = translate(framework, {} if mapping is None else mapping)
     if mapping and _is_ours(mapping) and config == translate(framework, {}).config:
         raise TranslationError(
             f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
