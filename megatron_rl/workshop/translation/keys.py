@@ -37,6 +37,7 @@ class Translation(NamedTuple):
     config: CorrectionConfig
     notes: list[str]
     loss: dict[str, Any]
+    read: frozenset[str] = frozenset()  # the keys that it is made of, as the file has them
 
 
 def weigh(
@@ -71,6 +72,7 @@ class Keys:
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
         self.loss: dict[str, Any] = {}
+        self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
         value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
@@ -110,6 +112,7 @@ class Keys:
         kept = {name: value for name, value in self._values.items() if name not in names}
         self._values = kept | {name: value for name, value in other._values.items() if name in names}
         self.notes += other.notes
+        self.paths |= other.paths
         self.present = self.replaced = True
 
     def given(self, name: str) -> bool:
@@ -173,11 +176,11 @@ class Keys:
 
     def bypass(self) -> Translation:
         """The loss's ratio is to the sampler, which is the whole correction."""
-        return Translation(BYPASS, self.notes, self.loss)
+        return Translation(BYPASS, self.notes, self.loss, frozenset(self.paths))
 
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
     ) -> Translation:
         """The correction in our terms: no project computes group baselines again after a rejection."""
         config = CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more)
-        return Translation(config, self.notes, self.loss)
+        return Translation(config, self.notes, self.loss, frozenset(self.paths))

@@ -43,7 +43,7 @@ def prime_rl(mapping: Native) -> Translation:
         low, high, rules = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2), []
     region = {"trust_region": "total_variation", "clip_low": low, "clip_high": high}
     keys.goes_with(name="dppo", **region, reduction="token_mean")
-    return Translation(replace(BYPASS, reject=rules), keys.notes, keys.loss)
+    return keys.bypass()._replace(config=replace(BYPASS, reject=rules))
 
 
 def _number(keys: Keys, name: str, default: float) -> float:

@@ -81,7 +81,7 @@ def test_m2po(band_high: float | None) -> None:
     """
     rejection = {} if band_high is None else areal(metric="ratio", upper=band_high)
     actor = {"use_decoupled_loss": True, "m2_threshold": 0.04, **rejection}
-    config, notes, _ = translate("areal", {"actor": actor})
+    config, notes, *_ = translate("areal", {"actor": actor})
     prox_BT, mu_BT, mask_BT = data(0)
     m2_BT = (prox_BT - mu_BT).square()
     ordered = m2_BT[mask_BT].sort(descending=True).values
@@ -110,7 +110,7 @@ def loss_of(wanted: dict[str, Any], **else_: Any) -> LossConfig:
 def test_losses_with_two_policies(
     framework: str, mapping: Native, name: str, native: Callable[[Theirs], Tensor]
 ) -> None:
-    config, _, wanted = translate(framework, mapping)
+    config, _, wanted, _ = translate(framework, mapping)
     assert wanted.get("name", name) == name
     loss_config = loss_of(wanted, name=name)
     for seed in range(4):
@@ -145,7 +145,7 @@ def gspo_tokens(x: Theirs, pi: Theirs) -> Tensor:
 def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Callable[..., Tensor]) -> None:
     """Each row by its own tokens, then by every row of the batch, rejected ones among them."""
     section = {"rollout_is": "token", **verl_rs("seq_mean_k1", "0.8_1.25")}
-    config, notes, wanted = translate("verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"})
+    config, notes, wanted, _ = translate("verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"})
     assert notes[-1] == f"goes with loss.name: {name}, loss.reduction: seq_mean_token_mean"
     loss_config = loss_of(wanted)
     prox_BT, mu_BT, mask_BT = data(0)
@@ -180,7 +180,7 @@ def test_gradients_of_a_kl_that_is_weighted(
     framework: str, mapping: Native, kl: Callable[[Theirs, Theirs], Tensor]
 ) -> None:
     """By their formula, differentiated as they do: through the ratio too, or not."""
-    config, _, wanted = translate(framework, mapping)
+    config, _, wanted, _ = translate(framework, mapping)
     p_BT, ref_BT, mask_BT = data(3)
     pi_BT = (p_BT + 0.5 * data(4)[0].cos()).requires_grad_()
     found = rollout_correction(p_BT, p_BT, mask_BT, config)

@@ -129,7 +129,7 @@ prime_rl:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Path) -> None:
     """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped setting."""
-    config, notes, _ = translate(framework, FILES[framework])
+    config, notes, *_ = translate(framework, FILES[framework])
     assert config.weight.level == ("none" if framework == "prime_rl" else "token")
     assert notes[-1].startswith("left out, as not about correction: ")
     assert sum("left out" in note for note in notes) == 1
