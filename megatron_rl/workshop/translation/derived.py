@@ -47,6 +47,7 @@ FACTS = {
     "shared": "learner and sampler on the same GPUs, in turns",
     "sharded": "a note: sizes of the learner are to be found with `megatron-rl plan --suggest`",
     "wandb": "`log.wandb: auto` where it is among the loggers",
+    "wandb_named": "`log.wandb: auto` where it is named",
     "reward": "a note: which reward judges there",
 }
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
@@ -275,7 +276,7 @@ def _data(values: Values, told: Told) -> None:
             told.note("data.train: theirs are one set after another; weigh the files by their rows")
     if values.get("=template"):
         values["data.template"] = {}
-    if "wandb" in str(values.get("=wandb", "")) or values.get("=wandb") is True:
+    if "wandb" in str(values.get("=wandb", "")) or values.get("=wandb") is True or values.get("=wandb_named"):
         values["log.wandb"] = "auto"
 
 

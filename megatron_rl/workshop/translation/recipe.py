@@ -1,4 +1,4 @@
-"""Another project's whole recipe as one of ours: every key of the file is translated, listed with a reason, or unknown."""
+"""Another project's whole recipe as one of ours: each key of the file is translated, or listed with a reason."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import as_written
+from megatron_rl.config.correction_rules import corrects
 from megatron_rl.config.load import CLUSTER, from_base
 from megatron_rl.config.plain_yaml import write_yaml
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.workshop.translation.derived import Told, Values, derive
 from megatron_rl.workshop.translation.keys import TranslationError
@@ -31,6 +32,7 @@ from megatron_rl.workshop.translation.translate import (
 
 OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
 OFF = "of what is switched off there"
+SHORT = 4  # letters of a name that many others are near to
 LISTED = 12  # names in a comment, of which the rest is counted
 
 
@@ -86,6 +88,7 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told, accounts = Told(), Accounts()
     needless = {path: why for path in flat if rules.row(path) is None and (why := rules.reason(path))}
     for path, why in needless.items():
+        _refuse_near(rules, path, flat[path])
         accounts.not_needed.setdefault(why, []).append(path)
     correction = translate(rules.project, for_correction({path: flat[path] for path in flat if path not in needless}))
     told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
@@ -101,6 +104,10 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
+    if values.get("rollout.ahead") and not corrects(correction.config, LossConfig(name=values.get("loss.name", "ppo"))):
+        told.missing[f"answers {values.pop('rollout.ahead')} updates old"] = (
+            "nothing there corrects for that, which is refused here: set rollout.ahead together with a correction"
+        )
     values |= correction_section(correction.config)
     mapping = _nested({key: value for key, value in values.items() if value is not None})
     try:
@@ -172,12 +179,14 @@ def _set(values: Values, row: Row, value: Any) -> None:
 
 def _refuse_near(rules: Table, path: str, value: Any) -> None:
     """A key that is one of the table's but for a letter or two is a mistake."""
-    if isinstance(value, Unset) and value.text == path:
+    if isinstance(value, Unset) and value.text == path and not rules.reason(path):
         raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out}")
-    names = [name for row in rules.rows for name in row.names]
-    near = difflib.get_close_matches(path, names, n=1, cutoff=0.9)
-    if near and last(near[0]) != last(path) and difflib.SequenceMatcher(None, last(near[0]), last(path)).ratio() > 0.85:
-        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {near[0]}?")
+    section, _, name = path.rpartition(".")
+    beside = [last(one) for row in rules.rows for one in row.names if one.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
+    if near and len(name) > SHORT:
+        dot = "." if section else ""
+        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{dot}{near[0]}?")
 
 
 def _fit_loss(values: Values) -> None:

@@ -265,7 +265,8 @@ def command_line(path: Path, text: str, entry: str, given: Mapping[str, str]) ->
     for command in Script(path.parent, given).read(text).commands:
         names = [place for place, word in enumerate(command) if isinstance(word, str) and re.search(entry, word)]
         if names:
-            found.append(command[names[-1] + 1 :])
+            started_by = str(command[names[-1]]).rsplit("/", 1)[-1]
+            found.append([f"started_by={started_by}", *command[names[-1] + 1 :]])
     if len(found) != 1:
         which = "no command" if not found else f"{len(found)} commands"
         raise TranslationError(f"{path}: {which} with a word like {entry}, which starts the training; leave one")

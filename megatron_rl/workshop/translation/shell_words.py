@@ -52,7 +52,7 @@ def pieces(word: str) -> Iterator[tuple[str, str]]:
         if word[place] in "'\"\\":
             yield from [("", bare)] if bare else []
             inner = word[place + 1 : end] if word[place] == "\\" else word[place + 1 : end - 1]
-            yield word[place], re.sub(r'\\(["\\$`])', r"\1", inner) if word[place] == '"' else inner
+            yield word[place], re.sub(r'\\(?:\n|(["\\$`]))', r"\1", inner) if word[place] == '"' else inner
             bare = ""
         else:
             bare += word[place:end]
