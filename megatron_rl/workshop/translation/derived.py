@@ -34,9 +34,9 @@ FACTS = {
     "sampler_nodes": "`sampler.fleet.servers`: nodes of their own",
     "sampler_engines": "`sampler.engines`, or servers",
     "learner_gpus": "as `gpus`, of the learner alone",
-    "learner_ranks": "parallel sizes of the learner, such as fsdp:d4p1t1",
-    "sampler_ranks": "those of the sampler, such as sglang:d4p1t1",
-    "allocation": "both of these",
+    "learner_ranks": "`learner`'s parallel sizes, of words such as fsdp:d4p1t1",
+    "sampler_ranks": "`sampler.tensor_parallel` and its GPUs, of words such as sglang:d4p1t1",
+    "allocation": "the sizes of both, of words such as sglang:d4p1t1+d4p1t1",
     "total": "nodes and GPUs are those of learner and sampler together",
     "leave_one_out": "`advantage.estimator: rloo` where rewards are not divided by their deviation",
     "ahead_used": "`rollout.ahead`: 0 where it is off",
@@ -51,6 +51,7 @@ FACTS = {
     "reward": "a note: which reward judges there",
 }
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
+MOST_AHEAD = 64
 LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
 
 
@@ -193,10 +194,16 @@ def _layout(values: Values, told: Told) -> None:
     own = _number(values, "=sampler_gpus")
     if own is None and (servers := _number(values, "=sampler_nodes")):
         own = int(servers) * gpus
-    if own is None and values.get("=shared") is False and (engines := _number(values, "=sampler_engines")):
+    if (
+        own is None
+        and (values.get("=shared") is False or values.get("rollout.ahead"))
+        and (engines := _number(values, "=sampler_engines"))
+    ):
         own = int(engines) * engine
-    if values.get("=shared"):
+    if values.get("=shared") and not values.get("rollout.ahead"):  # an engine that runs ahead has GPUs of its own
         own = None
+    elif own is None and values.get("rollout.ahead"):
+        told.missing[f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs"] = "an engine ahead never sleeps"
     learner = int(_number(values, "=learner_gpus", nodes * gpus))
     if own is not None:  # beside those of the learner
         learner = max(1, nodes * gpus - int(own)) if values.get("=total") and "=learner_gpus" not in values else learner
@@ -292,6 +299,9 @@ def _sampling(values: Values, told: Told) -> None:
     if _number(values, "eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
         values["eval.samples"] = 1
         told.note("eval.samples: greedy answers to a prompt are all the same")
+    if _number(values, "rollout.ahead", 0) > MOST_AHEAD:
+        told.note(f"there the sampler may be {values['rollout.ahead']:g} batches ahead, here at most {MOST_AHEAD}")
+        values["rollout.ahead"] = MOST_AHEAD
     if values.get("eval.every") is not None and values["eval.every"] < 0:
         values["eval.every"] = 0
     if values.get("rollout.samples_per_prompt") == 1 and values.get("rollout.dynamic_sampling"):

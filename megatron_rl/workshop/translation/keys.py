@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import (
@@ -29,6 +31,18 @@ UNCAPPED = 1e9  # of a weight whose exponent is bounded below that
 
 class TranslationError(ValueError):
     """A key that has no exact counterpart here, with the reason."""
+
+
+@dataclass(frozen=True)
+class Unset:
+    """A value that the file alone does not hold, and the names without which it has none."""
+
+    text: str
+    names: tuple[str, ...]
+
+    def way_out(self, key: str) -> str:
+        named = self.names[0] if re.fullmatch(r"\w+", self.names[0]) else key
+        return f"needs {', '.join(self.names)}, which the file does not set; add {named}=... to the command"
 
 
 class Translation(NamedTuple):
@@ -95,6 +109,8 @@ class Keys:
 
     def raw(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name, default)
+        if isinstance(value, Unset):
+            raise TranslationError(f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}")
         if isinstance(value, str) and "${" in value:
             raise self.error(name, "an interpolation; write the value it stands for")
         return None if is_null(value) else value

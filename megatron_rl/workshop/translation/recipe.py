@@ -16,14 +16,12 @@ from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.workshop.translation.derived import Told, Values, derive
-from megatron_rl.workshop.translation.keys import TranslationError
+from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
-from megatron_rl.workshop.translation.shell import Unset
 from megatron_rl.workshop.translation.table import Row, Table, projects, table
 from megatron_rl.workshop.translation.translate import (
     comment,
     correction_section,
-    for_correction,
     known_project,
     read_file,
     translate,
@@ -81,16 +79,24 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     flat = with_given(flatten(native), given, {row.theirs for row in rules.rows})
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
-    return translated(rules, flat)
+    made = translated(rules, flat)
+    try:
+        from_base(made.mapping)
+    except ConfigError as error:
+        problems = "; ".join(str(error).splitlines())
+        raise TranslationError(f"{project}: what these settings come to is refused here: {problems}") from None
+    return made
 
 
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told, accounts = Told(), Accounts()
     needless = {path: why for path in flat if rules.row(path) is None and (why := rules.reason(path))}
+    for path in flat:
+        if rules.row(path) is None:
+            _refuse_near(rules, path, flat[path])
     for path, why in needless.items():
-        _refuse_near(rules, path, flat[path])
         accounts.not_needed.setdefault(why, []).append(path)
-    correction = translate(rules.project, for_correction({path: flat[path] for path in flat if path not in needless}))
+    correction = translate(rules.project, {path: flat[path] for path in flat if path not in needless})
     told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
     values = _values(rules, flat, told, accounts)
     for path in flat:
@@ -99,7 +105,6 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
         if path in correction.read:
             accounts.translated[path] = "correction"
             continue
-        _refuse_near(rules, path, flat[path])
         accounts.unknown[path] = flat[path].text if isinstance(flat[path], Unset) else flat[path]
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
@@ -110,11 +115,6 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
         )
     values |= correction_section(correction.config)
     mapping = _nested({key: value for key, value in values.items() if value is not None})
-    try:
-        from_base(mapping)
-    except ConfigError as error:
-        problems = "; ".join(str(error).splitlines())
-        raise TranslationError(f"{rules.project}: what these settings come to is refused here: {problems}") from None
     return Recipe(mapping, told, accounts)
 
 
@@ -140,7 +140,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Told, accounts: Account
             if isinstance(value, Unset) or (isinstance(value, list) and any(isinstance(one, Unset) for one in value)):
                 unset = value if isinstance(value, Unset) else next(one for one in value if isinstance(one, Unset))
                 if row.to and row.to != ("=reward",):
-                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out}")
+                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
                 continue
             accounts.translated[name] = ", ".join(row.to) or row.why
             written = f"{name}: {as_written(value)}"
@@ -180,7 +180,7 @@ def _set(values: Values, row: Row, value: Any) -> None:
 def _refuse_near(rules: Table, path: str, value: Any) -> None:
     """A key that is one of the table's but for a letter or two is a mistake."""
     if isinstance(value, Unset) and value.text == path and not rules.reason(path):
-        raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out}")
+        raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out(path)}")
     section, _, name = path.rpartition(".")
     beside = [last(one) for row in rules.rows for one in row.names if one.rpartition(".")[0] == section]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megatron_rl.workshop.translation.keys import TranslationError
+from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.shell_words import commands_of, expansions, pieces, words_of
 
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
@@ -28,19 +28,6 @@ NUMBERS: dict[str, Callable[[float, float], bool]] = {
     "-ge": operator.ge,
 }  # fmt: skip
 SUM = re.compile(r"[\d\s+*/%()-]{1,80}")
-
-
-@dataclass(frozen=True)
-class Unset:
-    """A value that the file alone does not hold, and the names without which it has none."""
-
-    text: str
-    names: tuple[str, ...]
-
-    @property
-    def way_out(self) -> str:
-        named = self.names[0] if re.fullmatch(r"\w+", self.names[0]) else "the key"
-        return f"needs {', '.join(self.names)}, which the file does not set; add {named}=... to the command"
 
 
 Word = str | Unset
@@ -65,6 +52,7 @@ class Script:
     values: dict[str, list[Word]] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    unread: bool = False  # whether it has taken over another script that is not here
 
     def read(self, text: str) -> Script:
         for raw in commands_of(text):
@@ -146,6 +134,8 @@ class Script:
     def _source(self, path: Word) -> None:
         if isinstance(path, str) and (self.folder / path).is_file():
             self.read((self.folder / path).read_text())
+        else:
+            self.unread = True
 
     def joined(self, raw: str) -> Word:
         """One word, whatever spaces its variables hold."""
@@ -156,7 +146,8 @@ class Script:
         """The words that one word becomes."""
         if whole := WHOLE_ARRAY.fullmatch(raw):
             name = whole[1]
-            return list(self.values.get(name, [Unset(f"${{{name}[@]}}", (name,))])) if name else []
+            unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))]
+            return list(self.values.get(name, unset if self.unread else [])) if name else []
         text, spaced, quoted = "", False, False
         missing: list[str] = []
         for kind, inner in pieces(raw):
@@ -276,5 +267,5 @@ def command_line(path: Path, text: str, entry: str, given: Mapping[str, str]) ->
 def commands_with(text: str, entry: str) -> Iterator[str]:
     """The lines of a text that hold such a command, with those that go on."""
     for lines in re.findall(r"(?:.*\\\n)*.*", text):
-        if re.search(entry, lines):
+        if any(re.search(entry, word) for word in lines.split()):
             yield lines

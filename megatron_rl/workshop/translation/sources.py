@@ -15,8 +15,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.workshop.translation.keys import TranslationError
-from megatron_rl.workshop.translation.shell import Unset, Word, command_line, commands_with
+from megatron_rl.workshop.translation.keys import TranslationError, Unset
+from megatron_rl.workshop.translation.shell import Word, command_line, commands_with
 
 ASSIGNED = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
 NUMBER = re.compile(r"^-[\d.]")

@@ -27,7 +27,6 @@ from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
-from megatron_rl.workshop.translation.shell import Unset
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
 from megatron_rl.workshop.translation.sources import read_native, scalar
@@ -74,7 +73,7 @@ def translate_file(framework: str, path: Path, given: Mapping[str, str] | None =
     mapping = read_file(framework, path, given or {})
     if mapping is not None and not isinstance(mapping, Mapping):
         raise TranslationError(f"{path}: expected keys and values, got {type(mapping).__name__}")
-    config, notes, *_ = translate(framework, for_correction(with_given(flatten(mapping or {}), given or {})))
+    config, notes, *_ = translate(framework, with_given(flatten(mapping or {}), given or {}))
     if mapping and _is_ours(mapping) and config == translate(framework, {}).config:
         raise TranslationError(
             f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
@@ -93,11 +92,6 @@ def read_file(framework: str, path: Path, given: Mapping[str, str]) -> Any:
 def with_given(flat: Mapping[str, Any], given: Mapping[str, str], known: Collection[str] = ()) -> dict[str, Any]:
     """Keys of the command line over the file's."""
     return {**flat, **{key: scalar(text) for key, text in given.items() if key in flat or key in known}}
-
-
-def for_correction(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What the correction may read: a value that the file does not hold is an interpolation to it."""
-    return {path: f"${{{value.text}}}" if isinstance(value, Unset) else value for path, value in flat.items()}
 
 
 def _is_ours(mapping: Native) -> bool:
