@@ -23,7 +23,10 @@ def nemo_rl(mapping: Native) -> Translation:
     if penalty and not keys.flag("use_kl_in_reward", False):
         if keys.choice(KL_TYPE, "k3", "k1", "k2", "k3") != "k3":
             raise keys.error(KL_TYPE, "NeMo-RL's gradient goes through the probability of sampling too, ours not")
-        keys.note(f"{PENALTY}: through the probability of sampling, NeMo-RL's k3 has the gradient of our k2")
+        keys.note(
+            f"{PENALTY}: through the probability of sampling, NeMo-RL's k3 has the gradient of our k2; it bounds a "
+            "token's KL by kl_output_clamp_value, 10: the same unless one exceeds that"
+        )
         keys.goes_with(kl_estimator="k2")
     weight, rules = _weight(keys)
     renormalize = not rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,8 +16,9 @@ from megatron_rl.config.load import CLUSTER, from_base
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
-from megatron_rl.workshop.translation.derived import Told, Values, derive
+from megatron_rl.workshop.translation.derived import derive
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
+from megatron_rl.workshop.translation.layout import Told, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
 from megatron_rl.workshop.translation.table import Row, Table, projects, table
 from megatron_rl.workshop.translation.translate import (
@@ -52,13 +54,17 @@ class Recipe:
     def text(self, title: str) -> str:
         lines = [title, *self.told.notes]
         lines += [f"no counterpart: {key}: {why}" for key, why in self.told.missing.items()]
-        lines += [f"unknown, see whether it matters: {key}: {as_written(value)}" for key, value in self.unknown.items()]
+        lines += [f"unknown, see whether it matters: {key}: {_short(value)}" for key, value in self.unknown.items()]
         lines += [f"not needed here ({why}): {_some(keys)}" for why, keys in self.accounts.not_needed.items()]
         return "".join(f"{comment(line)}\n" for line in lines) + write_yaml(self.mapping)
 
     @property
     def unknown(self) -> Mapping[str, Any]:
         return self.accounts.unknown
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(as_written(value), 80, placeholder=" ...")
 
 
 def _some(keys: list[str]) -> str:
@@ -143,7 +149,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Told, accounts: Account
                     raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
                 continue
             accounts.translated[name] = ", ".join(row.to) or row.why
-            written = f"{name}: {as_written(value)}"
+            written = f"{name}: {_short(value)}"
             if not row.to:
                 if row.asks(value):
                     told.missing[written] = row.why

@@ -44,7 +44,7 @@ class Row:
 
     def asks(self, value: Any) -> bool:
         """Whether a key without a counterpart changes anything."""
-        return not any(value is one or (type(value) is type(one) and value == one) for one in self.fine) and value != []
+        return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*self.fine, []))
 
     def ours(self, value: Any) -> Any:
         """Our value for theirs; KeyError where there is none."""

@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         "model.path": "/root/Qwen3-4B", "data.eval": "aime.jsonl", "data.prompt_key": "prompt", "data.template": {},
         "learner.n_minibatches": 2, "loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4,
         "loss.reduction": "seq_mean_token_mean", "loss.kl_cap": 1e9, "loss.kl_estimator": "k3", "run.steps": 30,
-        "learner.tokens_per_microbatch": 9216, "learner.data_parallel": 4, "correction.weight.high": 2.0}),
+        "learner.tokens_per_microbatch": 10240, "learner.data_parallel": 4, "correction.weight.high": 2.0}),
     "openrlhf": ("run.sh", OPENRLHF, {}, {
         "model.path": "models/Llama-3-8b", "loss.clip_high": 0.27, "sampler.engines": 4, "learner.n_minibatches": 4,
         "rollout.max_prompt_tokens": 512, "rollout.max_response_tokens": 1536, "advantage.estimator": "dr_grpo",
