@@ -1,4 +1,4 @@
-"""Prints the tables of metrics and alarms for the documentation: `python tools/reference_tables.py metrics`."""
+"""Prints tables of the docs (metrics, alarms, other projects' keys): `python tools/reference_tables.py metrics`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Mapping
 
+from megatron_rl.config.bounds import as_written
 from megatron_rl.config.schema import Format
 from megatron_rl.runs.alarms import RULES, Rule
 from megatron_rl.runs.metrics import METRICS
+from megatron_rl.workshop.translation.derived import FACTS
+from megatron_rl.workshop.translation.table import Row, Table, projects, table
 
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
@@ -74,8 +77,79 @@ def _bounds(rule: Rule) -> str:
     return "; ".join(f"{bound:g} ({', '.join(names)})" for bound, names in by_bound.items())
 
 
+COMING_FROM = """# Coming from another project
+
+*For whoever has a recipe of verl, slime, OpenRLHF, NeMo-RL, SkyRL, AReaL, TRL or prime-rl.*
+
+```sh
+megatron-rl translate verl run_qwen3_8b_megatron.sh -o recipes/mine.yaml
+megatron-rl translate slime run-qwen3-4B.sh NUM_GPUS=8 -o recipes/mine.yaml   # a variable that the script lacks
+megatron-rl plan recipes/mine.yaml --on own
+megatron-rl toy data/tiny --like Qwen3-8B
+megatron-rl train recipes/mine.yaml cluster=cpu                                # two steps of it, made small
+```
+
+The file may be a script with its command line (assignments, arrays, plain tests and cases are followed; nothing in it
+is run), YAML with the files that its `defaults` names, TOML, or a Python script that makes a `GRPOConfig`. Every key of
+it is accounted for: it is translated, has no counterpart (listed with the reason), is not needed here, or is unknown
+and listed as that. A key that is one of these tables' but for a letter is an error, and so is a variable that nothing
+sets: give it as `NAME=value`. Their keys can be given in the same way, over those of the file. Their defaults count
+too. Where several of theirs make one of ours, the comments say what was done; sizes of learner and sampler are theirs
+where they fit, and otherwise for `megatron-rl plan --suggest`.
+
+The correction is translated exactly or refused ([corrections.md](corrections.md#from-another-project)). Without `-o`
+it alone is printed, as a recipe's section, also for fireworks (the cookbook).
+
+This page is generated from the tables that the command reads, `megatron_rl/workshop/translation/tables/`:
+`python tools/reference_tables.py coming_from > docs/coming_from.md`.
+"""
+
+
+def coming_from() -> str:
+    """docs/coming_from.md"""
+    return "".join([COMING_FROM, *(_project(table(name)) for name in projects())])
+
+
+def _project(rules: Table) -> str:
+    lines = ["", f"## {rules.project}", "", f"{rules.about[0].upper()}{rules.about[1:]} ({rules.version}).", ""]
+    lines += ["| theirs | there by default | here |", "|---|---|---|"]
+    lines += [f"| {_names(row)} | {_said(row.default)} | {_here(row)} |" for row in rules.rows if row.to]
+    lines += ["", "No counterpart, where it is on:", ""]
+    by_reason: dict[str, list[str]] = {}
+    for row in rules.rows:
+        if not row.to:
+            by_reason.setdefault(row.why, []).append(_names(row))
+    lines += [f"- {', '.join(names)}: {why}" for why, names in by_reason.items()]
+    lines += ["", "Not needed here:", ""]
+    lines += [f"- {why}: {', '.join(f'`{key}`' for key in keys)}" for why, keys in rules.not_needed.items()]
+    return "\n".join([*lines, ""])
+
+
+def _names(row: Row) -> str:
+    return f"`{row.theirs}`" + (f" (was {', '.join(f'`{one}`' for one in row.former)})" if row.former else "")
+
+
+def _said(value: object) -> str:
+    return "" if value is None else f"`{as_written(value)}`"
+
+
+def _here(row: Row) -> str:
+    ours = ", ".join(f"`{key}`" if not key.startswith("=") else FACTS[key[1:]] for key in row.to)
+    words = [f"{as_written(key)} → {_word(value)}" for key, value in {**(row.words or {}), **row.instead}.items()]
+    only = [f"with `{name}`" for name in (row.when, row.when_loss) if name] + (
+        [f"without `{row.unless}`"] if row.unless else []
+    )
+    return "; ".join([ours, *([", ".join(words)] if words else []), *only])
+
+
+def _word(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key.removeprefix('=')}: {as_written(one)}" for key, one in value.items()) or "as it is"
+    return as_written(value)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = {"metrics": metrics, "alarms": alarms}
+    tables = {"metrics": metrics, "alarms": alarms, "coming_from": coming_from}
     parser.add_argument("table", choices=tables)
     sys.stdout.write(tables[parser.parse_args().table]())

@@ -1,4 +1,4 @@
-"""Arguments of `plan`, `translate` (another project's corrections), `toy` (a small task) and `quickstart` (its run)."""
+"""Arguments of `plan`, `translate` (another project's recipe), `toy` (a small task) and `quickstart` (its run)."""
 
 from __future__ import annotations
 
@@ -45,21 +45,30 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _add_translate(commands: Any) -> None:
-    translate = commands.add_parser("translate", help="another project's correction settings as ours")
+    translate = commands.add_parser("translate", help="another project's recipe, or its correction alone, as ours")
     translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
     translate.add_argument(
-        "file", type=Path, help="their YAML: a whole run's file or the section; - for standard input"
+        "file", type=Path, help="their YAML, TOML, script or Python file; - for YAML on standard input"
     )
+    translate.add_argument("given", nargs="*", metavar="key=value", help="variables of a script, and keys of theirs")
+    translate.add_argument("-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output")
     translate.set_defaults(run=_translate)
 
 
 def _translate(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.translation.recipe import write_recipe
     from megatron_rl.workshop.translation.translate import TranslationError, translate_file
 
     if str(options.file) != "-" and not options.file.exists():
-        raise ConfigError(f"{options.file}: no such file; name a YAML file that holds the other project's keys")
+        raise ConfigError(f"{options.file}: no such file; name a file that holds the other project's keys")
+    given = dict(item.partition("=")[::2] for item in options.given)
+    if wrong := [item for item in options.given if "=" not in item]:
+        raise ConfigError(f"{wrong[0]!r}: a variable or a key is given as name=value")
     try:
-        print(translate_file(options.framework, options.file), end="")
+        if options.o is None:
+            print(translate_file(options.framework, options.file, given), end="")
+        else:
+            print(write_recipe(options.framework, options.file, options.o, given), end="")
     except TranslationError as error:
         raise ConfigError(str(error)) from None
     return 0

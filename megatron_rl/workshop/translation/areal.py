@@ -66,7 +66,7 @@ def areal(mapping: Native) -> Translation:
 def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     level = Level(keys.choice("level", "token", "token", "sequence") or "token")
     action = keys.choice("action", "mask", "mask", "clamp")
-    metric = keys.choice("metric", "ratio", "ratio", "kl_k1", "kl_k2", "kl_k3")
+    metric = keys.choice("metric", "ratio", "ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl")
     agg = keys.choice("agg", "mean", "sum", "mean", "max") or "mean"
     upper = keys.number("upper", 5.0)
     if upper is None:
@@ -81,7 +81,10 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
         raise keys.error("metric", "AReaL's k3 is exp(-d) - 1 + d, the other direction of KL; bound the ratio instead")
     lower = keys.number("lower")
     reduce = None if level == Level.token else Reduce(agg)
-    rule = RejectRule(level=level, stat=Stat.k2, reduce=reduce, low=lower, high=upper)
+    stat = Stat.binary_kl_max if metric == "binary_kl" else Stat.k2
+    if metric == "binary_kl":
+        keys.note("AReaL holds both probabilities within 1e-8 and 1 - 1e-8: the same unless one is beyond that")
+    rule = RejectRule(level=level, stat=stat, reduce=reduce, low=lower, high=upper)
     if metric == "kl_k1":
         # AReaL's k1 is +d and ours is -d: the bounds change sign and sides, the largest becomes the smallest
         reduce = Reduce.min if reduce == Reduce.max else reduce

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import (
@@ -24,17 +26,32 @@ Native = Mapping[str, Any]  # another project's settings, however they are neste
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 BYPASS = CorrectionConfig(anchor=Anchor.sampler, weight=NO_WEIGHT, rebaseline=False, renormalize=False)
+UNCAPPED = 1e9  # of a weight whose exponent is bounded below that
 
 
 class TranslationError(ValueError):
     """A key that has no exact counterpart here, with the reason."""
 
 
+@dataclass(frozen=True)
+class Unset:
+    """A value that the file alone does not hold, and the names without which it has none."""
+
+    text: str
+    names: tuple[str, ...]
+
+    def way_out(self, key: str) -> str:
+        named = self.names[0] if re.fullmatch(r"\w+", self.names[0]) else key
+        return f"needs {', '.join(self.names)}, which the file does not set; add {named}=... to the command"
+
+
 class Translation(NamedTuple):
-    """Our config, and the conditions under which it does the same."""
+    """Our config, the conditions under which it does the same, and keys of the `loss` section that it goes with."""
 
     config: CorrectionConfig
     notes: list[str]
+    loss: dict[str, Any]
+    read: frozenset[str] = frozenset()  # the keys that it is made of, as the file has them
 
 
 def weigh(
@@ -68,6 +85,8 @@ class Keys:
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
+        self.loss: dict[str, Any] = {}
+        self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
         value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
@@ -76,16 +95,22 @@ class Keys:
     def note(self, condition: str) -> None:
         self.notes.append(condition)
 
+    def goes_with(self, **loss: Any) -> None:
+        """Keys of the loss without which the correction is not theirs."""
+        self.loss |= loss
+
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
         """Note that the reference KL and the entropy of a project still count what its correction rejects."""
-        theirs = f"{project}'s reference KL and entropy count {which} too"
-        self.note(f"{theirs}; goes with loss.kl_on: counted where either is on")
+        self.note(f"{project}'s reference KL and entropy count {which} too")
+        self.goes_with(kl_on="counted")
 
     def note_gspo(self, project: str, which: str = "all tokens of a row", by: str = "") -> None:
         self.note(f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}")
 
     def raw(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name, default)
+        if isinstance(value, Unset):
+            raise TranslationError(f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}")
         if isinstance(value, str) and "${" in value:
             raise self.error(name, "an interpolation; write the value it stands for")
         return None if is_null(value) else value
@@ -103,6 +128,7 @@ class Keys:
         kept = {name: value for name, value in self._values.items() if name not in names}
         self._values = kept | {name: value for name, value in other._values.items() if name in names}
         self.notes += other.notes
+        self.paths |= other.paths
         self.present = self.replaced = True
 
     def given(self, name: str) -> bool:
@@ -166,11 +192,11 @@ class Keys:
 
     def bypass(self) -> Translation:
         """The loss's ratio is to the sampler, which is the whole correction."""
-        return Translation(BYPASS, self.notes)
+        return Translation(BYPASS, self.notes, self.loss, frozenset(self.paths))
 
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
     ) -> Translation:
         """The correction in our terms: no project computes group baselines again after a rejection."""
         config = CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more)
-        return Translation(config, self.notes)
+        return Translation(config, self.notes, self.loss, frozenset(self.paths))

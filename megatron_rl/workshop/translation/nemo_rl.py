@@ -10,17 +10,24 @@ CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error
 KIND = "truncated_importance_sampling_type"
 HIGH, LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 PER_SEQUENCE, KL_KEY = "sequence_level_importance_ratios", "use_on_policy_kl_approximation"
-COMMON = ("reference_policy_kl_penalty",)
+PENALTY, KL_TYPE = "reference_policy_kl_penalty", "reference_policy_kl_type"
+COMMON = (PENALTY, KL_TYPE, "use_kl_in_reward")
 KEYS = (CORRECTION, KIND, HIGH, LOW, PER_SEQUENCE, ERROR_KEY, "force_on_policy_ratio", KL_KEY, *COMMON)
 
 
 def nemo_rl(mapping: Native) -> Translation:
     keys = anywhere("nemo_rl", mapping, KEYS, COMMON)
-    penalty = keys.number(*COMMON)
+    penalty = keys.number(PENALTY)
     if keys.flag(KL_KEY, False) and penalty != 0:
-        raise keys.error(KL_KEY, "our KL term takes no importance weight")
-    if penalty:
-        keys.note(f"{COMMON[0]}: NeMo-RL's KL gradient goes through the probability of sampling too, ours not")
+        raise keys.error(KL_KEY, "NeMo-RL weighs by pi over the sampler, ours by pi over the proximal policy")
+    if penalty and not keys.flag("use_kl_in_reward", False):
+        if keys.choice(KL_TYPE, "k3", "k1", "k2", "k3") != "k3":
+            raise keys.error(KL_TYPE, "NeMo-RL's gradient goes through the probability of sampling too, ours not")
+        keys.note(
+            f"{PENALTY}: through the probability of sampling, NeMo-RL's k3 has the gradient of our k2; it bounds a "
+            "token's KL by kl_output_clamp_value, 10: the same unless one exceeds that"
+        )
+        keys.goes_with(kl_estimator="k2")
     weight, rules = _weight(keys)
     renormalize = not rules
     if keys.flag("force_on_policy_ratio", False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import Reduce
+from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import anywhere
 
@@ -13,7 +13,9 @@ FIRST_BOUND = "vllm_is_truncated_threshold"
 FORMER = {"enable_vllm_is_correction": ENABLE, FIRST_BOUND: BOUNDS, "vllm_is_correction_type": KIND}
 REMOVED = {"use_icepop": f"{KIND}: icepop does it"}
 KL_KEY, COMMON = "unbiased_gradient", ("use_loss",)
+KL_CAP = 10.0  # KL_IS_WEIGHT_CLIP
 KEYS = (LEVEL, MODE, GATING, BOUNDS, ENABLE, KIND, "policy_loss_type", KL_KEY, *COMMON, *FORMER)
+GATES = {"binary_kl": Stat.binary_kl, "tv": Stat.tv}
 # what a scheme is called before 0.11.2, and its level and mode since
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 
@@ -21,16 +23,21 @@ SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis"
 def openrlhf(mapping: Native) -> Translation:
     keys = anywhere("openrlhf", mapping, KEYS, COMMON, old=REMOVED)
     keys.rename(FORMER)
-    if keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
-        raise keys.error(KL_KEY, "our KL term takes no importance weight")
     scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
+    if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
+        keys.goes_with(kl_cap=KL_CAP)
     if scheme is None:
         return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
-        keys.note("with gspo OpenRLHF takes the sampler's logprobs as the anchor; goes with loss.name: gspo")
+        if unbiased:
+            raise keys.error(KL_KEY, "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler")
+        keys.note("with gspo OpenRLHF takes the sampler's logprobs as the anchor")
+        keys.goes_with(name="gspo")
         return keys.bypass()
     level, mode = scheme
     low, high = _bounds(keys)
+    if (gating := keys.text(GATING)) in GATES:
+        return _gated(keys, level, gating, low, high)
     if level == "token":
         return keys.translation(weigh(low, high, mask=mode == "mask"), [])
     keys.note_kl("OpenRLHF")
@@ -54,10 +61,21 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
     mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
     if level == "seq" and mode == "clip":
         raise keys.error(MODE, f"OpenRLHF refuses it with {LEVEL} seq")
-    gated = keys.choice(GATING, "ratio", "ratio", "binary_kl", "tv") != "ratio"
-    if gated and keys.text("policy_loss_type") != "gspo":  # whose loss has no gate
-        raise keys.error(GATING, "a bound on the divergence of two probabilities, which we have not; bound the ratio")
+    if keys.choice(GATING, "ratio", "ratio", *GATES) in GATES and mode == "clip":
+        raise keys.error(MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}")
     return str(level), mode
+
+
+def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
+    """Tokens, or rows by their mean, whose probability has moved too far leave; the others weigh their ratio."""
+    if low is not None or not keys.given(BOUNDS):
+        raise keys.error(BOUNDS, f"OpenRLHF takes one upper bound with {GATING} {gating}")
+    keys.note_kl("OpenRLHF")
+    if gating == "binary_kl":
+        keys.note("OpenRLHF holds both probabilities within 1e-6 and 1 - 1e-6: the same unless one is beyond that")
+    on_rows = level == "seq"
+    kind, reduce = (Level.sequence, Reduce.mean) if on_rows else (Level.token, None)
+    return keys.translation(UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)])
 
 
 def _former_scheme(keys: Keys) -> tuple[str, str] | None:

@@ -1,20 +1,21 @@
-"""prime-rl's `trainer.loss` (DPPO against the sampler) as our `correction`; its squared log-ratio is refused."""
+"""prime-rl's `trainer.loss` (DPPO or IPO against the sampler, and the squared log-ratio to it) as our `correction`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
+from megatron_rl.config.schema import Level, RejectRule, Stat
+from megatron_rl.workshop.translation.keys import BYPASS, Keys, Native, Translation, TranslationError
 from megatron_rl.workshop.translation.settings import flatten, in_section
 
 SECTION = "trainer.loss"
-LOW, HIGH, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "kl_tau", "adv_tau"
-KEYS = ("type", LOW, HIGH, KL, FACTOR, "ipo_threshold", "import_path")
+LOW, HIGH, IPO, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau"
+KEYS = ("type", LOW, HIGH, IPO, KL, FACTOR, "import_path")
 COMMON = ("type", "import_path")
 REMOVED = {"teacher_tau": "an algorithm of its own (opd) has taken its place"}
 OTHER_LOSSES = ("echo", "opd", "opsd", "sft")  # algorithms, of which some tokens have another loss than trainer.loss
-KL_DEFAULT = 1e-3
 
 
 def prime_rl(mapping: Native) -> Translation:
@@ -26,27 +27,30 @@ def prime_rl(mapping: Native) -> Translation:
     kind = keys.choice("type", "default", "default", "ipo", "custom")
     if kind == "custom":
         raise keys.error("type", "what a custom loss computes is not known here")
-    if kind == "ipo":
-        raise keys.error("type", "it drops tokens on both sides of its trust region, our dppo those that lead out")
-    _refuse_kl(keys)
     if keys.number(FACTOR, 1.0) != 1.0:
         raise keys.error(FACTOR, "our losses have no factor on the advantage; set it to 1 and scale the learning rate")
-    low, high = (0.2 if (mask := keys.number(name)) is None else mask for name in (LOW, HIGH))
-    keys.note(
-        "the ratio is to the sampler; goes with loss.name: dppo, loss.trust_region: total_variation, "
-        f"loss.clip_low: {low:g}, loss.clip_high: {high:g}, loss.reduction: token_mean"
-    )
-    return keys.bypass()
+    tau = _number(keys, KL, 1e-3)
+    if tau:
+        # tau d^2 of all tokens, those outside the trust region among them
+        keys.goes_with(kl_to="sampler", kl_estimator="k2", kl_coef=2 * tau, kl_on="counted")
+    keys.note("the ratio is to the sampler")
+    if kind == "ipo":
+        # what has moved at all leaves, and dppo then masks nothing: no two probabilities are further apart than 1
+        low = high = 1.0
+        rule = RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))
+        rules = [rule]
+    else:
+        low, high, rules = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2), []
+    region = {"trust_region": "total_variation", "clip_low": low, "clip_high": high}
+    keys.goes_with(name="dppo", **region, reduction="token_mean")
+    return keys.bypass()._replace(config=replace(BYPASS, reject=rules))
 
 
-def _refuse_kl(keys: Keys) -> None:
-    """prime-rl has it unless told otherwise."""
-    if keys.number(KL, KL_DEFAULT) == 0:
-        return
-    reason = "our losses have no squared log-ratio to the sampler; set it to 0 in prime-rl to train without"
-    if not keys.given(KL):
-        reason = f"it is not given and {KL_DEFAULT:g} by default: {reason}"
-    raise keys.error(KL, reason)
+def _number(keys: Keys, name: str, default: float) -> float:
+    value = keys.number(name, default)
+    if value is None or value < 0:
+        raise keys.error(name, "prime-rl needs a number of 0 or more")
+    return value
 
 
 def _algorithms(settings: Native) -> Iterator[tuple[str, Any]]:

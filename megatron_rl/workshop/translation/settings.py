@@ -129,6 +129,7 @@ def anywhere(
     for path in sorted(used):
         _set(framework, values, last(path), flat[path], path)
     keys = Keys(framework, values)
+    keys.paths |= used
     _leave_out(keys, flat, used, set(known) - set(common), old or {}, known)
     return keys
 
@@ -179,6 +180,7 @@ def in_section(
         if inside is not None and not (inside in old and _switched_off(value)):
             _set(framework, values, inside, value, path)
     keys = Keys(framework, values, present)
+    keys.paths |= used
     outside = {last(name) for name in beside}
     for name in values:
         if name not in known and name not in outside:

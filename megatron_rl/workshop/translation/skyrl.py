@@ -44,7 +44,8 @@ def skyrl(mapping: Native) -> Translation:
         anchor = Anchor.sampler
         if weight.level != Level.none:
             raise keys.error("tis_ratio_type", f"the ratio of {loss} is to the sampler and holds the mismatch already")
-        keys.note(f"the ratio of {loss} is to the sampler; goes with loss.name: {loss}")
+        keys.note(f"the ratio of {loss} is to the sampler")
+        keys.goes_with(name=loss)
         if rules:
             keys.note("SkyRL judges by the old policy, ours by the current one: the same with one update")
     return keys.translation(weight, rules, anchor=anchor)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, ratio_rule, weigh
+from megatron_rl.workshop.translation.keys import (
+    NO_WEIGHT,
+    UNCAPPED,
+    Keys,
+    Native,
+    Translation,
+    opsm,
+    ratio_rule,
+    weigh,
+)
 from megatron_rl.workshop.translation.settings import anywhere
 
 FUNCTION = "custom_tis_function_path"
@@ -13,14 +22,15 @@ PARTIAL, MASK_OLD = "partial_rollout", "mask_offpolicy_in_partial_rollout"
 METRICS = "get_mismatch_metrics"
 FLAGS = (
     "use_tis", "tis_clip", "tis_clip_low", FUNCTION, "use_rollout_logprobs", METRICS,
-    "custom_config_path", "use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL,
-    MASK_OLD,
+    "custom_config_path", "use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "kl_loss_type",
+    "advantage_estimator", PARTIAL, MASK_OLD,
 )  # fmt: skip
 MIS = (
     "use_rs", "tis_level", "rs_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "rs_lower_bound",
     "rs_upper_bound", "rs_veto_threshold", "tis_batch_normalize",
 )  # fmt: skip
-COMMON = ("use_kl_loss", "custom_config_path", "advantage_estimator")
+COMMON = ("use_kl_loss", "kl_loss_type", "custom_config_path", "advantage_estimator")
+LOW_VARIANCE = "low_var_kl"
 LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
@@ -28,7 +38,7 @@ REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 def slime(mapping: Native) -> Translation:
     keys = anywhere("slime", mapping, FLAGS + MIS, COMMON)
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
-        raise keys.error("use_unbiased_kl", "our KL term takes no importance weight")
+        _unbiased_kl(keys)
     by_sampler = keys.flag("use_rollout_logprobs", False)
     if by_sampler and keys.flag("use_tis", False):
         raise keys.error("use_tis", "slime refuses it with use_rollout_logprobs")
@@ -54,6 +64,15 @@ def slime(mapping: Native) -> Translation:
     if keys.flag(MASK_OLD, False):
         rules.insert(0, _fresh(keys))
     return keys.translation(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
+
+
+def _unbiased_kl(keys: Keys) -> None:
+    """Its ratio carries a gradient too, which makes k3's that of the KL itself, and of the others something else."""
+    if keys.choice("kl_loss_type", "k1", "k1", "k2", "k3", LOW_VARIANCE) not in ("k3", LOW_VARIANCE):
+        raise keys.error("use_unbiased_kl", "with k1 (slime's default) or k2 its gradient is another; use k3")
+    if keys.text("kl_loss_type") == LOW_VARIANCE:
+        keys.note(f"{LOW_VARIANCE}: slime bounds the weighed KL of a token by 10: the same unless one exceeds that")
+    keys.goes_with(kl_cap=UNCAPPED, kl_estimator="k3")
 
 
 def _fresh(keys: Keys) -> RejectRule:

@@ -1,4 +1,4 @@
-"""`megatron-rl translate`: other projects' correction settings (a YAML or TOML file) as ours, or why that cannot be.
+"""`megatron-rl translate`: other projects' correction settings as ours, or why that cannot be.
 
 `translate` is exact or an error: where the result is the same only under a condition it says so in a
 note, where it cannot be the same it names the key and the reason. Group baselines are never recomputed
@@ -8,18 +8,16 @@ after a rejection in those projects, so every translation has `rebaseline: false
 from __future__ import annotations
 
 import difflib
-import sys
 import textwrap
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.load import PRESET_SECTIONS
-from megatron_rl.config.plain_yaml import read_yaml, write_yaml
+from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
@@ -28,9 +26,11 @@ from megatron_rl.workshop.translation.keys import Native, Translation, Translati
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
-from megatron_rl.workshop.translation.settings import LEFT_OUT
+from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
+from megatron_rl.workshop.translation.sources import read_native, scalar
+from megatron_rl.workshop.translation.table import projects, table
 from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
 
@@ -43,41 +43,55 @@ FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
 
 def translate(framework: str, mapping: Native) -> Translation:
     """The native keys of a project as our config: the section or a whole file; nested, dotted or as flags."""
-    name = framework.lower().replace("-", "_")
-    if name not in FRAMEWORKS:
-        near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
+    name = known_project(framework)
     if not isinstance(mapping, Mapping):
         raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
-    config, notes = FRAMEWORKS[name](mapping)
+    config, notes, loss, read = FRAMEWORKS[name](mapping)
+    if loss:
+        notes.append("goes with " + ", ".join(f"loss.{key}: {as_written(value)}" for key, value in loss.items()))
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
         config = replace(config, non_finite=NonFinite.one)
     if problems := check_correction(config):
         raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
-    return Translation(config, sorted(notes, key=lambda note: note.startswith(LEFT_OUT)))  # conditions first
+    conditions_first = sorted(notes, key=lambda note: note.startswith(LEFT_OUT))
+    return Translation(config, conditions_first, loss, read)
 
 
-def translate_file(framework: str, path: str | Path) -> str:
-    """The YAML text of a file of native keys, YAML or TOML (`-`: YAML on standard input), notes as comments."""
-    try:
-        text = sys.stdin.read() if str(path) == "-" else Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TranslationError(f"{path}: not readable as text: {error}") from None
-    form, read = ("TOML", tomllib.loads) if Path(path).suffix == ".toml" else ("YAML", read_yaml)
-    try:
-        mapping = read(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise TranslationError(f"{path}: not valid {form} ({error})") from None
-    config, notes = translate(framework, {} if mapping is None else mapping)
+def known_project(framework: str) -> str:
+    name = framework.lower().replace("-", "_")
+    if name not in FRAMEWORKS:
+        near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
+    return name
+
+
+def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
+    """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes as comments."""
+    mapping = read_file(framework, path, given or {})
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise TranslationError(f"{path}: expected keys and values, got {type(mapping).__name__}")
+    config, notes, *_ = translate(framework, with_given(flatten(mapping or {}), given or {}))
     if mapping and _is_ours(mapping) and config == translate(framework, {}).config:
         raise TranslationError(
             f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
         )
-    lines = [f"{framework}: {Path(path).name}", *notes]
-    return "".join(f"{_comment(line)}\n" for line in lines) + yaml_text(config)
+    lines = [f"{framework}: {path.name}", *notes]
+    return "".join(f"{comment(line)}\n" for line in lines) + yaml_text(config)
+
+
+def read_file(framework: str, path: Path, given: Mapping[str, str]) -> Any:
+    name = known_project(framework)
+    if name not in projects():
+        return read_native(path, "", {}, given)
+    return read_native(path, table(name).command, table(name).calls, given)
+
+
+def with_given(flat: Mapping[str, Any], given: Mapping[str, str], known: Collection[str] = ()) -> dict[str, Any]:
+    """Keys of the command line over the file's."""
+    return {**flat, **{key: scalar(text) for key, text in given.items() if key in flat or key in known}}
 
 
 def _is_ours(mapping: Native) -> bool:
@@ -86,13 +100,17 @@ def _is_ours(mapping: Native) -> bool:
     return not any(misfits(known, Config))
 
 
-def _comment(text: str) -> str:
+def comment(text: str) -> str:
     wrapper = textwrap.TextWrapper(100, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)
 
 
-def yaml_text(config: CorrectionConfig) -> str:
+def correction_section(config: CorrectionConfig) -> dict[str, Any]:
     """The whole config under `correction:`, so that nothing is inherited from a recipe's base."""
     whole = asdict(config)
     whole["reject"] = [{name: value for name, value in rule.items() if value is not None} for rule in whole["reject"]]
-    return write_yaml({"correction": whole})
+    return {"correction": whole}
+
+
+def yaml_text(config: CorrectionConfig) -> str:
+    return write_yaml(correction_section(config))

@@ -13,12 +13,12 @@ KEYS = (
     "rollout_is", "rollout_is_threshold", NORMALIZE, "rollout_rs", "rollout_rs_threshold",
     "bypass_mode", "loss_type",
 )  # fmt: skip
-AGG = "loss_agg_mode"
+AGG, DRO = "loss_agg_mode", "dro_beta"
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # what verl divides by, and whether it has the sampler's logprobs
 ACTOR = "actor_rollout_ref.actor"
 BESIDE = (
-    "trainer.use_v1", f"{ACTOR}.{AGG}", f"{ACTOR}.policy_loss.loss_mode",
+    "trainer.use_v1", f"{ACTOR}.{AGG}", f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.policy_loss.{DRO}",
     "actor_rollout_ref.rollout.calculate_log_probs",
 )  # fmt: skip
 COMMON = ("loss_type", "loss_mode")
@@ -68,8 +68,8 @@ def verl(mapping: Native) -> Translation:
     if keys.text(AGG) == "token-sum":
         raise keys.error(AGG, "our losses have no plain sum over tokens; they divide by a count (loss.reduction)")
     keys.choice(AGG, "token-mean", *AGG_MODES)
-    if keys.text("loss_mode") == "dro":
-        keys.note("loss_mode dro: its quadratic loss is not here; the correction is the same for any loss")
+    if keys.text("loss_mode") == "dro" and not (bypass and not keys.flag("use_v1", True)):  # which puts its loss there
+        _dro(keys, weight)
     if bypass:
         return _bypass(keys, weight, rules, reinforce)
     if corrects:
@@ -77,6 +77,16 @@ def verl(mapping: Native) -> Translation:
     if weight.normalize and rules:
         raise keys.error(NORMALIZE, "with rollout_rs verl's mean includes rejected tokens, ours never does")
     return keys.translation(weight, rules, _renormalize(keys, rules))
+
+
+def _dro(keys: Keys, weight: WeightConfig) -> None:
+    """-(A pi - beta / 2 (pi - p)^2)."""
+    beta = keys.positive(DRO)
+    if beta is None:
+        raise keys.error(DRO, "verl needs a number with loss_mode: dro")
+    if weight.level != Level.none:
+        raise keys.error("rollout_is", "verl weighs dro's squared log-ratio too, ours the rest alone")
+    keys.goes_with(name="reinforce", kl_to="anchor", kl_estimator="k2", kl_coef=beta)
 
 
 def _read_in_loss(keys: Keys, in_loss: Keys) -> None:
@@ -120,7 +130,7 @@ def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce
     if weight.normalize:
         raise keys.error(NORMALIZE, "with bypass_mode the mean depends on the micro-batch split")
     if reinforce:
-        keys.note("goes with loss.name: reinforce")
+        keys.goes_with(name="reinforce")
     elif weight.level != Level.none:
         weight = NO_WEIGHT
         keys.note("verl computes rollout_is for its metrics only here: the ratio of the loss is the correction")
@@ -149,10 +159,8 @@ def _reduction(keys: Keys) -> str:
     if mode not in ROW_MODES:
         return keys.text(AGG) or "token-mean"
     micro_batch = ", those of a micro-batch" if mode == "geo_mean" else ""
-    keys.note(
-        f"loss_mode {mode}: verl divides by all rows{micro_batch}, whatever {AGG} says; goes with loss.name: "
-        f"{ROW_MODES[mode]}, loss.reduction: seq_mean_token_mean"
-    )
+    keys.note(f"loss_mode {mode}: verl divides by all rows{micro_batch}, whatever {AGG} says")
+    keys.goes_with(name=ROW_MODES[mode], reduction="seq_mean_token_mean")
     if mode == "gspo" and keys.text(AGG) != "seq-mean-token-mean":
         keys.note(
             f"verl 0.9.1 and before divide gspo as {AGG} says (by default token-mean), which ours cannot: there this "

@@ -64,6 +64,8 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         ({"defaults": ["ppo_trainer", "_self_"]}, "resolve the configuration first"),
         ({"loss_agg_mode": "token-sum"}, "loss_agg_mode is 'token-sum': .*sum"),
         (verl_is(loss_agg_mode="banana"), "loss_agg_mode is 'banana': expected one of"),
+        ({"loss_mode": "dro"}, "dro_beta: verl needs a number"),
+        (verl_is(loss_mode="dro", dro_beta=0.1), "rollout_is is 'token': verl weighs"),
     ],
     "skyrl": [
         ({"token_mask_is_threshold_low": 0.5}, "token_mask_is_threshold_low"),
@@ -80,11 +82,13 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
     ],
     "trl": [
         (trl(mode="token_truncate", clip_max=None), "vllm_importance_sampling_clip_max"),
-        ({"loss_type": "vespo"}, "loss_type"),
+        ({"loss_type": "vespo"}, "vllm_importance_sampling_mode: .*refuses it; use token_truncate"),
+        ({"loss_type": "vespo", **trl(mode="token_mask")}, "vllm_importance_sampling_mode.*1e-8"),
+        ({"loss_type": "vespo", "use_vllm": False}, "loss_type is 'vespo'"),
+        ({"loss_type": "vespo", "beta": 0.1, **trl(mode="token_truncate")}, "use_bias_correction_kl"),
         ({"vllm_importance_samplng_mode": "token_mask"}, "did you mean vllm_importance_sampling_mode"),
         (trl(mode="token_clip"), "vllm_importance_sampling_mode"),
-        ({"use_bias_correction_kl": True}, "use_bias_correction_kl"),
-        ({"beta": 0.04}, "use_bias_correction_kl.* set it to false"),
+        ({"beta": 0.04, "importance_sampling_level": "sequence"}, "use_bias_correction_kl.* set it to false"),
         ({"defaults": "base.yaml", "hydra": {"searchpath": ["x"]}}, "resolve the configuration first"),
     ],
     "nemo_rl": [
@@ -92,6 +96,7 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         ({"loss_fn": {"use_on_policy_kl_approximation": True}}, "use_on_policy_kl_approximation"),
         ({"grpo.seq_logprob_error_threshold": 1.5, "ppo.seq_logprob_error_threshold": 2.0},
          "seq_logprob_error_threshold is given twice"),
+        ({"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k1"}, "reference_policy_kl_type is 'k1'"),
         (NEMO_ON | {"use-importance-sampling-correction": False}, "twice"),
         (nemo(type="tis"), "truncated_importance_sampling_type"),
         (NEMO_ON | nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8) | {"seq_logprob_error_threshold": 1.5},
@@ -121,7 +126,7 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         (slime_mis(), "custom_tis_function_path"),
         (slime_mis(tis_level="token"), "tis_upper_bound"),
         ({"use_rs": True, "tis_upper_bound": 2.0}, "use_rs"),
-        ({"use_unbiased_kl": True}, "use_unbiased_kl"),
+        *(({"use_unbiased_kl": True, **kind}, "use_unbiased_kl.*k3") for kind in ({}, {"kl_loss_type": "k2"})),
         ({"use_opsm": True, "opsm_delta": None}, "opsm_delta is None: slime needs a number"),
         ({"use_tis": True, "tis_level": "token", **ICEPOP}, "tis_level"),
         ({"use_rollout_logprobs": True, "get_mismatch_metrics": True, **ICEPOP}, "get_mismatch_metrics"),
@@ -132,14 +137,15 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         (openrlhf(type="tis") | {"vllm_is_correction_type": "icepop"}, "vllm_is_correction_type"),
         (openrlhf(enable=True) | {"policy_loss_type": "cispo"}, "policy_loss_type"),
         (openrlhf(enable=True, threshold=[0.5]), "is_correction_threshold"),
-        (openrlhf(level="seq", gating="binary_kl"), "is_correction_gating.*have not"),
-        (openrlhf(level="token", gating="tv"), "is_correction_gating.*have not"),
+        (openrlhf(level="seq", gating="binary_kl"), "is_correction_threshold: .*one upper bound"),
+        (openrlhf(level="token", gating="tv", threshold=[0.1, 0.2]), "is_correction_threshold.*one upper bound"),
+        (openrlhf(level="token", gating="tv", mode="clip", threshold=0.2), "is_correction_mode is 'clip'"),
         (openrlhf(level="seq", mode="clip"), "is_correction_mode.*OpenRLHF refuses"),
         (openrlhf(level="geo"), "is_correction_level is 'geo': .*seq"),
         (openrlhf(level="token", enable=True), "is_correction_enable"),
         (openrlhf(threshold=[0.5, 2.0]), "is_correction_threshold.*is_correction_level"),
         (openrlhf(level="token", threshold=[1, 2, 3]), "is_correction_threshold"),
-        ({"algo.kl": {"unbiased_gradient": True, "use_loss": True}}, "unbiased_gradient"),
+        ({"algo.kl.unbiased_gradient": True, "policy_loss_type": "gspo", **openrlhf(enable=True)}, "unbiased_gradient"),
         ({"vllm_enable_is_correction": True}, "nearest that is known is enable_vllm_is_correction"),
     ],
     "fireworks": [
@@ -152,15 +158,14 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         ({"tis": {"cap": -1.0}}, "cap"),
     ],
     "prime_rl": [
-        ({"trainer": {"optim": {"lr": 1e-6}}}, "kl_tau: it is not given and 0.001 by default.*set it to 0"),
-        ({"loss": {"kl_tau": 1e-4}}, "kl_tau is 0.0001: .*; set it to 0"),
-        ({"kl_tau": 0, "adv_tau": 0.5}, "adv_tau is 0.5"),
-        ({"kl_tau": 0, "type": "ipo", "ipo_threshold": 0.1}, "type is 'ipo': "),
+        ({"loss": {"kl_tau": None}}, "kl_tau is None: prime-rl needs a number"),
+        ({"adv_tau": 0.5}, "adv_tau is 0.5"),
+        ({"type": "ipo", "ipo_threshold": -0.1}, "ipo_threshold is -0.1"),
         ({"trainer.loss": {"type": "custom", "kwargs": {"a": 1}}}, "type is 'custom': "),
-        ({"kl_tau": 0, "dppo_mask_hi": 0.1}, "did you mean dppo_mask_high"),
-        ({"kl_tau": 0, "teacher_tau": 1.0}, "teacher_tau is 1.0: no longer there"),
-        ({"trainer.loss.kl_tau": 0, "orchestrator.algo.type": "opd"}, "algo.type is 'opd'"),
-        ({"trainer.loss.kl_tau": 0, "a.source": [{"algo": {"type": "sft"}}]}, r"source\[0\].algo.type"),
+        ({"dppo_mask_hi": 0.1}, "did you mean dppo_mask_high"),
+        ({"teacher_tau": 1.0}, "teacher_tau is 1.0: no longer there"),
+        ({"orchestrator.algo.type": "opd"}, "algo.type is 'opd'"),
+        ({"a.source": [{"algo": {"type": "sft"}}]}, r"source\[0\].algo.type"),
     ],
     "verll": [({}, "did you mean verl")],
     "miles": [({}, "known are verl, skyrl")],
@@ -175,7 +180,6 @@ def test_refused(framework: str, mapping: Native, words: str) -> None:
         translate(framework, mapping)
 
 
-REQUIRED = {"prime_rl": {"trainer.loss.kl_tau": 0}}  # without which nothing translates
 SUSPECTS = ["vllm_enable_is_correction", "actor.newTisCap", "my-icepop", "x.rs_settings.level", "staleness_limit"]
 
 
@@ -183,7 +187,7 @@ SUSPECTS = ["vllm_enable_is_correction", "actor.newTisCap", "my-icepop", "x.rs_s
 @pytest.mark.parametrize("name", SUSPECTS)
 def test_an_unknown_name_that_may_be_about_correction_is_an_error(framework: str, name: str) -> None:
     """It names the key and the nearest name that is known; a key that holds nothing asks for nothing."""
-    rest = {"model.path": "x", "data.seed": 1} | REQUIRED.get(framework, {})
+    rest = {"model.path": "x", "data.seed": 1}
     with pytest.raises(TranslationError, match=f"^{framework}: {name.replace('-', '_')}: .*nearest.* is [a-z_0-9]+;"):
         translate(framework, rest | {name: True})
     assert translate(framework, rest | {name: None}).config == translate(framework, rest).config

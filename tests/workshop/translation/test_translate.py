@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +39,8 @@ from translation_cases import (
     verl_run,
 )
 
-from megatron_rl.config.schema import Level, LossConfig, LossName, NonFinite, Reduction
+from megatron_rl.config import from_mapping
+from megatron_rl.config.schema import Level, LossConfig, NonFinite
 from megatron_rl.loss.policy_loss import policy_loss
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction, without_stale
 from megatron_rl.types import Prompt, Rollout, Scored, collate
@@ -53,7 +56,7 @@ IDS = {"ids": lambda x: x if isinstance(x, str) else ""}
     **IDS,
 )
 def test_same_as_theirs(framework: str, what: str, mapping: Native, formula: Formula) -> None:
-    config, _ = translate(framework, mapping)
+    config = translate(framework, mapping).config
     assert not config.rebaseline
     acted = False
     for seed in range(4):
@@ -78,7 +81,7 @@ def test_m2po(band_high: float | None) -> None:
     """
     rejection = {} if band_high is None else areal(metric="ratio", upper=band_high)
     actor = {"use_decoupled_loss": True, "m2_threshold": 0.04, **rejection}
-    config, notes = translate("areal", {"actor": actor})
+    config, notes, *_ = translate("areal", {"actor": actor})
     prox_BT, mu_BT, mask_BT = data(0)
     m2_BT = (prox_BT - mu_BT).square()
     ordered = m2_BT[mask_BT].sort(descending=True).values
@@ -95,17 +98,21 @@ def test_m2po(band_high: float | None) -> None:
 
 @pytest.mark.parametrize(("framework", "mapping"), BYPASSES, **IDS)
 def test_bypass(framework: str, mapping: Native) -> None:
-    config, _ = translate(framework, mapping)
+    config = translate(framework, mapping).config
     assert (config.anchor, config.weight.level, config.renormalize) == ("sampler", "none", False)
+
+
+def loss_of(wanted: dict[str, Any], **else_: Any) -> LossConfig:
+    return from_mapping({"loss": {"clip_low": 0.2, "clip_high": 0.2, **else_, **wanted}}).loss
 
 
 @pytest.mark.parametrize(("framework", "mapping", "name", "native"), TWO_POLICIES, **IDS)
 def test_losses_with_two_policies(
     framework: str, mapping: Native, name: str, native: Callable[[Theirs], Tensor]
 ) -> None:
-    config, _ = translate(framework, mapping)
-    reduction = "seq_mean_token_mean" if name == "gspo" else "token_mean"
-    loss_config = LossConfig(name=LossName(name), clip_low=0.2, clip_high=0.2, reduction=Reduction(reduction))
+    config, _, wanted, _ = translate(framework, mapping)
+    assert wanted.get("name", name) == name
+    loss_config = loss_of(wanted, name=name)
     for seed in range(4):
         pi_BT, mu_BT, mask_BT = data(seed)
         start, theirs = rollout_correction(None, mu_BT, mask_BT, config), Theirs(pi_BT, mu_BT, mask_BT)
@@ -138,9 +145,9 @@ def gspo_tokens(x: Theirs, pi: Theirs) -> Tensor:
 def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Callable[..., Tensor]) -> None:
     """Each row by its own tokens, then by every row of the batch, rejected ones among them."""
     section = {"rollout_is": "token", **verl_rs("seq_mean_k1", "0.8_1.25")}
-    config, notes = translate("verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"})
-    assert any(f"loss.name: {name}" in note and "seq_mean_token_mean" in note for note in notes)
-    loss_config = LossConfig(name=LossName(name), clip_low=0.2, clip_high=0.2, reduction=Reduction.seq_mean_token_mean)
+    config, notes, wanted, _ = translate("verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"})
+    assert notes[-1] == f"goes with loss.name: {name}, loss.reduction: seq_mean_token_mean"
+    loss_config = loss_of(wanted)
     prox_BT, mu_BT, mask_BT = data(0)
     pi_BT = prox_BT + 0.3 * torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
@@ -150,6 +157,40 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
     losses_B1 = correction.average(tokens(correction, Theirs(pi_BT, prox_BT, mask_BT)))
     expected = (losses_B1 * band(1 / correction.mean, 0.8, 1.25)).sum() / len(mask_BT)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def weighted(pi: Theirs, x: Theirs, cap: float) -> Tensor:
+    """The gradient of KL(pi || ref), in which pi is judged by what p has written: cap of pi / p."""
+    weight = (pi.d - x.d).exp().clamp(max=cap).detach()
+    return weight * (pi.d.detach() * pi.p)
+
+
+@pytest.mark.parametrize(
+    ("framework", "mapping", "kl"),
+    [
+        ("trl", {"beta": 1.0, "use_vllm": False}, lambda pi, x: (pi.p - x.p).exp() * (-pi.d).exp().sub(1).add(pi.d)),
+        ("slime", {"use_unbiased_kl": True, "kl_loss_type": "k3"},
+         lambda pi, x: (pi.p - x.p).exp() * (-pi.d).exp().sub(1).add(pi.d)),
+        ("openrlhf", {"algo.kl.unbiased_gradient": True}, lambda pi, x: weighted(pi, x, 10.0)),
+        ("nemo_rl", {"reference_policy_kl_penalty": 1.0},
+         lambda pi, x: (pi.p - pi.p.detach()).exp() * (-pi.d).exp().sub(1).add(pi.d)),
+    ],
+)  # fmt: skip
+def test_gradients_of_a_kl_that_is_weighted(
+    framework: str, mapping: Native, kl: Callable[[Theirs, Theirs], Tensor]
+) -> None:
+    """By their formula, differentiated as they do: through the ratio too, or not."""
+    config, _, wanted, _ = translate(framework, mapping)
+    p_BT, ref_BT, mask_BT = data(3)
+    pi_BT = (p_BT + 0.5 * data(4)[0].cos()).requires_grad_()
+    found = rollout_correction(p_BT, p_BT, mask_BT, config)
+    inputs = replace(inputs_of(pi_BT, p_BT, p_BT, found, ADVANTAGES.double() * 0), ref_logprobs_BT=ref_BT)
+    ours, _ = policy_loss(inputs, loss_of(wanted, kl_coef=1.0))
+    pi = Theirs(pi_BT, ref_BT, mask_BT)
+    theirs = (kl(pi, Theirs(p_BT, ref_BT, mask_BT)) * mask_BT).sum() / mask_BT.sum()
+    gradients = [torch.autograd.grad(loss, pi_BT)[0] for loss in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 1e-3
 
 
 ERROR = {"grpo.seq_logprob_error_threshold": 1.4}
@@ -168,6 +209,7 @@ SAME = [
      {"bypass_mode": True, **verl_rs("token_k2", "1")}),  # the legacy trainer puts its loss in place
     *(("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {}) for loss in COVARIANCE),
     ("trl", {"beta": 0.0}, {}),
+    ("trl", {"beta": 0.1, "use_vllm": True}, {"use_vllm": True}),
     ("trl", {"beta": 0.04, "use_bias_correction_kl": False}, {}),
     ("areal", {"actor": {"use_decoupled_loss": True, "prox_logp_method": "reuse_train_logp", **areal(upper=2.0)}},
      {"actor": {"use_decoupled_loss": True, **areal(upper=2.0)}}),
@@ -219,7 +261,7 @@ NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
         ("without quotes it is 0.52 to verl", verl_rs("seq_sum_k1", "0.5_2"), verl_rs("seq_mean_k1", "0.5_2.0")),
         ("0.9.1", GSPO, GSPO | {"loss_agg_mode": "seq-mean-token-mean"}),
         ("0.9.1", GSPO | {"loss_agg_mode": "token-mean"}, GSPO | {LOSS: "sapo"}),
-        ("dro", {"rollout_is": "token", "loss_mode": "dro"}, {"rollout_is": "token"}),
+        ("loss.kl_to: anchor, loss.kl_estimator: k2, loss.kl_coef: 0.1", {"loss_mode": "dro", "dro_beta": 0.1}, {}),
     ],
     "skyrl": [
         ("SkyRL corrects nothing", {"trainer.algorithm.loss_reduction": "token_mean"}, None),
@@ -228,7 +270,7 @@ NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
         *((f"with {loss['policy_loss_type']} SkyRL ignores", skyrl(loss, **TOKEN_MASK), None) for loss in COVARIANCE),
     ],
     "trl": [
-        ("one update per batch", {"off_policy_mask_threshold": 0.5}, {}),
+        ("the same with one update", {"off_policy_mask_threshold": 0.5}, {}),
         ("use_vllm is not given", {}, {"use_vllm": True}),
         ("learner's own old logprobs", {"use_vllm": False, "off_policy_mask_threshold": 0.1}, {}),
         ("loss.kl_on: counted", {"off_policy_mask_threshold": 0.1}, trl(mode="token_mask")),
@@ -240,7 +282,7 @@ NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
     "nemo_rl": [
         ("use_importance_sampling_correction is not given", nemo(type="tis", ratio=1.5), NEMO_ON),
         ("loss.kl_on: counted", nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
-        ("KL gradient", {"reference_policy_kl_penalty": 0.01}, {"reference_policy_kl_penalty": 0.0}),
+        ("k2", {"reference_policy_kl_penalty": 0.01}, {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True}),
         ("without a sampler logprob", NEMO_ON, NEMO_ON | ERROR),
     ],
     "areal": [
@@ -261,6 +303,7 @@ NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
         ("ours keep them", slime_mis(tis_upper_bound=2.0, tis_mode="mask"), slime_mis(tis_upper_bound=2.0)),
         ("partial_rollout is not given and taken as true", {OLD: True}, {"partial_rollout": True, OLD: True}),
         *((words, {OLD: True}, {}) for words in ("train_async.py", "mean over rows")),
+        ("by 10", {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, {"kl_loss_type": "low_var_kl"}),
     ],
     "openrlhf": [
         ("is_correction_enable is not given", openrlhf(type="tis"), openrlhf(enable=True)),
@@ -339,7 +382,7 @@ def test_a_token_without_a_sampler_logprob_in_a_weighted_row(framework: str, map
 
 def test_extreme_ratios_are_where_the_notes_say() -> None:
     """verl clamps each token before it sums a row; with one token at +30 the sums differ."""
-    config, _ = translate("verl", verl_rs("seq_sum_k1", f"{math.exp(-25)}_{math.exp(25)}"))
+    config, *_ = translate("verl", verl_rs("seq_sum_k1", f"{math.exp(-25)}_{math.exp(25)}"))
     prox_BT, mu_BT = torch.tensor([[30.0, -22.0]]), torch.zeros(1, 2)
     assert rollout_correction(prox_BT, mu_BT, torch.ones(1, 2), config).mask_BT.all()
 

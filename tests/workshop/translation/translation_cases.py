@@ -24,6 +24,7 @@ class Theirs:
         self.d = p - mu
         self.rho, self.k2 = self.d.exp(), self.d**2 / 2
         self.k3 = self.rho - 1 - self.d
+        self.heads, self.sampled = p.clamp(max=-1e-9).exp(), mu.clamp(max=-1e-9).exp()  # probabilities of the token
         self.product, self.mean = self.sum(self.d).exp(), self.average(self.d).exp()  # ratios of a row
 
     def sum(self, x: Tensor) -> Tensor:
@@ -38,6 +39,9 @@ class Theirs:
     def all(self, x: Tensor) -> Tensor:
         return (x | ~self.m).all(1, keepdim=True)
 
+    def binary_kl(self, one: Tensor, other: Tensor) -> Tensor:
+        return one * (one / other).log() + (1 - one) * ((1 - one) / (1 - other)).log()
+
     def surrogate(self, x: Tensor) -> Tensor:
         """PPO's loss of a token with the default clip range of 0.2."""
         return torch.maximum(-self.a * x.exp(), -self.a * x.exp().clamp(0.8, 1.2))
@@ -49,7 +53,7 @@ def data(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     noise_BT = torch.randn(10, 6, generator=generator, dtype=torch.float64)
     d_BT = 0.3 * (noise_BT + torch.randn(10, 1, generator=generator, dtype=torch.float64))
     lengths_B = torch.randint(1, 7, (10,), generator=generator)
-    return mu_BT + d_BT, mu_BT, torch.arange(6)[None] < lengths_B[:, None]
+    return (mu_BT + d_BT).clamp(max=-1e-3), mu_BT, torch.arange(6)[None] < lengths_B[:, None]
 
 
 def band(values: Tensor, low: float, high: float) -> Tensor:
@@ -231,6 +235,8 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
          lambda x: torch.where(band(x.product, 0.95, 1.1), x.mean, x.mean.clamp(0.95, 1.1))),
         ("largest k2", areal(level="sequence", metric="kl_k2", agg="max", upper=0.1),
          lambda x: x.rho * (x.max(x.k2) <= 0.1)),
+        ("KPop: the larger KL of the two directions", areal(metric="binary_kl", upper=0.02),
+         lambda x: x.rho * (torch.maximum(x.binary_kl(x.heads, x.sampled), x.binary_kl(x.sampled, x.heads)) <= 0.02)),
         ("decoupled, nothing else", {"use_decoupled_loss": True}, lambda x: x.m * 1.0),
     ],
     "slime": [
@@ -269,6 +275,12 @@ CASES: dict[str, list[tuple[str, dict[str, Any], Formula]]] = {
          **openrlhf(gating="ratio", threshold="0.9 1.1")}, lambda x: x.rho.clamp(0.9, 1.1)),
         ("seq / mask with an upper bound alone", openrlhf(level="seq", threshold=[1.05]),
          lambda x: x.rho * (x.mean <= 1.05)),
+        ("tokens gated by the binary KL", openrlhf(level="token", gating="binary_kl", threshold=[0.01]),
+         lambda x: x.rho * (x.binary_kl(x.sampled, x.heads) <= 0.01)),
+        ("rows gated by the mean binary KL", openrlhf(level="seq", gating="binary_kl", threshold="0.01"),
+         lambda x: x.rho * (x.average(x.binary_kl(x.sampled, x.heads)) <= 0.01)),
+        ("tokens gated by total variation", openrlhf(level="token", gating="tv", threshold=[0, 0.1]),
+         lambda x: x.rho * ((x.heads - x.sampled).abs() <= 0.1)),
         ("the cap of its first version",
          {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": 1.2}, lambda x: x.rho.clamp(max=1.2)),
     ],
@@ -307,6 +319,11 @@ def prime_dppo(x: Theirs) -> Tensor:
     return -x.a * x.rho * ~torch.where(x.a > 0, gap > 0.2, gap < -0.2)
 
 
+def trl_vespo(x: Theirs) -> Tensor:
+    k, rate = torch.where(x.a >= 0, 2.0, 2.0), torch.where(x.a >= 0, 3.0, 2.0)
+    return -x.a * x.p * (rate + k * x.product.log() - rate * x.product).exp()
+
+
 # settings that anchor the loss on the sampler, and a token's loss; every loss is divided by all response tokens
 TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Theirs], Tensor]]] = [
     ("verl", {"bypass_mode": True}, "ppo", lambda x: x.surrogate(x.d)),
@@ -332,6 +349,13 @@ TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Theirs], Tensor]]] 
      lambda x: -x.a * x.p * x.rho.clamp(0.8, 1.2) * (x.max(x.rho) <= 1.6)),
     ("prime_rl", {"trainer.loss": {"type": "default", "kl_tau": 0.0, "adv_tau": 1.0, "dppo_mask_low": 0.2}}, "dppo",
      prime_dppo),
+    ("prime_rl", {}, "dppo", lambda x: prime_dppo(x) + 1e-3 * x.d**2),
+    ("prime_rl", {"loss": {"type": "ipo", "ipo_threshold": 0.05, "kl_tau": 0.01}}, "dppo",
+     lambda x: -x.a * x.rho * ((x.heads - x.sampled).abs() <= 0.05) + 0.01 * x.d**2),
+    ("trl", {"loss_type": "vespo", "vespo_k_neg": 2.0, **trl(mode="token_truncate", clip_max=50.0)}, "vespo",
+     trl_vespo),
+    ("verl", verl_run({"bypass_mode": True}, loss="dro", use_v1=True) | {"policy_loss.dro_beta": 0.1}, "reinforce",
+     lambda x: -x.a * x.p + 0.05 * x.d**2),
 ]  # fmt: skip
 ALL = [(framework, mapping) for framework, cases in CASES.items() for _, mapping, _ in cases] + BYPASSES
 ALL += [(framework, mapping) for framework, mapping, _, _ in TWO_POLICIES]

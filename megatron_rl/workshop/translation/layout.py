@@ -1,0 +1,115 @@
+"""Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of theirs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.plain_yaml import CONF
+
+Values = dict[str, Any]  # by our key, or by a fact with its =
+
+
+@dataclass
+class Told:
+    """What a translated recipe says in its comments."""
+
+    notes: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def number(values: Values, name: str, default: float | None = None) -> Any:
+    found = values.get(name)
+    return default if found is None or isinstance(found, bool) else found
+
+
+def ranks(values: Values, told: Told) -> None:
+    """Sizes that are written as one word, such as fsdp:d4p1t1 or sglang.d4t2+d8."""
+    both = str(values.get("=allocation") or "").split("+")
+    words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
+    for role, word in words.items():
+        sizes = {kind: int(size) for kind, size in re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])}
+        if not sizes:
+            continue
+        count = sizes.get("d", 1) * sizes.get("p", 1) * sizes.get("t", 1) * sizes.get("c", 1)
+        values[f"={role}_gpus"] = count
+        values[f"{role}.tensor_parallel"] = sizes.get("t", 1)
+        if role == "learner":
+            values |= {"learner.pipeline_parallel": sizes.get("p", 1), "learner.expert_parallel": sizes.get("e", 1)}
+            values["=sharded"] = "fsdp" in str(word)
+
+
+def layout(values: Values, told: Told) -> None:
+    nodes, gpus = int(number(values, "=nodes", 1)), int(number(values, "=gpus", 8))
+    tensor, stages = (int(number(values, f"learner.{kind}_parallel", 1)) for kind in ("tensor", "pipeline"))
+    engine = int(number(values, "sampler.tensor_parallel", 1))
+    own = number(values, "=sampler_gpus")
+    if own is None and (servers := number(values, "=sampler_nodes")):
+        own = int(servers) * gpus
+    if (
+        own is None
+        and (values.get("=shared") is False or values.get("rollout.ahead"))
+        and (engines := number(values, "=sampler_engines"))
+    ):
+        own = int(engines) * engine
+    if values.get("=shared") and not values.get("rollout.ahead"):  # an engine that runs ahead has GPUs of its own
+        own = None
+    elif own is None and values.get("rollout.ahead"):
+        told.missing[f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs"] = "an engine ahead never sleeps"
+    learner = int(number(values, "=learner_gpus", nodes * gpus))
+    if own is not None:  # beside those of the learner
+        learner = max(1, nodes * gpus - int(own)) if values.get("=total") and "=learner_gpus" not in values else learner
+        all_gpus = learner + int(own)
+        nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
+    if number(values, "=context_parallel", 1) != 1:
+        told.note(
+            "context parallelism is not built: its ranks hold other answers here; long ones may want learner.megatron"
+        )
+    if nodes == 1:
+        _one_node(values, gpus, gpus if own is None else int(own), learner, engine)
+    else:
+        servers = int(own) if own is not None else learner // 2
+        learner = learner if own is not None else learner - servers
+        if own is None:
+            told.note("learner and sampler take turns on all nodes there; here half of the nodes learn and half serve")
+        values["sampler.fleet.servers"] = max(1, servers // engine)
+    if learner % (tensor * stages):
+        told.note(
+            f"{learner} GPUs of the learner are no multiple of {tensor} x {stages}: see megatron-rl plan --suggest"
+        )
+    values["learner.data_parallel"] = max(1, learner // (tensor * stages))
+    name = f"{nodes}n{nodes * gpus}g"
+    if (CONF / "cluster" / f"{name}.yaml").is_file():
+        values["cluster"] = name
+    else:
+        told.note(f"{nodes} nodes of {gpus} GPUs: no file of conf/cluster is for that; name or write one as `cluster`")
+    _activations(values, tensor)
+    if values.get("=sharded"):
+        told.note("the learner is sharded there (FSDP, ZeRO); `megatron-rl plan --suggest` names sizes that fit here")
+
+
+def _activations(values: Values, tensor: int) -> None:
+    """Megatron's words for what is computed again; ranks of a tensor share sequences where nothing else is said."""
+    key = "learner.megatron.recompute"
+    if values.get("=recompute") and values.get("=sharded"):
+        values[f"{key}_granularity"] = "full"
+    if values.get(f"{key}_granularity") == "full" and not values.get(f"{key}_method"):
+        values |= {f"{key}_method": "uniform", f"{key}_num_layers": 1}
+    if tensor > 1:
+        values.setdefault("learner.megatron.sequence_parallel", True)
+
+
+def _one_node(values: Values, gpus: int, engines_gpus: int, learner: int, engine: int) -> None:
+    shared = engines_gpus == gpus
+    if shared:
+        values["sampler.sleep"] = "discard" if gpus > 1 else "offload"
+        values["learner.offload"] = "optimizer" if gpus > 1 else "none"
+    if gpus > 1:
+        devices = range(gpus - engines_gpus, gpus)
+        values["sampler.devices"] = ",".join(map(str, devices))
+        values["sampler.engines"] = max(1, engines_gpus // engine)

@@ -1,0 +1,234 @@
+"""Another project's whole recipe as one of ours: each key of the file is translated, or listed with a reason."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.bounds import as_written
+from megatron_rl.config.correction_rules import corrects
+from megatron_rl.config.load import CLUSTER, from_base
+from megatron_rl.config.plain_yaml import write_yaml
+from megatron_rl.config.schema import Config, LossConfig
+from megatron_rl.loss.table import LOSSES
+from megatron_rl.workshop.translation.derived import derive
+from megatron_rl.workshop.translation.keys import TranslationError, Unset
+from megatron_rl.workshop.translation.layout import Told, Values
+from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
+from megatron_rl.workshop.translation.table import Row, Table, projects, table
+from megatron_rl.workshop.translation.translate import (
+    comment,
+    correction_section,
+    known_project,
+    read_file,
+    translate,
+    with_given,
+)
+
+OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
+OFF = "of what is switched off there"
+SHORT = 4  # letters of a name that many others are near to
+LISTED = 12  # names in a comment, of which the rest is counted
+
+
+@dataclass
+class Accounts:
+    """Where each key of a file has gone."""
+
+    translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
+    not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Recipe:
+    mapping: dict[str, Any]
+    told: Told
+    accounts: Accounts
+
+    def text(self, title: str) -> str:
+        lines = [title, *self.told.notes]
+        lines += [f"no counterpart: {key}: {why}" for key, why in self.told.missing.items()]
+        lines += [f"unknown, see whether it matters: {key}: {_short(value)}" for key, value in self.unknown.items()]
+        lines += [f"not needed here ({why}): {_some(keys)}" for why, keys in self.accounts.not_needed.items()]
+        return "".join(f"{comment(line)}\n" for line in lines) + write_yaml(self.mapping)
+
+    @property
+    def unknown(self) -> Mapping[str, Any]:
+        return self.accounts.unknown
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(as_written(value), 80, placeholder=" ...")
+
+
+def _some(keys: list[str]) -> str:
+    rest = len(keys) - LISTED
+    return ", ".join(keys[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
+    """`given`: variables of a script, and keys of theirs that stand over the file's."""
+    project = known_project(project)
+    if project not in projects():
+        raise TranslationError(
+            f"{project}: its correction alone is read: leave out -o, or name one of {', '.join(projects())}"
+        )
+    rules, native = table(project), read_file(project, path, given)
+    if not isinstance(native, Mapping):
+        raise TranslationError(f"{path}: expected keys and values, got {type(native).__name__}")
+    flat = with_given(flatten(native), given, {row.theirs for row in rules.rows})
+    if not flat:
+        raise TranslationError(f"{path}: there is no key in it")
+    made = translated(rules, flat)
+    try:
+        from_base(made.mapping)
+    except ConfigError as error:
+        problems = "; ".join(str(error).splitlines())
+        raise TranslationError(f"{project}: what these settings come to is refused here: {problems}") from None
+    return made
+
+
+def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
+    told, accounts = Told(), Accounts()
+    needless = {path: why for path in flat if rules.row(path) is None and (why := rules.reason(path))}
+    for path in flat:
+        if rules.row(path) is None:
+            _refuse_near(rules, path, flat[path])
+    for path, why in needless.items():
+        accounts.not_needed.setdefault(why, []).append(path)
+    correction = translate(rules.project, {path: flat[path] for path in flat if path not in needless})
+    told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
+    values = _values(rules, flat, told, accounts)
+    for path in flat:
+        if path in needless or rules.row(path) is not None:
+            continue
+        if path in correction.read:
+            accounts.translated[path] = "correction"
+            continue
+        accounts.unknown[path] = flat[path].text if isinstance(flat[path], Unset) else flat[path]
+    derive(values, told)
+    values |= {f"loss.{key}": value for key, value in correction.loss.items()}
+    _fit_loss(values)
+    if values.get("rollout.ahead") and not corrects(correction.config, LossConfig(name=values.get("loss.name", "ppo"))):
+        told.missing[f"answers {values.pop('rollout.ahead')} updates old"] = (
+            "nothing there corrects for that, which is refused here: set rollout.ahead together with a correction"
+        )
+    values |= correction_section(correction.config)
+    mapping = _nested({key: value for key, value in values.items() if value is not None})
+    return Recipe(mapping, told, accounts)
+
+
+def _values(rules: Table, flat: Mapping[str, Any], told: Told, accounts: Accounts) -> Values:
+    """By our key: what is always so, their defaults, and over them what the file says, in the table's order."""
+    values: Values = dict(rules.always)
+    for row in rules.rows:
+        if row.default is None or not row.to or not _counts(rules, row, flat):
+            continue
+        try:
+            _set(values, row, row.default)
+        except KeyError:
+            if not any(name in flat for name in row.names):
+                told.missing[f"{row.theirs}, which is {as_written(row.default)} there by default"] = row.why
+    for row in rules.rows:
+        for name in row.names:
+            if name not in flat:
+                continue
+            value = flat[name]
+            if not _counts(rules, row, flat):
+                accounts.not_needed.setdefault(OFF, []).append(name)
+                continue
+            if isinstance(value, Unset) or (isinstance(value, list) and any(isinstance(one, Unset) for one in value)):
+                unset = value if isinstance(value, Unset) else next(one for one in value if isinstance(one, Unset))
+                if row.to and row.to != ("=reward",):
+                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
+                continue
+            accounts.translated[name] = ", ".join(row.to) or row.why
+            written = f"{name}: {_short(value)}"
+            if not row.to:
+                if row.asks(value):
+                    told.missing[written] = row.why
+                continue
+            try:
+                if value is not None or (row.words and None in row.words):
+                    _set(values, row, value)
+            except (KeyError, TypeError):
+                told.missing[written] = row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
+    return values
+
+
+def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
+    if row.when_loss:
+        name = next(one for one in rules.rows if "loss.name" in one.to)
+        return bool(flat.get(name.theirs, name.default) == row.when_loss)
+    return not (row.when and not flat.get(row.when)) and not (row.unless and flat.get(row.unless))
+
+
+def _choices(row: Row) -> str:
+    return ", ".join(dict.fromkeys(str(one) for one in (row.words or {}).values() if not isinstance(one, Mapping)))
+
+
+def _set(values: Values, row: Row, value: Any) -> None:
+    ours = row.ours(value)
+    if isinstance(ours, Mapping):
+        values.update(ours)
+    elif row.spread and isinstance(ours, list):
+        values.update(zip(row.to, ours, strict=False))
+    else:
+        values.update(dict.fromkeys(row.to, ours))
+
+
+def _refuse_near(rules: Table, path: str, value: Any) -> None:
+    """A key that is one of the table's but for a letter or two is a mistake."""
+    if isinstance(value, Unset) and value.text == path and not rules.reason(path):
+        raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out(path)}")
+    section, _, name = path.rpartition(".")
+    beside = [last(one) for row in rules.rows for one in row.names if one.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
+    if near and len(name) > SHORT:
+        dot = "." if section else ""
+        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{dot}{near[0]}?")
+
+
+def _fit_loss(values: Values) -> None:
+    """Keys of other losses than the recipe's, and of a KL that is off, are not its own."""
+    reads = {f"loss.{key}" for key in LOSSES[values.get("loss.name", "ppo")].reads}
+    off = set() if values.get("loss.kl_coef") else {"loss.kl_cap", "loss.kl_estimator", "loss.kl_to"}
+    for key in [*OWN_KEYS - reads - {"loss.clip_low", "loss.clip_high"}, *off]:
+        values.pop(key, None)
+
+
+def _nested(values: Values) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inner = mapping
+        for section in sections:
+            if not isinstance(inner.get(section), dict):
+                inner[section] = {"preset": inner[section]} if section in inner else {}
+            inner = inner[section]
+        inner[name] = value
+    order = [CLUSTER, *(section.name for section in fields(Config))]
+    return {section: mapping[section] for section in sorted(mapping, key=order.index)}
+
+
+def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -> str:
+    """Writes the recipe, and says in a few lines what became of the file's keys."""
+    made = recipe(project, path, given)
+    text = made.text(f"{project}: {path.name}")
+    if str(to) == "-":
+        return text
+    if to.exists():
+        raise TranslationError(f"{to} exists; name another file, or remove it")
+    to.write_text(text)
+    needless = sum(map(len, made.accounts.not_needed.values()))
+    counts = f"{len(made.accounts.translated)} keys translated, {needless} not needed"
+    heads = [f"{to}: {counts}, {len(made.told.missing)} without a counterpart, {len(made.unknown)} unknown"]
+    heads += [f"  no counterpart: {key}" for key in made.told.missing]
+    heads += [f"  unknown: {key}" for key in made.unknown]
+    return "\n".join([*heads, f"next: megatron-rl plan {to} --on own", ""])

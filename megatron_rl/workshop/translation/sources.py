@@ -1,0 +1,179 @@
+"""Reader of another project's recipe, in the form that it ships: YAML with its bases, TOML, a command line, Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.workshop.translation.keys import TranslationError, Unset
+from megatron_rl.workshop.translation.shell import Word, command_line, commands_with
+
+ASSIGNED = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
+NUMBER = re.compile(r"^-[\d.]")
+DEEPEST = 16  # bases of bases
+# of the resolvers that projects register, those that are plain arithmetic
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+    "min": lambda a, b: min(a, b),
+}
+
+
+def read_native(path: Path, entry: str, calls: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
+    """What a file says. `entry`: a pattern of the word that starts the training; `calls`: Python calls whose arguments
+    are settings, and the section that they make; `given`: variables and keys of the command line."""
+    form, read = "YAML", _yaml
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        if path.suffix == ".toml":
+            form, read = "TOML", _toml
+        elif path.suffix == ".py":
+            form, read = "Python", lambda path, text: _python(path, text, entry, calls, given)
+        elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
+            form, read = "shell", lambda path, text: arguments(command_line(path, text, entry, given))
+        return read(path, text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TranslationError(f"{path}: not readable as text: {error}") from None
+    except (yaml.YAMLError, ValueError, SyntaxError) as error:
+        if isinstance(error, TranslationError):
+            raise
+        raise TranslationError(f"{path}: not valid {form} ({error})") from None
+
+
+def arguments(words: Iterable[Word]) -> dict[str, Any]:
+    """Flags with their values and `key=value` words; of a key that is given twice the last one counts."""
+    found: dict[str, Any] = {}
+    flag = ""
+    for word in words:
+        text = word if isinstance(word, str) else word.text
+        assigned = ASSIGNED.match(text.lstrip("-") if text.startswith("--") else text)
+        name, value = (assigned[1], assigned[2]) if assigned else (text, "")
+        if not isinstance(word, str) and text.endswith("[@]}"):  # arguments that nobody knows
+            found[text] = word
+            flag = ""
+        elif text.startswith("--") or (text.startswith("-") and not NUMBER.match(text)):
+            flag = "" if assigned else text.lstrip("-")
+            found[name.lstrip("-")] = _value(word, value) if assigned else True
+        elif assigned and not flag:
+            found[name] = _value(word, value)
+        elif flag:
+            one = _value(word, text)
+            found[flag] = one if found[flag] is True else [*_listed(found[flag]), one]
+        else:
+            found[text] = word
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def scalar(text: str) -> Any:
+    """A word as YAML reads it; what is no YAML is text."""
+    try:
+        return read_yaml(text)
+    except (ValueError, yaml.YAMLError):
+        return text
+
+
+def _value(word: Word, text: str) -> Any:
+    return scalar(text) if isinstance(word, str) else Unset(text, word.names)
+
+
+def _toml(path: Path, text: str) -> Any:
+    return tomllib.loads(text)
+
+
+def _yaml(path: Path, text: str) -> Any:
+    mapping = _layered(path, read_yaml(text), ())
+    return mapping if "${" not in text and "${" not in str(mapping) else _resolved(mapping)
+
+
+def _layered(path: Path, mapping: Any, seen: tuple[Path, ...]) -> Any:
+    """Over the files that its `defaults` names, where they are paths."""
+    named = mapping.get("defaults") if isinstance(mapping, dict) else None
+    bases = [one for one in _listed(named) if isinstance(one, str) and one.endswith((".yaml", ".yml"))]
+    if not bases:
+        return mapping
+    if path in seen or len(seen) > DEEPEST:
+        raise TranslationError(f"{path}: defaults leads back to the file itself")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        below = path.parent / base
+        if not below.is_file():
+            raise TranslationError(f"{path}: defaults names {base}, which is not at {below}; fetch that file too")
+        merged = _deep(merged, _layered(below, read_yaml(below.read_text()), (*seen, path)) or {})
+    return _deep(merged, {key: value for key, value in mapping.items() if key != "defaults"})
+
+
+def _deep(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _deep(below.get(key), value) for key, value in above.items()}
+
+
+def _resolved(mapping: Any) -> Any:
+    for name, function in ARITHMETIC.items():
+        OmegaConf.register_resolver(name, function, replace=True)
+    try:
+        return _plain(OmegaConf.create(mapping))
+    finally:
+        for name in ARITHMETIC:
+            OmegaConf.clear_resolver(name)
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, DictConfig):
+        return {str(key): _plain_item(node, key) for key in node}
+    if isinstance(node, ListConfig):
+        return [_plain_item(node, place) for place in range(len(node))]
+    return node
+
+
+def _plain_item(node: Any, key: Any) -> Any:
+    try:
+        return None if OmegaConf.is_missing(node, key) else _plain(node[key])
+    except OmegaConfBaseException:
+        text = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
+        return Unset(text, (text,))
+
+
+def _python(path: Path, text: str, entry: str, calls: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of the calls that make a configuration; without any, the command line of the module's docstring."""
+    tree = ast.parse(text)
+    found: dict[str, Any] = {}
+    for name, call in _calls(tree):
+        if name in calls:
+            section = f"{calls[name]}." if calls[name] else ""
+            found |= {f"{section}{one.arg}": _literal(one.value) for one in call.keywords if one.arg}
+            if calls[name] and call.args:
+                found.setdefault(calls[name], _literal(call.args[0]))
+    if not any(name in calls and not calls[name] for name, _ in _calls(tree)):
+        lines = "\n".join(commands_with(ast.get_docstring(tree) or "", entry))
+        found |= arguments(command_line(path, lines, entry, given))
+    return found
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", ""), node
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return Unset(ast.unparse(node), (ast.unparse(node),))

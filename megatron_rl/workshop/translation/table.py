@@ -1,0 +1,114 @@
+"""One table per project, in `tables/`: each of its keys, ours, and what lies between; the pages of the docs show it.
+
+A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `derived.py` makes keys of, after a =),
+`default` (theirs, where the file is silent), `words` (ours for each of their values), `instead` (for some of them),
+`part` (of a list), `spread` (a list over several keys), `when` or `unless` (another of their keys that has to be on or
+off), `former` (its names in other versions), or `why` there is no counterpart and the values (`fine`) for which that
+does not matter. `not_needed` lists, by reason, patterns of keys that change nothing of what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.plain_yaml import read_yaml
+
+FOLDER = Path(__file__).parent / "tables"
+FINE = (None, False, "", 0, "none", "null", "None", "disable", "disabled")
+
+
+@dataclass(frozen=True)
+class Row:
+    theirs: str
+    to: tuple[str, ...] = ()
+    default: Any = None
+    words: Mapping[Any, Any] | None = None
+    instead: Mapping[Any, Any] = field(default_factory=dict)
+    part: int | None = None
+    spread: bool = False  # a list, over several of ours
+    when: str = ""  # a key of theirs that has to be on for this one to count
+    unless: str = ""  # one that has to be off
+    when_loss: str = ""  # the loss that it is of, by their name
+    why: str = ""
+    fine: tuple[Any, ...] = FINE
+    former: tuple[str, ...] = ()  # names of the key in other versions
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs, *self.former)
+
+    def asks(self, value: Any) -> bool:
+        """Whether a key without a counterpart changes anything."""
+        return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*self.fine, []))
+
+    def ours(self, value: Any) -> Any:
+        """Our value for theirs; KeyError where there is none."""
+        if self.part is not None:
+            value = value[self.part] if isinstance(value, list) else value
+        if isinstance(value, str) and value.lower() in ("true", "false") and self.words and value not in self.words:
+            value = value.lower() == "true"
+        if self.words is not None:
+            return self.words[value]
+        return self.instead.get(value, value) if not isinstance(value, list | dict) else value
+
+
+@dataclass(frozen=True)
+class Table:
+    project: str
+    about: str
+    version: str  # of the project that the rows were read from
+    command: str  # a pattern of the word that starts its training
+    calls: Mapping[str, str]
+    rows: tuple[Row, ...]
+    always: Mapping[str, Any]  # of ours: what that project does without a key for it
+    not_needed: Mapping[str, tuple[str, ...]]
+
+    def row(self, path: str) -> Row | None:
+        return _by_name(self.project).get(path)
+
+    def reason(self, path: str) -> str | None:
+        """Why a key is not needed here."""
+        for why, patterns in self.not_needed.items():
+            if any(fnmatchcase(path, pattern) for pattern in patterns):
+                return why
+        return None
+
+
+@cache
+def table(project: str) -> Table:
+    read: dict[str, Any] = read_yaml((FOLDER / f"{project}.yaml").read_text(encoding="utf-8"))
+    needed = {why: tuple(keys.split()) for why, keys in read["not_needed"].items()}
+    rows = tuple(_rows(read["keys"]))
+    return Table(
+        project,
+        read["about"],
+        read["version"],
+        read["command"],
+        read.get("calls", {}),
+        rows,
+        read.get("always", {}),
+        needed,
+    )
+
+
+def projects() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+@cache
+def _by_name(project: str) -> dict[str, Row]:
+    return {name: row for row in table(project).rows for name in row.names}
+
+
+def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:
+    for theirs, said in keys.items():
+        fields = dict(said) if isinstance(said, Mapping) else {"to": said}
+        for name in ("to", "fine", "former"):
+            if name in fields:
+                fields[name] = tuple(fields[name]) if isinstance(fields[name], list) else (fields[name],)
+        yield Row(theirs, **fields)
