@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.config.schema import Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import Anchor, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import in_section
 
@@ -33,14 +33,15 @@ def areal(mapping: Native) -> Translation:
     if sapo and decoupled:
         raise keys.error("use_sapo_loss", "AReaL refuses it with use_decoupled_loss; leave one of them out")
     method = keys.choice("prox_logp_method", "recompute", *METHODS)
-    if method == "loglinear" and decoupled:
-        raise keys.error("prox_logp_method", "ours computes the proximal logprobs, it does not interpolate them")
+    interpolated = decoupled and method == "loglinear"
     by_itself = method == "reuse_train_logp" and not sapo
     if by_itself:
         keys.note(f"{method}: AReaL makes one update per batch with it; goes with learner.n_minibatches: 1")
     threshold = keys.positive("m2_threshold")
     if threshold is not None and not decoupled:
         raise keys.error("m2_threshold", NEEDS_DECOUPLED)
+    if threshold is not None and interpolated:
+        raise keys.error("m2_threshold", "it looks at the whole batch, before which nothing is interpolated")
     if not decoupled and not by_itself and not keys.flag("recompute_logprob", False):
         return keys.bypass()
 
@@ -60,7 +61,8 @@ def areal(mapping: Native) -> Translation:
         renormalize = True
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
         keys.note("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
-    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
+    anchor = Anchor.interpolated if interpolated else Anchor.prox
+    return keys.translation(weight, rules, renormalize, non_finite=non_finite, anchor=anchor)
 
 
 def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:

@@ -115,7 +115,7 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         ({"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
         ({"metric": "ratio", "upper": 5.0}, "metric"),
         (areal() | {"use_decoupled_loss": False}, "use_decoupled_loss"),
-        ({"use_decoupled_loss": True, "prox_logp_method": "loglinear"}, "prox_logp_method"),
+        ({"use_decoupled_loss": True, "prox_logp_method": "loglinear", "m2_threshold": 0.1}, "m2_threshold"),
         ({"actor": {"use_decoupled_loss": True, "prox_logp_method": "old"}}, "reuse_train_logp"),
         ({"actor": {"use_decoupled_loss": True, "use_sapo_loss": True}}, "use_sapo_loss is True: AReaL refu"),
     ],

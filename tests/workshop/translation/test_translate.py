@@ -233,6 +233,7 @@ def test_anchors() -> None:
     gspo = {"policy_loss_type": "gspo", **openrlhf(level="seq", gating="tv")}
     reinforce = translate("verl", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}).config
     assert (reinforce.anchor, reinforce.weight.level, reinforce.weight.high) == ("sampler", "sequence", 2.0)
+    assert translate("areal", {"actor": {**areal(), "prox_logp_method": "loglinear"}}).config.anchor == "interpolated"
     assert translate("areal", {"actor": plain}).config.anchor == "prox"
     assert translate("areal", {"actor": {**plain, "use_sapo_loss": True}}).config.anchor == "sampler"
     assert translate("openrlhf", gspo).config.anchor == "sampler"
