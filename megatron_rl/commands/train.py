@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import recipe_arguments, rewards_beside, workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
+from megatron_rl.config.reference import explain
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import own
 from megatron_rl.processes import job
@@ -27,6 +28,7 @@ def add(commands: Any) -> None:
     train = commands.add_parser("train", help="run a recipe")
     recipe_arguments(train)
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    train.add_argument("--explain", metavar="KEY", help="say what a key is here, who has set it, what else it could be")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     train.add_argument(
         "--on",
@@ -48,6 +50,9 @@ def add(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(load(options.recipe, options.overrides)), end="")
+        return 0
+    if options.explain:
+        print(explain(options.recipe, options.overrides, options.explain))
         return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")

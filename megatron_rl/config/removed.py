@@ -1,4 +1,5 @@
-"""Removed configuration keys, each with what to set in its place (the reasons are in docs/decisions/config_keys.md)."""
+"""Keys that recipes do not have, and what to set in their place: removed ones (the reasons are in
+docs/decisions/config_keys.md), and what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours."""
 
 REMOVED = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
@@ -28,3 +29,55 @@ REMOVED = {
     "log.group": "set the environment variable WANDB_RUN_GROUP",
     "log.project": "set the environment variable WANDB_PROJECT",
 }
+
+_OF_OTHERS = {
+    "rollout.samples_per_prompt": "n_samples_per_prompt n_samples n rollout_n num_generations group_size "
+    "num_generations_per_prompt rollouts_per_example",
+    "rollout.prompts_per_step": "rollout_batch_size train_batch_size num_prompts_per_step",
+    "rollout.max_response_tokens": "max_response_length max_completion_length rollout_max_response_len max_new_tokens",
+    "rollout.max_prompt_tokens": "max_prompt_length rollout_max_prompt_len max_prompt_len",
+    "rollout.temperature": "rollout_temperature",
+    "rollout.dynamic_sampling": "filter_groups dynamic_filtering use_dynamic_sampling dynamic_sampling_filter_path",
+    "rollout.max_gen_batches": "max_num_gen_batches dynamic_sampling_max_gen_batches",
+    "learner.n_minibatches (how many updates, not their size)": "ppo_mini_batch_size policy_mini_batch_size "
+    "mini_batch_size global_batch_size",
+    "learner.tokens_per_microbatch (in tokens)": "micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size "
+    "per_device_train_batch_size max_tokens_per_gpu ppo_max_token_len_per_gpu",
+    "learner.tensor_parallel, or sampler.tensor_parallel": "tensor_model_parallel_size tensor_parallel_size",
+    "learner.pipeline_parallel": "pipeline_model_parallel_size",
+    "learner.expert_parallel": "expert_model_parallel_size",
+    "sampler.vllm.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "sampler.vllm.max_num_seqs": "max_num_seqs",
+    "sampler.vllm.enforce_eager": "enforce_eager",
+    "loss.clip_low and loss.clip_high": "eps_clip clip_ratio cliprange epsilon eps_clip_low_high",
+    "loss.clip_low": "clip_ratio_low eps_clip_low",
+    "loss.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
+    "loss.dual_clip": "clip_ratio_c eps_clip_c",
+    "loss.kl_coef": "kl_loss_coef init_kl_coef kl_ctl beta use_kl_loss",
+    "loss.entropy_coef": "entropy_coeff entropy_loss_coef",
+    "loss.reduction": "loss_agg_mode",
+    "loss.name": "loss_type policy_loss_type loss_mode",
+    "advantage.estimator": "adv_estimator advantage_estimator",
+    "correction.weight.high": "rollout_is_threshold tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap",
+    "correction, such as correction=tis": "use_tis",
+    "run.steps (batches, not passes over the data)": "total_epochs num_train_epochs num_episodes num_rollout "
+    "total_training_steps max_steps max_num_steps",
+    "optim.lr": "learning_rate",
+    "optim.decay": "lr_schedule lr_scheduler lr_scheduler_type lr_decay_style schedule",
+    "optim.warmup_steps (updates, not a share)": "lr_warmup_steps lr_warmup_steps_ratio warmup_iters warmup_ratio",
+    "optim.megatron.clip_grad": "max_grad_norm grad_clip",
+    "optim.megatron.weight_decay": "weight_decay",
+    "eval.every": "test_freq eval_interval eval_steps val_period",
+    "eval.samples": "n_samples_per_eval_prompt",
+    "checkpoint.every": "save_freq save_steps save_interval ckpt_interval",
+    "model.path": "hf_checkpoint model_name_or_path model_name pretrain",
+    "data.train": "train_files prompt_data",
+    "data.eval": "val_files eval_prompt_data",
+    "data.prompt_key": "input_key",
+    "data.answer_key": "label_key",
+    "data.template": "apply_chat_template chat_template_kwargs",
+    "reward.name": "rm_type custom_rm_path reward_funcs reward_manager remote_rm_url",
+    "reward.overlong_buffer": "overlong_buffer_len",
+    "reward.overlong_filter": "mask_truncated_completions",
+}
+ELSEWHERE = {name: ours for ours, names in _OF_OTHERS.items() for name in names.split()}

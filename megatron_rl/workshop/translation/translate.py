@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.config.correction_rules import check_correction
-from megatron_rl.config.load import PRESET_SECTIONS
+from megatron_rl.config.layers import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits
