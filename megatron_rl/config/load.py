@@ -48,24 +48,27 @@ def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list
 
 
 def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
-    """What a recipe's own file and the overrides make of its base, key by key."""
+    """What a recipe's own file and the overrides make of its base, key by key; who did, where not that file."""
     whole, by = layers.of_recipe(recipe, overrides), sources(recipe, overrides)
+    own = whole[-1 - len(overrides)].where
     before, _ = _checked(whole[: -1 - len(overrides)], Path(recipe))
     after, _ = _checked(whole, Path(recipe))
     old, new = flat(before), flat(after)
     for key in dict.fromkeys((*new, *old)):
         if new.get(key) != old.get(key):
-            where = by[key][-1][0] if key in by else "by default"
-            yield f"{key} {write_line(new.get(key))}, was {write_line(old.get(key))} ({where})"
+            where = by[key][-1][0] if key in by else "its default"
+            where = "" if where == own else f" ({where.removesuffix(f', named in {own}')})"
+            yield f"{key} {write_line(new.get(key))}, was {write_line(old.get(key))}{where}"
 
 
 def flat(config: Config) -> dict[str, Any]:
     """Key -> value, also of what is handed on to megatron-core and vLLM."""
     found: dict[str, Any] = {}
+    whole = asdict(config)
     for key in all_keys():
-        value: Any = config
+        value: Any = whole
         for name in key.split("."):
-            value = getattr(value, name)
+            value = value[name]
         passed = tuple(key.split(".")) in PASSED_THROUGH
         found |= {f"{key}.{name}": one for name, one in value.items()} if passed else {key: value}
     return found

@@ -19,11 +19,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import Bound, Inside, as_written
-from megatron_rl.config.removed import ELSEWHERE, REMOVED
+from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
-VERY_CLOSE, CLOSE = 0.86, 0.6  # of two names, as difflib has it
 LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
 WANTED = {
     bool: "true or false",
@@ -97,7 +96,7 @@ def misfits(
     for name, value in mapping.items():
         full = f"{prefix}{name}"
         if name not in keys:
-            yield from _unknown(str(name), value, prefix, list(keys), everywhere)
+            yield from unknown(str(name), value, prefix, list(keys), everywhere)
             continue
         key = keys[name]
         if key.section and key.container is None:
@@ -207,51 +206,6 @@ def _way_out(value: object, kind: Any) -> str:
             near = difflib.get_close_matches(as_written(value).lower().replace("-", "_"), list(one), n=1, cutoff=0.85)
             wanted, hint = f"one of {', '.join(one)}", f"did you mean {near[0]}? " if near else ""
     return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
-
-
-def _unknown(key: str, value: object, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> Iterator[str]:
-    """A key that there is not: said once; of another project's section, for each key in it that is one here."""
-    full = f"{prefix}{key}"
-    if full in REMOVED:
-        yield f"{full}: unknown key; {REMOVED[full]}"
-        return
-    names = () if prefix else _inner_names(value)  # of a section that there is none of
-    theirs = {inner: ours for inner in names if (ours := _meant(inner, everywhere))}
-    near = difflib.get_close_matches(key, siblings, n=1)
-    if not theirs or any(f"{prefix}{one}.{inner}" in everywhere for one in near for inner in theirs):
-        yield f"{full}: unknown key{_suggest(key, prefix, siblings, everywhere)}"
-        return
-    yield from (f"{full}.{inner}: unknown key; did you mean {' or '.join(ours)}?" for inner, ours in theirs.items())
-
-
-def _inner_names(value: object) -> Iterator[str]:
-    for name, inner in value.items() if isinstance(value, Mapping) else ():
-        below = [f"{name}.{one}" for one in _inner_names(inner)]
-        yield from below or [str(name)]
-
-
-def _meant(key: str, everywhere: Sequence[str]) -> list[str]:
-    """Our keys of that name in any section, or what other projects mean by it."""
-    return _named(key, everywhere) or _elsewhere(key)
-
-
-def _named(key: str, everywhere: Sequence[str]) -> list[str]:
-    return [known for known in everywhere if known.rpartition(".")[2] == key.rpartition(".")[2]]
-
-
-def _elsewhere(key: str) -> list[str]:
-    name = key.rpartition(".")[2].lower().replace("-", "_")
-    return [ELSEWHERE[name]] if name in ELSEWHERE else []
-
-
-def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
-    def beside(cutoff: float) -> list[str]:
-        return [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=cutoff)]
-
-    same = _named(key, everywhere)
-    inside = [known for known in same if known.startswith(prefix)]
-    near = inside or (beside(VERY_CLOSE) if prefix else []) or _elsewhere(key) or beside(CLOSE) or same
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
 
 
 def keys_in(schema: type, prefix: str = "") -> list[str]:

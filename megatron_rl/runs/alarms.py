@@ -202,7 +202,7 @@ RULES = {
     Alarm.clip_always: Rule(
         "share of tokens that a clip of the loss acts on, in updates after a step's first",
         clipped,
-        0.4,
+        0.25,
         5,
         "Most of the batch gives no gradient: loss.clip_low and clip_high are too small for loss.name (with a ratio of "
         "tokens 0.2, conf/dapo.yaml), optim.lr is too high, or learner.n_minibatches.",

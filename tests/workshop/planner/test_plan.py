@@ -222,3 +222,14 @@ def test_a_plan_without_sessions_has_no_word_of_them(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "16 open at once (environment.sessions)" in said
     assert "rollout: 16 sequences together" in said
+
+
+def test_what_an_edit_changes_is_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", DAPO, *NODE, "loss.clip_low=3e-4", "checkpoint.best=eval/accuracy"]) == 0
+    said = capsys.readouterr().out
+    assert "learner   fp8 (e4m3, blockwise), the rest in bf16\n" in said
+    assert "loss      ppo with clip 0.0003 below and 0.28 above, no KL, " in said
+    assert "the one with the highest eval/accuracy\n" in said
+    assert "changed   loss.clip_low 0.0003, was 0.2 (the command line)\n" in said
+    assert "note      loss.clip_low=0.0003 with loss.name=ppo: nearly all is clipped" in said
+    assert "conf/dapo.yaml" in said

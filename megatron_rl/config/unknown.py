@@ -1,6 +1,12 @@
-"""Keys that recipes do not have, and what to set in their place: removed ones (the reasons are in
-docs/decisions/config_keys.md), and what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours."""
+"""Keys that recipes do not have, and what is said of them: removed ones (docs/decisions/config_keys.md has the reasons),
+what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours, and misspelt ones."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+
+VERY_CLOSE, CLOSE = 0.86, 0.6  # of two names, as difflib has it
 REMOVED = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
@@ -81,3 +87,48 @@ _OF_OTHERS = {
     "reward.overlong_filter": "mask_truncated_completions",
 }
 ELSEWHERE = {name: ours for ours, names in _OF_OTHERS.items() for name in names.split()}
+
+
+def unknown(key: str, value: object, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> Iterator[str]:
+    """A key that there is not: said once; of another project's section, for each key in it that is one here."""
+    full = f"{prefix}{key}"
+    if full in REMOVED:
+        yield f"{full}: unknown key; {REMOVED[full]}"
+        return
+    names = () if prefix else _inner_names(value)  # of a section that there is none of
+    theirs = {inner: ours for inner in names if (ours := _meant(inner, everywhere))}
+    near = difflib.get_close_matches(key, siblings, n=1)
+    if not theirs or any(f"{prefix}{one}.{inner}" in everywhere for one in near for inner in theirs):
+        yield f"{full}: unknown key{_suggest(key, prefix, siblings, everywhere)}"
+        return
+    yield from (f"{full}.{inner}: unknown key; did you mean {' or '.join(ours)}?" for inner, ours in theirs.items())
+
+
+def _inner_names(value: object) -> Iterator[str]:
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        below = [f"{name}.{one}" for one in _inner_names(inner)]
+        yield from below or [str(name)]
+
+
+def _meant(key: str, everywhere: Sequence[str]) -> list[str]:
+    """Our keys of that name in any section, or what other projects mean by it."""
+    return _named(key, everywhere) or _elsewhere(key)
+
+
+def _named(key: str, everywhere: Sequence[str]) -> list[str]:
+    return [known for known in everywhere if known.rpartition(".")[2] == key.rpartition(".")[2]]
+
+
+def _elsewhere(key: str) -> list[str]:
+    name = key.rpartition(".")[2].lower().replace("-", "_")
+    return [ELSEWHERE[name]] if name in ELSEWHERE else []
+
+
+def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
+    def beside(cutoff: float) -> list[str]:
+        return [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=cutoff)]
+
+    same = _named(key, everywhere)
+    inside = [known for known in same if known.startswith(prefix)]
+    near = inside or (beside(VERY_CLOSE) if prefix else []) or _elsewhere(key) or beside(CLOSE) or same
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
