@@ -1,4 +1,4 @@
-"""Keys that recipes do not have, and what is said of them: removed ones (docs/decisions/config_keys.md has the reasons),
+"""Keys that recipes do not have, and what is said of them: removed ones (docs/decisions/config_keys.md says why),
 what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours, and misspelt ones."""
 
 from __future__ import annotations
