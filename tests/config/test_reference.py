@@ -87,6 +87,9 @@ def test_an_explanation_says_where_from(recipe: Path) -> None:
     )
     assert re.search(r"conf/cluster/cpu\.yaml, named in \S+base\.yaml", explain(recipe, [], "run.device"))
     assert re.search(r"from +its default", explain(recipe, [], "run.seed"))
+    # a preset takes back what was set in its section
+    afresh = ["correction.weight.low=0.1", "correction=tis"]
+    assert re.search(r"value +null\n +from +its default", explain(recipe, afresh, "correction.weight.low"))
     assert "wait: nothing is begun" in explain(recipe, [], "rollout.stale")
     assert len(re.findall(r"^optim\.\w+: ", explain(recipe, [], "optim"), re.M)) == 5
     assert explain(recipe, ["learner.megatron.fp8=e4m3"], "learner.megatron.fp8").count("e4m3") == 1
