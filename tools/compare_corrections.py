@@ -3,9 +3,11 @@
     python tools/compare_corrections.py recipes/quickstart.yaml --corrections none tis icepop \
         --steps 40 --seeds 1 2 quantization.format=fp8
     python tools/compare_corrections.py recipes/evidence.yaml [--subset | --full] [--write-docs]
+    python tools/compare_corrections.py
 
-The second is a grid (docs/evidence.md): a file that names a recipe, axes of overrides, and seeds. Its runs go on where
-they stand: those that have finished are not run again.
+The last is recipes/first_comparison.yaml, the smallest grid in which corrections differ: a few minutes on two cores. A
+grid (docs/evidence.md) is a file that names a recipe, axes of overrides, and seeds. Its runs go on where they stand:
+those that have finished are not run again.
 
 Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are checked before the
 first starts. A run that fails does not stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C
@@ -54,6 +56,7 @@ from megatron_rl.workshop.reports.run_data import RunData, load_run
 
 INTERRUPTED = 130
 DOCS = Path("docs")
+FIRST = Path("recipes/first_comparison.yaml")  # for whoever names none
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
 
@@ -239,12 +242,18 @@ def _has_metrics(path: Path) -> bool:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="%(prog)s GRID [options] [key=value ...]\n"
+        usage="%(prog)s [GRID] [options] [key=value ...]\n"
         "       %(prog)s RECIPE --corrections NAME [NAME ...] [options] [key=value ...]",
         description="Runs a recipe under several corrections and reports on them side by side.",
         epilog="key=value: configuration for every run, anywhere on the line",
     )
-    parser.add_argument("recipe", type=Path, help="a recipe, or a grid of runs such as recipes/evidence.yaml")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        type=Path,
+        default=FIRST,
+        help=f"a recipe, or a grid such as recipes/evidence.yaml; {FIRST}",
+    )
     parser.add_argument("--corrections", nargs="+", metavar="NAME", help="presets of conf/correction")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], metavar="N", help="each correction with each seed")
     parser.add_argument("--steps", type=int, help="instead of the recipe's run.steps")
@@ -307,7 +316,9 @@ def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         options.first = ["run.if_exists=resume"]
         return
     if not options.corrections:
-        parser.error(f"--corrections: {options.recipe} is a recipe, without axes; name some, such as none tis")
+        parser.error(
+            f"--corrections: {options.recipe} is a recipe, without axes; name some, such as none tis; or name {FIRST}"
+        )
     if options.size != "default" or options.starts:
         parser.error("--subset, --full, --starts: those of a grid; choose with --corrections, --seeds and --steps")
     group = options.group or f"{options.recipe.stem}_corrections"

@@ -1,4 +1,4 @@
-"""Prints tables of the docs (metrics, alarms, other projects' keys): `python tools/reference_tables.py metrics`."""
+"""Prints tables of the docs, of keys, metrics, alarms and other projects: `python tools/reference_tables.py metrics`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 from collections.abc import Mapping
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.schema import Format
+from megatron_rl.config.reference import entries
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.config.shape import keys_of
 from megatron_rl.runs.alarms import RULES, Rule
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.workshop.translation.derived import FACTS
@@ -38,6 +40,37 @@ GROUPS: dict[str, str] = {
     ),
     "perf": "Throughput.",
 }
+
+
+def config() -> str:
+    """docs/config.md"""
+    lines = [
+        "# Configuration keys",
+        "",
+        "*For whoever writes a recipe, or asks what a line of one does.*",
+        "",
+        "Every key of a recipe: what it takes, what it is unless it is set, a value that it may have, what it does.",
+        "`null` in YAML is no value. `megatron-rl train RECIPE --explain optim.decay` says the same of one key (or of",
+        "a section), what it is in a recipe, and which file or override has set it; `--print-config` prints all keys",
+        "of a recipe, `--dry-run` what it changes of its base. Which recipes there are, and how one is made:",
+        "[recipes.md](recipes.md). Correction, advantage and loss at length: [corrections.md](corrections.md).",
+        "Rules about several keys at once are said when they are broken.",
+        "",
+        "This page is generated from the comments, types and bounds in `megatron_rl/config/`:",
+        "`python tools/reference_tables.py config > docs/config.md`.",
+    ]
+    for section in keys_of(Config):
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            "| key | takes | default | example | what it does |",
+            "|---|---|---|---|---|",
+        ]
+        for one in (one for one in entries() if one.name.startswith(f"{section}.")):
+            cells = (f"`{one.name}`", one.takes, f"`{one.default}`", f"`{one.example}`", one.told)
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def metrics() -> str:
@@ -150,6 +183,6 @@ def _word(value: object) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = {"metrics": metrics, "alarms": alarms, "coming_from": coming_from}
+    tables = {"config": config, "metrics": metrics, "alarms": alarms, "coming_from": coming_from}
     parser.add_argument("table", choices=tables)
     sys.stdout.write(tables[parser.parse_args().table]())

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import recipe_arguments, rewards_beside, workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
+from megatron_rl.config.load import changes
+from megatron_rl.config.reference import explain
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import own
 from megatron_rl.processes import job
@@ -27,6 +29,7 @@ def add(commands: Any) -> None:
     train = commands.add_parser("train", help="run a recipe")
     recipe_arguments(train)
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    train.add_argument("--explain", metavar="KEY", help="say what a key is here, who has set it, what else it could be")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     train.add_argument(
         "--on",
@@ -49,13 +52,17 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(load(options.recipe, options.overrides)), end="")
         return 0
+    if options.explain:
+        print(explain(options.recipe, options.overrides, options.explain))
+        return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
     rewards_beside(options.recipe)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)
-    plan_run(config, found, own(options.recipe, options.overrides) if options.on == "own" else options.on)
+    on = own(options.recipe, options.overrides) if options.on == "own" else options.on
+    plan_run(config, found, on, list(changes(options.recipe, options.overrides)))
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
     return 0
@@ -67,8 +74,8 @@ def check_run(config: Config, found: Sequence[str] = ()) -> None:
     _check_place(config)
 
 
-def plan_run(config: Config, found: Sequence[str], on: str | None) -> None:
-    """Print what a run would do, here or on a machine that is only named."""
+def plan_run(config: Config, found: Sequence[str], on: str | None, changed: Sequence[str] = ()) -> None:
+    """Print what a run would do, here or on a machine that is only named. `changed`: what is not as in the base."""
     from megatron_rl.preflight.machine import named
     from megatron_rl.runs.run_dir import RunDirectoryUsed
 
@@ -79,7 +86,7 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> None:
         except RunDirectoryUsed as used:
             checked = replace(checked, notes=(*checked.notes, f"as things stand a run would be refused: {used}"))
     summary = workshop("planner.summary")
-    print(summary.describe(config, checked) if summary else "checked: nothing prevents the run")
+    print(summary.describe(config, checked, changed) if summary else "checked: nothing prevents the run")
 
 
 def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:

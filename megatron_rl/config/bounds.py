@@ -19,6 +19,7 @@ WEEK_S = 7 * 24 * 3600
 class Bound:
     holds: Callable[[Any], bool]
     complaint: str  # with places for the key and the value
+    words: str  # what it asks for
 
 
 class Inside(dict[str, Bound]):
@@ -38,11 +39,11 @@ def between(least: float, most: float, expected: str = "") -> Bound:
 
 
 def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
-    return Bound(holds, "{key}: {value:g}, expected " + expected)
+    return Bound(holds, "{key}: {value:g}, expected " + expected, expected)
 
 
 def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
-    return Bound(holds, "{key} is {value}: " + way_out)
+    return Bound(holds, "{key} is {value}: " + way_out, way_out)
 
 
 def is_weight(value: Any) -> bool:
@@ -94,6 +95,7 @@ FOLDER_NAME = Bound(
     is_folder_name,
     "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the first character, "
     f"at most {LONGEST_NAME} bytes",
+    "names one folder",
 )
 SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
 SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.loss.table import LOSSES
 
 # `raise` and `continue` are Python keywords and cannot name a member; their values are what recipes write
+
 ModelInit = StrEnum("ModelInit", ["pretrained", "random"])
 LongPrompts = StrEnum("LongPrompts", ["error", "drop"])
 Precision = StrEnum("Precision", ["bf16", "fp32"])
@@ -45,7 +46,7 @@ KlTo = StrEnum("KlTo", ["reference", "sampler", "anchor"])
 Alarm = StrEnum(
     "Alarm",
     "mismatch mismatch_jump mismatch_over_bf16 probe ess rejected non_finite entropy reward_errors no_spread truncated "
-    "aborted gradient sampler_worse",
+    "aborted gradient sampler_worse below_start half_of_best reward_falls clip_idle clip_always",
 )
 if TYPE_CHECKING:
     LossName = str
@@ -54,8 +55,8 @@ else:
 
 
 class IfExists(StrEnum):
-    refuse = "refuse"
-    archive = "archive"
+    refuse = "refuse"  # an error
+    archive = "archive"  # it is moved aside
     resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
 
 
@@ -91,31 +92,31 @@ class Cache(StrEnum):
 
 
 class Format(StrEnum):
-    none = "none"
-    int8 = "int8"
+    none = "none"  # BF16
+    int8 = "int8"  # each output channel and each token with a scale of its own
     int4 = "int4"  # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
-    fp8 = "fp8"
-    fp8_block = "fp8_block"
+    fp8 = "fp8"  # e4m3, scales as int8's
+    fp8_block = "fp8_block"  # e4m3, a scale for each block of 128 x 128 weights
 
 
 class KvCache(StrEnum):
     none = "none"  # as the weights' activations: BF16
-    fp8 = "fp8"
+    fp8 = "fp8"  # scales measured on the learner's forward pass, sent with the weights
 
 
 class Sleep(StrEnum):
-    none = "none"
+    none = "none"  # it stays as it is
     offload = "offload"  # weights wait on the host
     discard = "discard"  # weights are given up: the next sync brings all of them
 
 
 class Offload(StrEnum):
-    none = "none"
+    none = "none"  # all stays
     optimizer = "optimizer"  # its masters and moments; gradients' memory is given back
 
 
 class Wandb(StrEnum):
-    none = "none"
+    none = "none"  # it is not
     auto = "auto"  # online with a key, offline without
     offline = "offline"
     online = "online"
@@ -127,17 +128,17 @@ class Forward(StrEnum):
 
 
 class Transport(StrEnum):
-    file = "file"
-    ipc = "ipc"
-    nccl = "nccl"
+    file = "file"  # through files, in memory or on a shared disk
+    ipc = "ipc"  # between processes that share a GPU
+    nccl = "nccl"  # between GPUs
 
 
 class Estimator(StrEnum):
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_pp = "reinforce_pp"
-    maxrl = "maxrl"
+    grpo = "grpo"  # less the group's mean, over its deviation
+    dr_grpo = "dr_grpo"  # less the group's mean
+    rloo = "rloo"  # less the others' mean
+    reinforce_pp = "reinforce_pp"  # less the batch's mean, over its deviation
+    maxrl = "maxrl"  # less the group's mean, over that mean
     none = "none"  # advantage 1 everywhere: the supervised warm start
 
 

@@ -10,14 +10,15 @@ from megatron_rl.config.bounds import Nucleus, Positive, Samples, Temperature, a
 class EvalSet:
     """A set with a name; null: as the section has it."""
 
-    # a file as in data.eval, or a preset of conf/data, whose `eval` it is; null: data.eval, measured in another way
+    # a file as in data.eval, or a preset of conf/data, whose `eval` it is, such as math; null: data.eval, measured in
+    # another way
     path: str | None = None
-    max_prompts: Positive | None = None
-    samples: Samples | None = None
-    temperature: Temperature | None = None
-    top_p: Nucleus | None = None
-    max_response_tokens: Positive | None = None
-    # as reward.name; null: that
+    max_prompts: Positive | None = None  # as eval.max_prompts, such as 500
+    samples: Samples | None = None  # as eval.samples, such as 32
+    temperature: Temperature | None = None  # as eval.temperature, such as 0.6
+    top_p: Nucleus | None = None  # as eval.top_p, such as 0.7
+    max_response_tokens: Positive | None = None  # as eval.max_response_tokens, such as 8192
+    # as reward.name, such as math_verify; null: that
     reward: Annotated[Any | None, need(is_reward, "use what reward.name can be, or null")] = None
 
 
@@ -25,12 +26,15 @@ class EvalSet:
 class EvalSection:
     """data.eval, and the sets that have a name: config/evaluation.py says what each comes to."""
 
-    every: Annotated[int, at_least(0, "0 (never) or more")] = 10
-    max_prompts: Positive = 256
-    samples: Samples = 1  # of each prompt
-    temperature: Temperature | None = None  # null: 0 (greedy) for one sample, rollout.temperature for several
-    top_p: Nucleus = 1.0
-    max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None  # null: as in rollout
-    sets: Annotated[  # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
+    every: Annotated[int, at_least(0, "0 (never) or more")] = 10  # steps between evaluations
+    max_prompts: Positive = 256  # of each set, its first
+    samples: Samples = 1  # answers to each prompt
+    temperature: Temperature | None = (
+        None  # of sampling, such as 1.0; null: 0 (greedy) for one sample, rollout's for several
+    )
+    top_p: Nucleus = 1.0  # tokens are drawn among the first that hold this share of the probability
+    # where an answer is cut, such as 8192; null: as in rollout
+    max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None
+    sets: Annotated[  # more held-out sets by name, such as {aime: {path: data/aime_2024.parquet, samples: 32}}
         dict[str, EvalSet] | None, need(are_set_names, "a set's name is one of letters, digits, _ and -")
     ] = None

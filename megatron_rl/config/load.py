@@ -1,40 +1,23 @@
-"""Loads recipes into the typed Config (base files, presets, cluster, overrides, strict keys), and writes one as YAML.
-
-A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset (`correction: tis` is
-conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top. `cluster: 1n8g` puts
-conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts.
-"""
+"""Loads recipes (`layers.py`) into the typed Config, keys checked, writes one as YAML, compares it with its base."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.bounds import as_written
-from megatron_rl.config.plain_yaml import CONF, DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
+from megatron_rl.config import layers
+from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
+from megatron_rl.config.plain_yaml import CONF, MOST_NODES, read_yaml, write_line, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, without
 
 __all__ = ["CONF", "ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
-
-MOST_FILES = 64  # that a recipe is made of
-PRESET_SECTIONS = ("correction", "quantization", "model", "data")
-PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # a cluster's null takes one out
-CLUSTER = "cluster"
-OTHERWISE = {CLUSTER: "", "model": "; or name a folder: model.path", "data": "; or name a file: data.train"}
-MACHINE = "machine"  # of a cluster, as --on has it
-
-
-class ConfigError(Exception):
-    """A configuration that cannot run. The message names the key, the value and the way out."""
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -44,15 +27,13 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
-    path = Path(recipe)
-    return _checked(_layers(path, []), path, overrides)
+    return _checked(layers.of_recipe(recipe, overrides), Path(recipe))
 
 
 def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | None, str | None]:
     """The cluster that a recipe is for, and the machine that this is, as `--on` has it."""
-    layers = [*_layers(Path(recipe), []), *map(_override, overrides)]
-    name = next((layer[CLUSTER] for layer in reversed(layers) if CLUSTER in layer), None)
-    return name, (_cluster(name).get(MACHINE) if name is not None else None)
+    name = layers.cluster_of(layers.of_recipe(recipe, overrides))
+    return name, (layers.cluster(name).get(MACHINE) if name is not None else None)
 
 
 def all_keys() -> list[str]:
@@ -60,9 +41,42 @@ def all_keys() -> list[str]:
     return keys_in(Config)
 
 
-def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    merged = _merged([*layers, *map(_override, overrides)])
-    if _values(merged) > MOST_NODES:
+def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list[tuple[str, Any]]]:
+    """Key -> the files, presets and overrides that set it, and to what, the last one deciding."""
+    whole = set(all_keys()) - {".".join(one) for one in PASSED_THROUGH}
+    return layers.sources(layers.of_recipe(recipe, overrides), whole)
+
+
+def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
+    """What a recipe's own file and the overrides make of its base, key by key; who did, where not that file."""
+    whole, by = layers.of_recipe(recipe, overrides), sources(recipe, overrides)
+    own = whole[-1 - len(overrides)].where
+    before, _ = _checked(whole[: -1 - len(overrides)], Path(recipe))
+    after, _ = _checked(whole, Path(recipe))
+    old, new = flat(before), flat(after)
+    for key in dict.fromkeys((*new, *old)):
+        if new.get(key) != old.get(key):
+            where = by[key][-1][0] if key in by else "its default"
+            where = "" if where == own else f" ({where.removesuffix(f', named in {own}')})"
+            yield f"{key} {write_line(new.get(key))}, was {write_line(old.get(key))}{where}"
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Key -> value, also of what is handed on to megatron-core and vLLM."""
+    found: dict[str, Any] = {}
+    whole = asdict(config)
+    for key in all_keys():
+        value: Any = whole
+        for name in key.split("."):
+            value = value[name]
+        passed = tuple(key.split(".")) in PASSED_THROUGH
+        found |= {f"{key}.{name}": one for name, one in value.items()} if passed else {key: value}
+    return found
+
+
+def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
+    merged = layers.merged(given)
+    if layers.n_values(merged) > MOST_NODES:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     if "axes" in merged:
         raise ConfigError(
@@ -127,132 +141,20 @@ def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration that a run has left behind, whose keys and presets may be gone since."""
-    return _sound(*_checked([recorded(path)], path, overrides))
+    return from_base(recorded(path), overrides, path)
 
 
-def from_base(base: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+def from_base(base: Mapping[str, Any], overrides: Sequence[str] = (), path: Path = Path("overrides")) -> Config:
     """Overrides, presets included, over a mapping that is no recipe's file."""
-    return _sound(*_checked([base], Path("overrides"), overrides))
+    return _sound(*_checked([Layer(str(path), base), *layers.of_overrides(overrides)], path))
 
 
 def recorded(path: Path) -> dict[str, Any]:
     """The mapping of a recorded configuration, without preset names and removed keys: a base for overrides."""
-    return known(_without_preset_names(_loaded(path)), Config)
+    return known(_without_preset_names(layers.read_file(path)), Config)
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:
     if found:
         raise ConfigError("\n".join(found))
     return config
-
-
-def _layers(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """A file above its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
-    if path.resolve() in [one.resolve() for one in seen]:
-        raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
-    loaded = _loaded(path, seen)
-    read.append(_values(loaded))
-    if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
-        most = f"{MOST_FILES} files or {MOST_NODES} values"
-        raise ConfigError(f"{(*seen, path)[0]}: more than {most} by way of `base`; build on fewer files")
-    bases = loaded.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
-    return [layer for base in bases for layer in _layers(path.parent / base, read, (*seen, path))] + [loaded]
-
-
-def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each over those before it; the last cluster that is named below the layer that names it."""
-    named = max((place for place, layer in enumerate(layers) if CLUSTER in layer), default=None)
-    merged: dict[str, Any] = {}
-    for place, layer in enumerate(layers):
-        if place == named:
-            below = _cluster(layer[CLUSTER])
-            merged = _merge(merged, {key: value for key, value in below.items() if key != MACHINE})
-            for section, inner in PASSED_THROUGH:
-                for key, value in (below.get(section, {}).get(inner) or {}).items():
-                    if value is None:
-                        del merged[section][inner][key]
-        merged = _merge(merged, {key: value for key, value in layer.items() if key != CLUSTER})
-    return merged
-
-
-def _values(node: Any) -> int:
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    return 1 + sum(map(_values, inner))
-
-
-def _loaded(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
-    if not path.is_file():
-        stems = {other.stem: other for other in path.parent.glob("*.yaml")}
-        near = difflib.get_close_matches(path.stem, stems, n=1)
-        hint = f"; did you mean {stems[near[0]]}?" if near else ""
-        raise ConfigError(f"{named} no such file{hint}")
-    try:
-        if path.stat().st_size > LARGEST_TEXT:
-            raise ValueError(f"it has {path.stat().st_size} bytes, expected at most {LARGEST_TEXT}")
-        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
-    return loaded
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
-    merged = dict(below)
-    for section, value in above.items():
-        if section in PRESET_SECTIONS:
-            if not isinstance(value, Mapping):
-                value = {"preset": value}
-            if "preset" in value:
-                merged[section] = _preset(section, value["preset"])
-                value = {key: one for key, one in value.items() if key != "preset"}
-        merged = _deep(merged, {section: value})
-    return merged
-
-
-def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _deep(merged[key], value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _cluster(name: object) -> dict[str, Any]:
-    layer = _preset(CLUSTER, name)
-    if CLUSTER in layer or "base" in layer:
-        raise ConfigError(f"{CLUSTER}: conf/{CLUSTER}/{name}.yaml names another layer; write its keys there")
-    return layer
-
-
-def _preset(section: str, name: object) -> dict[str, Any]:
-    presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
-    if not isinstance(name, str) or name not in presets:
-        near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
-        hint = f"did you mean {near[0]}? " if near else ""
-        kind = "cluster" if section == CLUSTER else "preset"
-        ways_out = f"{hint}{kind}s are {', '.join(presets)}{OTHERWISE.get(section, '; or write a section of keys')}"
-        raise ConfigError(f"{section} is {as_written(name)}: no {kind}; {ways_out}")
-    return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
-
-
-def _override(item: str) -> dict[str, Any]:
-    key, _, text = item.partition("=")
-    if not key or not text.strip():
-        raise ConfigError(f"{item!r}: an override is written section.key=value, with null for no value")
-    try:
-        value = read_yaml(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
-    if key.count(".") > DEEPEST:
-        raise ConfigError(f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep")
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return value

@@ -97,6 +97,12 @@ def write_yaml(node: Any) -> str:
     return yaml.dump(_plain(node), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
 
 
+def write_line(node: Any) -> str:
+    """A value on one line, as an override takes it."""
+    text = yaml.dump(_plain(node), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, default_flow_style=True)
+    return " ".join(text.removesuffix("...\n").split())
+
+
 def _plain(node: Any) -> Any:
     """Enum members as the text that recipes write."""
     if isinstance(node, dict):

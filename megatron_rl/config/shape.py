@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import Bound, Inside, as_written
-from megatron_rl.config.removed import REMOVED
+from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
@@ -96,8 +96,7 @@ def misfits(
     for name, value in mapping.items():
         full = f"{prefix}{name}"
         if name not in keys:
-            hint = f"; {REMOVED[full]}" if full in REMOVED else _suggest(str(name), prefix, list(keys), everywhere)
-            yield f"{full}: unknown key{hint}"
+            yield from unknown(str(name), value, prefix, list(keys), everywhere)
             continue
         key = keys[name]
         if key.section and key.container is None:
@@ -207,13 +206,6 @@ def _way_out(value: object, kind: Any) -> str:
             near = difflib.get_close_matches(as_written(value).lower().replace("-", "_"), list(one), n=1, cutoff=0.85)
             wanted, hint = f"one of {', '.join(one)}", f"did you mean {near[0]}? " if near else ""
     return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
-
-
-def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
-    same = [known for known in everywhere if known.rpartition(".")[2] == key]
-    inside = [known for known in same if known.startswith(prefix)]
-    near = inside or [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1)] or same
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
 
 
 def keys_in(schema: type, prefix: str = "") -> list[str]:

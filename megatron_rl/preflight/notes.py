@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import schema
+from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
 from megatron_rl.loss.table import CLIP, LOSSES
@@ -38,7 +39,17 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
     if odd := {key: getattr(loss, key) for key in read if not least <= getattr(loss, key) <= most}:
         said = ", ".join(f"loss.{key}={clip:g}" for key, clip in odd.items())
         follows = "next to nothing is clipped" if max(odd.values()) > most else "nearly all is clipped"
-        yield f"{said} with loss.name={loss.name}: {follows}; usual with it is {least:g} to {most:g} (conf/*.yaml)"
+        usual = f"usual with it is {least:g} to {most:g}{_preset(loss.name)}"
+        yield f"{said} with loss.name={loss.name}: {follows}; {usual}"
+
+
+def _preset(loss: str) -> str:
+    file = CONF / ("dapo.yaml" if loss == "ppo" else f"{loss}.yaml")
+    if not file.is_file():
+        return ""
+    clips = read_yaml(file.read_text(encoding="utf-8"))["loss"]
+    said = " and ".join(f"{clips[key]:g}" for key in CLIP if key in clips)
+    return f", such as {said} in conf/{file.name} (base: ../conf/{file.name})"
 
 
 def chat_template(

@@ -6,22 +6,33 @@ measure it count as none.
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
+from megatron_rl.runs.alarm_values import (
+    CHOSEN,
+    CLEARLY,
+    GRAD_NORM,
+    K3,
+    WINDOW,
+    Line,
+    Past,
+    Value,
+    accuracy_over,
+    clipped,
+    metric,
+    most_clipped,
+    not_finite,
+    over_bf16,
+    over_median,
+    reward_fall,
+    sampler_loss,
+    share,
+)  # fmt: skip
 
-Line = Mapping[str, float]
-Value = Callable[[Line, Sequence[Line]], float | None]  # of a step, given those before; None: not measured
-WINDOW = 50  # earlier steps that a median is taken over ...
-FULL = 20  # ... once there are so many of them
-K3, GRAD_NORM = "rollout_corr/k3_kl", "optim/grad_norm"
-HISTORY = (K3, GRAD_NORM)  # what medians are taken of
 GATES = {  # of K3, in nats
     Format.none: 0.005, Format.int8: 0.02, Format.int4: 0.2, Format.fp8: 0.02, Format.fp8_block: 0.02
 }  # fmt: skip
@@ -38,52 +49,6 @@ class Rule:
     always: bool = False  # also where the data set answers, in place of a sampler
 
 
-def metric(name: str) -> Value:
-    return lambda line, _: line.get(name)
-
-
-def over_median(name: str) -> Value:
-    """The metric over the median of the steps before."""
-
-    def value(line: Line, before: Sequence[Line]) -> float | None:
-        earlier = [one[name] for one in before if math.isfinite(one.get(name, math.nan))]
-        usual = statistics.median(earlier) if len(earlier) >= FULL else 0.0
-        return line[name] / usual if usual > 0 and name in line else None
-
-    return value
-
-
-def over_bf16(line: Line, _: Sequence[Line]) -> float | None:
-    """The worst format's mismatch over that of a fleet's BF16 servers, which is not the formats' fault."""
-    floor = line.get(f"rollout_corr/{Format.none}/k3_kl", 0.0)
-    others = [line[name] for one in Format if one != Format.none and (name := f"rollout_corr/{one}/k3_kl") in line]
-    return max(others) / floor if others and floor > 0 else None
-
-
-def share(parts: Iterable[str], whole: str) -> Value:
-    def value(line: Line, _: Sequence[Line]) -> float | None:
-        found = [line[name] for name in parts if name in line]
-        return sum(found) / line[whole] if found and line.get(whole) else None
-
-    return value
-
-
-def not_finite(line: Line, before: Sequence[Line]) -> float | None:
-    """The larger of two shares: of tokens without a finite logprob, and of updates that were skipped."""
-    tokens = share(("rollout_corr/non_finite_sampler", "rollout_corr/non_finite_learner"), "rollout/tokens")
-    skipped, made = line.get("optim/skipped"), line.get("optim/updates", 0.0)
-    updates = skipped / (skipped + made) if skipped is not None and skipped + made else None
-    return max((one for one in (tokens(line, before), updates) if one is not None), default=None)
-
-
-def sampler_loss(line: Line, _: Sequence[Line]) -> float | None:
-    """By how many standard errors the sampler's gain is below 0, of an update by which the learner has gained."""
-    gain, error, own = (line.get(f"update/{name}") for name in ("sampler_gain", "sampler_gain_stderr", "learner_gain"))
-    if gain is None or error is None or own is None:
-        return None
-    return -gain / error if own > 0 and error > 0 else 0.0
-
-
 RULES = {
     Alarm.mismatch: Rule(
         f"`{K3}`: how far sampler and learner disagree",
@@ -91,8 +56,9 @@ RULES = {
         GATES,
         5,
         "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: quantization.ignore keeps "
-        "the worst layers in BF16, quantization.format=none shows what remains. With sync.every above 1 "
-        "the weights are older: lower it. correction=icepop keeps the worst tokens out of the loss meanwhile.",
+        "the worst layers in BF16, quantization.format=none shows what remains. With rollout.ahead, or sync.every "
+        "above 1, it is mostly staleness (rollout/staleness_mean): lower them. correction=icepop keeps the worst "
+        "tokens out of the loss meanwhile.",
     ),
     Alarm.mismatch_jump: Rule(
         f"`{K3}` over its median of the last {WINDOW} steps",
@@ -207,6 +173,51 @@ RULES = {
         "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse=2 takes such "
         "steps back.",
     ),
+    Alarm.below_start: Rule(
+        "accuracy of a held-out set over its first: 1 unless it is clearly below (3 standard errors)",
+        accuracy_over(lambda past: past.first, CLEARLY),
+        1.0,
+        2,
+        "The run unlearns what it began with: lower optim.lr first, then look at the mismatch, at loss/entropy and at "
+        "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy.",
+        below=True,
+        always=True,
+    ),
+    Alarm.half_of_best: Rule(
+        "the same over its best so far, by 4 standard errors",
+        accuracy_over(lambda past: past.best, CHOSEN),
+        0.5,
+        1,
+        "Most of what was learned is lost, which seldom comes back by itself: go on from an earlier checkpoint with a "
+        "lower optim.lr, or a KL to the start (loss.kl_coef). checkpoint.best=eval/accuracy keeps the best policy.",
+        below=True,
+        always=True,
+    ),
+    Alarm.reward_falls: Rule(
+        "mean `reward/sampler_mean` of 10 steps, below the best 10 before, in `reward/std`; 0 unless it is clear",
+        reward_fall,
+        0.25,
+        10,
+        "The policy gets worse on its own prompts: lower optim.lr, and look at the mismatch and the sample size "
+        "(rollout_corr/rollout_is_eff_sample_size). Prompts that come in an order of growing difficulty do this too.",
+    ),
+    Alarm.clip_idle: Rule(
+        "the largest share of tokens so far that a clip of the loss acted on, in updates after a step's first",
+        most_clipped,
+        1e-6,
+        40,
+        "The clip is of another size than the ratios: with loss.name=gspo it is 3e-4 (conf/gspo.yaml), with a ratio of "
+        "tokens 0.2 (conf/dapo.yaml). Or the updates are too small for one: then it may stay.",
+        below=True,
+    ),
+    Alarm.clip_always: Rule(
+        "share of tokens that a clip of the loss acts on, in updates after a step's first",
+        clipped,
+        0.25,
+        5,
+        "Most of the batch gives no gradient: loss.clip_low and clip_high are too small for loss.name (with a ratio of "
+        "tokens 0.2, conf/dapo.yaml), optim.lr is too high, or learner.n_minibatches.",
+    ),
 }
 
 
@@ -283,7 +294,7 @@ class Alarms:
     stop: str | None = None  # why the run is to end
 
     def __post_init__(self) -> None:
-        self._before: deque[Line] = deque(maxlen=WINDOW)
+        self.past = Past()
         settings = {alarm: alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting() for alarm in RULES}
         self._watches = [
             _Watch(alarm, rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats))
@@ -291,11 +302,20 @@ class Alarms:
             if settings[alarm].on and (self.sampled or rule.always)
         ]
 
+    def goes_on(self, lines: Iterable[Line], step: int) -> None:
+        """Takes the accuracies of earlier attempts, up to the step after which this one goes on."""
+        for line in lines:
+            if line["progress/step"] <= step:
+                self.past.add_accuracies(line)
+
+    def told(self) -> list[str]:
+        return [f"{alarm} since step {about['step']} ({about['value']})" for alarm, about in self.standing.items()]
+
     def after(self, line: Line) -> list[News]:
         """Takes a step's metrics; returns what they have raised and cleared."""
         news = []
         for watch in self._watches:
-            value = watch.rule.value(line, self._before)
+            value = watch.rule.value(line, self.past)
             if value is None or not watch.after(value):
                 continue
             step, alarm = int(line["progress/step"]), watch.alarm
@@ -306,5 +326,5 @@ class Alarms:
                 self.stop = self.stop or (f"alarm {one.what}" if watch.stops else None)
             else:
                 del self.standing[alarm]
-        self._before.append({name: line[name] for name in HISTORY if name in line})
+        self.past.add(line)
         return news

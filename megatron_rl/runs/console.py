@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.runs.metrics import accuracies
+from megatron_rl.runs.metrics_file import MISMATCH
 from megatron_rl.types import Scored, Verdict
 
 if TYPE_CHECKING:
@@ -79,10 +80,16 @@ def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: floa
     for name, label, form in shown(metrics):
         if name in metrics and name not in LIVE_ONLY:
             value = format(metrics[name], form)
-            parts.append(f"{value} s" if label == "s" else f"{label} {value}")
+            parts.append(f"{value} s" if label == "s" else f"{label} {value}{staleness(name, metrics)}")
     if eta_s is not None:
         parts.append(f"left {duration(eta_s)}")
     return "  ".join(parts)
+
+
+def staleness(name: str, metrics: Mapping[str, float]) -> str:
+    """What is said beside the mismatch of answers that are older than the policy: it is not the engines' numerics."""
+    updates = metrics.get("rollout/staleness_mean", 0.0) if name == MISMATCH else 0.0
+    return f" (staleness: {updates:.2g} updates)" if updates > 0 else ""
 
 
 def sparkline(values: list[float]) -> str:
@@ -121,6 +128,7 @@ class LiveDisplay:
     def __init__(self, title: str, n_steps: int, console: Console) -> None:
         self._title, self._n_steps = title, n_steps
         self._history: dict[str, list[float]] = {}
+        self._beside: dict[str, str] = {}  # what is said of the last one
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
@@ -135,6 +143,7 @@ class LiveDisplay:
         for name, _, _ in shown(metrics):
             if name in metrics:
                 self._history.setdefault(name, []).append(metrics[name])
+                self._beside[name] = staleness(name, metrics)
         self._step, self._eta_s, self._eta_at = step, eta_s, time.monotonic()
 
     def note(self, text: str) -> None:
@@ -159,7 +168,7 @@ class LiveDisplay:
             if name in self._history:
                 values = self._history[name]
                 label = "seconds" if label == "s" else label
-                table.add_row(label, format(values[-1], form), sparkline(values[-TREND:]))
+                table.add_row(label, format(values[-1], form) + self._beside.get(name, ""), sparkline(values[-TREND:]))
         return Group(head, table, self._spinner)
 
 

@@ -25,7 +25,7 @@ from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.runs.disk import Disk, LineFile
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
-from megatron_rl.runs.metrics_file import encode_line, numbers_of_file
+from megatron_rl.runs.metrics_file import encode_line, numbers_of_file, read_metrics
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.runs.status import ENDED, beat, mark_status
 from megatron_rl.runs.timeline import PhaseClock, Span, encode_spans, throughput
@@ -86,6 +86,8 @@ class Recorder:
         self._end, self._closed = ("finished", ""), False
         self.clock, self._begun = PhaseClock(), time.perf_counter()
         self._n_steps, self._last_step = n_steps, self.run.resumes_after
+        if self._last_step is not None and self.run.metrics.is_file():
+            self.alarms.goes_on(read_metrics(self.run.metrics), self._last_step)
         self._step_times: list[float] = []
         self._unknown: set[str] = set()
         self._disk = Disk(self.run, config.disk_gib, self.note)
@@ -194,7 +196,9 @@ class Recorder:
         except OSError as error:
             self.note(f"{self.run.status} could not be written: {error.strerror}")
         self._display.close()
-        self.note(f"{state} after {duration(time.perf_counter() - self._begun)}" + (f": {reason}" if reason else ""))
+        took, standing = duration(time.perf_counter() - self._begun), ", ".join(self.alarms.told())
+        about = [f": {reason}" if reason else "", f"; alarms that stand: {standing}" if standing else ""]
+        self.note(f"{state} after {took}{''.join(about)}")
         if state == "failed":
             say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
             say(cause.paragraph())

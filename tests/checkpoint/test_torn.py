@@ -9,7 +9,7 @@ from helpers import Command
 from run_factory import make_run, make_scored, start
 
 from megatron_rl.config import load, to_yaml
-from megatron_rl.config.removed import REMOVED
+from megatron_rl.config.unknown import REMOVED
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
 from megatron_rl.runs.rollout_file import read_rollouts
 from megatron_rl.workshop.reports.figures import weight_bounds

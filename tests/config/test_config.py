@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, schema, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
-from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import Format, Level, OnNonFinite, RejectRule
 from megatron_rl.config.shape import key_of
+from megatron_rl.config.unknown import REMOVED
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path))

@@ -108,6 +108,7 @@ def test_what_a_large_run_writes() -> None:
 def test_a_clip_of_another_loss(place: Path, command: Command) -> None:
     (found,) = notes(command, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp")
     assert "loss.clip_low=0.2, loss.clip_high=0.28 with loss.name=gspo: next to nothing is clipped" in found
+    assert "such as 0.0003 and 0.0004 in conf/gspo.yaml (base: ../conf/gspo.yaml)" in found
     (found,) = unusual_clip(LossConfig(name="ppo", clip_low=3e-4, clip_high=4e-4))
     assert "nearly all is clipped" in found
     assert not list(unusual_clip(LossConfig(name="cispo", absolute=True, clip_low=0.0, clip_high=5.0)))

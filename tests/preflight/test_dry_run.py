@@ -142,11 +142,13 @@ def test_what_it_will_do_is_said_in_brief(command: Command) -> None:
     said = planned(command, "dapo_int8.yaml", "1x8xH100", *changes)
     rows = dict(line.split(maxsplit=1) for line in said.splitlines())
     assert rows["learner"] == "8 ranks (TP4 PP2), bf16"
-    assert rows["loss"].startswith("ppo, KL 0.001 (k3), grpo advantages, ")
+    assert rows["loss"].startswith("ppo with clip 0.2 below and 0.28 above, KL 0.001 (k3), grpo advantages, ")
     assert rows["optim"] == "learning rate 1e-06, 20 steps of warm-up, then cosine to 0"
     data = "eval (data/aime_2024.parquet, 32 answer(s) each), aime (aime.jsonl, 8 answer(s) each)"
     assert rows["eval"] == f"every 10 steps: {data}"
     assert rows["kept"] == "checkpoints every 10 minutes, the last 2, and the one with the highest eval/aime/accuracy"
+    assert rows["changed"] == "loss.kl_coef 0.001, was 0.0 (the command line)"
+    assert rows["optim.decay"] == "cosine, was constant (the command line)"
     off = ("eval.every=0", "checkpoint.minutes=0")
     rows = dict(line.split(maxsplit=1) for line in planned(command, "dapo_fp8.yaml", "1x8xH100", *off).splitlines())
     assert rows["learner"] == "8 ranks (TP4 PP2), fp8 (e4m3, blockwise), the rest in bf16"

@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,16 +18,19 @@ from run_factory import start
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.choices import Alarm, AlarmSetting
 from megatron_rl.config.schema import Config, Format, LogSection, Wandb
-from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at
+from megatron_rl.runs.alarm_values import FULL, K3, REWARD
+from megatron_rl.runs.alarms import RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import read_status
+from megatron_rl.workshop.reports.overview import describe
 from megatron_rl.workshop.reports.report import episodes, page
 from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "recorded"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
+ACCURACY, CLIPPED = "eval/accuracy", "loss/clip_fraction_high"
 HEALTHY = {
     K3: 0.002, ESS: 0.99, "rollout_corr/rollout_rs_masked_fraction": 0.0, "rollout_corr/non_finite_sampler": 0.0,
     "rollout_corr/non_finite_learner": 0.0, "rollout/tokens": 4000.0, "rollout/n": 512.0, "reward/errors": 0.0,
@@ -34,6 +39,8 @@ HEALTHY = {
     "rollout_corr/none/k3_kl": 1e-4, "rollout_corr/int8/k3_kl": 0.002,
     "sync/probe_abs_diff": 0.03, "sync/probe_budget": 0.08,
     "update/sampler_gain": 1e-4, "update/sampler_gain_stderr": 5e-5, "update/learner_gain": 2e-4,
+    ACCURACY: 0.5, "eval/accuracy_stderr": 0.03, "eval/n": 256.0,
+    REWARD: 0.5, "reward/std": 0.5, CLIPPED: 0.01, "loss/clip_fraction_low": 0.0,
 }  # fmt: skip
 BROKEN = {
     Alarm.mismatch: {K3: 0.03},
@@ -50,7 +57,13 @@ BROKEN = {
     Alarm.aborted: {"rollout/aborted_fraction": 0.1},
     Alarm.gradient: {"optim/grad_norm": 60.0},
     Alarm.sampler_worse: {"update/sampler_gain": -6e-5},
+    Alarm.below_start: {ACCURACY: 0.33},
+    Alarm.half_of_best: {ACCURACY: 0.2},
+    Alarm.reward_falls: {REWARD: 0.3},
+    Alarm.clip_idle: {CLIPPED: 0.0},
+    Alarm.clip_always: {CLIPPED: 0.4},
 }
+LOOK_BACK = (Alarm.reward_falls, Alarm.clip_idle)  # whose cases are not of some steps alone
 
 
 def steps(changes: Sequence[dict[str, float]]) -> list[dict[str, float]]:
@@ -73,7 +86,8 @@ def test_every_alarm_has_a_rule_and_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "format"), [("toy_sft", Format.int8), ("quickstart", Format.int8), ("quickstart_bf16", Format.none)]
+    ("name", "format"),
+    [("toy_sft", Format.int8), ("quickstart", Format.int8), ("tools", Format.int8), ("quickstart_bf16", Format.none)],
 )
 def test_the_defaults_are_quiet_on_recorded_runs(name: str, format: Format) -> None:
     """Metrics of the shipped recipes, as they were run."""
@@ -90,10 +104,28 @@ def test_the_defaults_are_loud_on_a_broken_run() -> None:
     assert [(one.alarm, one.raised, one.step) for one in found] == [("mismatch", True, 6), ("ess", True, 6)]
 
 
-@pytest.mark.parametrize("alarm", Alarm)
+@pytest.mark.parametrize(
+    ("name", "said_of"),
+    [
+        (
+            "collapsed",
+            [("half_of_best", 4), ("below_start", 8), ("no_spread", 11), ("truncated", 24)],
+        ),  # ten times the lr
+        ("clipped", [("clip_always", 5)]),  # ppo with gspo's clip
+    ],
+)
+def test_real_runs_that_went_wrong(name: str, said_of: list[tuple[str, int]]) -> None:
+    """The quickstart with 32 prompts and one setting that is off."""
+    alarms = Alarms({}, [Format.int8])
+    found = [one for line in read_metrics(RECORDED / f"{name}.jsonl") for one in alarms.after(line)]
+    assert [(str(one.alarm), one.step) for one in found if one.raised] == said_of
+
+
+@pytest.mark.parametrize("alarm", [alarm for alarm in Alarm if alarm not in LOOK_BACK])
 def test_each_alarm_is_raised_by_its_case_alone(alarm: Alarm) -> None:
     rule, bad = RULES[alarm], BROKEN[alarm]
     given = {"mismatch": 0.03} if alarm == Alarm.mismatch_jump else {"mismatch_jump": "off"}
+    given |= {"below_start": "off"} if alarm == Alarm.half_of_best else {}
     before, after = [{}] * FULL, [{}] * (2 * rule.steps)
     found = said(Alarms(given, [Format.int8]), [*before, *[bad] * rule.steps, *after])
     raised_at = FULL + rule.steps
@@ -129,9 +161,57 @@ def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
     assert bound_of(RULES[Alarm.mismatch], AlarmSetting(bound=0.5), [Format.none]) == 0.5
 
 
-def test_the_data_set_s_own_answers_have_two_alarms() -> None:
+def test_the_data_set_s_own_answers_have_four_alarms() -> None:
     alarms = Alarms(sampled=False)
-    assert {watch.alarm for watch in alarms._watches} == {Alarm.non_finite, Alarm.gradient}
+    of_all = {Alarm.non_finite, Alarm.gradient, Alarm.below_start, Alarm.half_of_best}
+    assert {watch.alarm for watch in alarms._watches} == of_all
+
+
+def evaluated(alarms: Alarms, *rates: float, n: int = 256, name: str = ACCURACY) -> list[tuple[str, bool, int]]:
+    lines = [{"progress/step": step, name: rate, f"{name[:-8]}n": n} for step, rate in enumerate(rates)]
+    return [(str(one.alarm), one.raised, one.step) for line in lines for one in alarms.after(line)]
+
+
+def test_a_collapse_is_said_at_once_and_an_accuracy_below_its_start_at_the_second_time() -> None:
+    assert evaluated(Alarms(), 0.36, 0.07, 0.12, n=100) == [("half_of_best", True, 1), ("below_start", True, 2)]
+    assert evaluated(Alarms(), 0.5, 0.35, 0.35, 0.5, 0.5) == [("below_start", True, 2), ("below_start", False, 4)]
+    assert evaluated(Alarms(), 0.2, 0.8, 0.35) == [("half_of_best", True, 2)]  # above its start
+    aime = {"name": "eval/aime/accuracy", "n": 960}
+    assert evaluated(Alarms(), 0.3, 0.1, 0.1, **aime) == [("half_of_best", True, 1), ("below_start", True, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "n"), [((0.36, 0.07, 0.1), 8), ((1.0, 0.9, 0.9), 16), ((0.0, 0.03, 0.0), 64), ((0.02, 0.0, 0.0), 256)]
+)
+def test_what_few_prompts_cannot_tell_raises_nothing(rates: tuple[float, ...], n: int) -> None:
+    assert evaluated(Alarms(), *rates, n=n) == []
+
+
+def test_where_a_run_goes_on_its_accuracies_are_those_of_all_attempts() -> None:
+    earlier = [{"progress/step": step, ACCURACY: rate, "eval/n": 256} for step, rate in enumerate((0.5, 0.9, 0.99))]
+    alarms = Alarms()
+    alarms.goes_on(earlier, step=1)
+    assert (alarms.past.first[ACCURACY].value, alarms.past.best[ACCURACY].value) == (0.5, 0.9)
+    assert evaluated(alarms, 0.2) == [("half_of_best", True, 0)]
+
+
+def test_a_reward_that_falls_for_many_steps() -> None:
+    wavering = [0.02 * (-1) ** step for step in range(200)]
+    slope = [{REWARD: 0.6 - max(step - 30, 0) * 0.01 + wavering[step]} for step in range(70)]
+    assert [(name, raised) for name, raised, _ in said(Alarms(), slope)] == [("reward_falls", True)]
+    assert said(Alarms(), [{REWARD: 0.3 + step * 0.005 + wavering[step]} for step in range(70)]) == []
+    assert said(Alarms(), [{REWARD: 0.6 - 0.01 * (step > 40) + wavering[step]} for step in range(90)]) == []
+    for seed in range(12):  # small batches
+        draw = random.Random(seed)
+        assert said(Alarms(), [{REWARD: draw.gauss(0.6, 0.2)} for _ in range(150)]) == []
+
+
+def test_a_clip_that_never_acts() -> None:
+    idle, steps = {CLIPPED: 0.0}, RULES[Alarm.clip_idle].steps
+    assert said(Alarms(), [idle] * steps) == [("clip_idle", True, steps)]
+    assert said(Alarms(), [{}, *[idle] * 3 * steps]) == []  # it has acted once
+    single = {**idle, "optim/updates": 1.0}  # the ratio is 1 there
+    assert said(Alarms(), [single] * 3 * steps) == []
 
 
 # hysteresis, as properties of one rule with any bound
@@ -231,6 +311,8 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
     assert text.count("alarm    ess: 0.4, below 0.5 for 5 steps. A few tokens carry the gradient.") == 1
     assert text.count("alarm    ess: 0.99, cleared") == 1
     assert text.index("step  5/99") < text.index("alarm    ess: 0.4") < text.index("step  6/99")
+    assert re.search(r"finished after \w+; alarms that stand: reward_errors since step 15 \(0\.117\)\n", text)
+    assert "reward_errors, step 15" in describe(run)
     assert read_status(run)["alarms"] == {"reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}}
     data = load_run(run)
     found = [(one.raised.alarm, one.steps) for one in episodes(data)]

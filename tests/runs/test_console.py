@@ -48,6 +48,17 @@ def test_the_line_leaves_out_what_a_step_does_not_have():
     assert console.step_line(5, 5, {}, None) == "step 5/5"
 
 
+def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
+    measured = {"rollout_corr/k3_kl": 0.035, "rollout/staleness_mean": 1.5}
+    assert console.step_line(1, 5, measured, None) == "step 1/5  mismatch 3.50e-02 (staleness: 1.5 updates)"
+    assert "staleness" not in console.step_line(1, 5, {**measured, "rollout/staleness_mean": 0.0}, None)
+    stream = StringIO()
+    display = console.LiveDisplay("quick", 5, Console(file=stream, force_terminal=True, width=100))
+    display.step(1, measured, None)
+    display.close()
+    assert "3.50e-02 (staleness: 1.5 updates)" in stream.getvalue()
+
+
 def test_sparkline():
     assert console.sparkline([0.0, 1.0]) == "▁█"
     assert console.sparkline([2.0, 2.0]) == "▅▅"

@@ -291,6 +291,14 @@ def test_a_killed_comparison_leaves_no_run(place):
     assert psutil.wait_procs(children, 240)[1] == []
 
 
+def test_who_names_no_recipe_is_given_the_first_grid(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = compare_corrections.parse([])
+    cells = [one.labels for one in options.grid.experiments()]
+    assert cells == [("int4", "none"), ("int4", "tis"), ("int4", "icepop")]
+    assert compare_corrections.mistakes(options, here=False) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

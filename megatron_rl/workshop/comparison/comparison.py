@@ -30,11 +30,14 @@ class Result:
     state: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     curves: Mapping[str, Series] = field(default_factory=dict)
+    ratios: tuple[float, float] | None = None  # of learner and sampler: the smallest and the largest of all tokens
 
     @classmethod
     def of(cls, run: RunData, seed: int | None) -> Result:
         curves = {name: series for name in CURVES if (series := run.series(name, 0 if name == ACCURACY else 1))}
-        return cls(run.name, seed, str(run.status.get("state", "unknown")), numbers(run), curves)
+        low, high = run.series("rollout_corr/rho_min").finite, run.series("rollout_corr/rho_max").finite
+        ratios = (min(low), max(high)) if low and high else None
+        return cls(run.name, seed, str(run.status.get("state", "unknown")), numbers(run), curves, ratios)
 
 
 @dataclass(frozen=True)

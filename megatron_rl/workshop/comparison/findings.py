@@ -36,8 +36,7 @@ class Finding:
     def __str__(self) -> str:
         where = f"{' / '.join(self.place)}: " if self.place else ""
         same = "".join(
-            f" No weight was changed by what tells {_names(cells)} apart: their runs are the same; see "
-            "recipes/evidence.yaml for samplers that are further off."
+            f" No weight was changed by what tells {_names(cells)} apart: their runs are the same.{_differ(cells)}"
             for cells in self.alike
         )
         return f"{where}{self._best()}{same}"
@@ -78,6 +77,19 @@ def _alike(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
         left = [cell for cell in left if cell not in same]
         if len(same) > 1:
             yield same
+
+
+def _differ(cells: Sequence[Cell]) -> str:
+    """The smallest setting in which cells of the same outcome would not have had it."""
+    ratios = [one.ratios for cell in cells for one in cell.results if one.ratios]
+    further = "the smallest grid with a sampler that is further off is python tools/compare_corrections.py by itself"
+    if not ratios:
+        return f" {further[0].upper()}{further[1:]}."
+    low, high = min(low for low, _ in ratios), max(high for _, high in ratios)
+    return (
+        f" All ratios of learner and sampler lay in [{low:.3g}, {high:.3g}], and a bound acts inside of that, such as "
+        f"correction.weight.high={1 + (high - 1) / 2:.3g}; {further} (recipes/first_comparison.yaml)."
+    )
 
 
 def recommendation(comparison: Comparison) -> str:

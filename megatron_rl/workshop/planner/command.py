@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError, cluster
-from megatron_rl.config.load import CONF, load, read
+from megatron_rl.config.load import CONF, changes, load, read
 from megatron_rl.config.schema import Config
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.preflight import checks
@@ -65,7 +65,8 @@ def answer(request: Request) -> tuple[str, list[str]]:
         about: dict[str, Any] = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
         about |= {"sync": traffic.numbers(config, hf_config, request.links)} if moves else {}
         return json.dumps(about | {"problems": problems}, indent=2), problems
-    texts = [table.describe(config, made)] if made else []
+    changed = list(changes(request.target, request.overrides)) if whole else []
+    texts = [table.describe(config, made, changed)] if made else []
     return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
 
 

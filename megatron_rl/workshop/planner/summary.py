@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.evaluation import held_out
@@ -15,19 +16,21 @@ from megatron_rl.config.schema import (
     Forward,
     LearnerSection,
     Level,
+    LossConfig,
     OptimSection,
     Outside,
     RunSection,
     TargetBy,
 )
 from megatron_rl.learner import limits
+from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
 from megatron_rl.survival.trouble import patience
 
 
-def describe(config: Config, checked: Checked) -> str:
+def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> str:
     learner, rollout = config.learner, config.rollout
     layout = checked.policy.layout
     plan = plan_sync(checked.policy, config.quantization.format, config.quantization.ignore)
@@ -37,25 +40,38 @@ def describe(config: Config, checked: Checked) -> str:
         ("run", str(Path(config.run.root) / str(config.run.name))),
         ("machine", str(checked.machine)),
         ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
-        ("learner", f"{layout.world} ranks ({' '.join(axes) or 'one rank'}), {_arithmetic(learner)}"),
+        ("learner", f"{layout.world} ranks ({' '.join(axes) or 'one rank'}), {arithmetic(learner)}"),
         ("sampler", describe_sampler(config.sampler, config.quantization)),
         ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
         ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
                  f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s){_prox(config)}"),
-        ("loss", _loss(config)),
-        ("optim", _schedule(config.optim)),
-        ("eval", _held_out(config)),
-        ("kept", _checkpoints(config.checkpoint)),
+        *objective(config),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         ("patience", patience(config.run, config.sampler, config.reward)),
         ("disk", _disk(config, checked)),
+        *changed(changes),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
     ]  # fmt: skip
     return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
 
 
-def _arithmetic(learner: LearnerSection) -> str:
+def objective(config: Config) -> list[tuple[str, str]]:
+    """What is minimised, at which rate, how it is measured, and what is kept."""
+    return [
+        ("loss", _loss(config)),
+        ("optim", _schedule(config.optim)),
+        ("eval", _held_out(config)),
+        ("kept", _checkpoints(config.checkpoint)),
+    ]
+
+
+def changed(changes: Sequence[str]) -> list[tuple[str, str]]:
+    """Rows of what a recipe makes of its base."""
+    return [("changed" if place == 0 else "", change) for place, change in enumerate(changes)]
+
+
+def arithmetic(learner: LearnerSection) -> str:
     forward = "" if learner.forward == Forward.bf16 else ", forward as the sampler computes it"
     if scaled := limits.fp8(learner):
         return f"fp8 ({scaled}, {limits.fp8_recipe(learner)}), the rest in {learner.precision}{forward}"
@@ -66,7 +82,16 @@ def _loss(config: Config) -> str:
     loss = config.loss
     kl = f"KL {loss.kl_coef:g} ({loss.kl_estimator})" if loss.kl_coef else "no KL"
     correction = _correction(config.correction)
-    return f"{loss.name}, {kl}, {config.advantage.estimator} advantages, correction: {correction}"
+    return f"{loss.name}{_clip(loss)}, {kl}, {config.advantage.estimator} advantages, correction: {correction}"
+
+
+def _clip(loss: LossConfig) -> str:
+    if not set(CLIP) <= set(LOSSES[loss.name].reads):
+        return ""
+    if loss.absolute:
+        return f" with ratios up to {loss.clip_high:g}"
+    dual = f", dual clip {loss.dual_clip:g}" if loss.dual_clip is not None else ""
+    return f" with clip {loss.clip_low:g} below and {loss.clip_high:g} above{dual}"
 
 
 def _schedule(optim: OptimSection) -> str:

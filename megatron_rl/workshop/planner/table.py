@@ -4,7 +4,7 @@ into the directory of a run that has ended."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from megatron_rl.config import ConfigError
@@ -13,8 +13,10 @@ from megatron_rl.files import write_whole
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.notes import unusual_clip
 from megatron_rl.runs.console import duration, table
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.workshop.planner import summary
 from megatron_rl.workshop.planner.engine_memory import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
 from megatron_rl.workshop.planner.plan import Plan, plan
@@ -23,8 +25,10 @@ from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime, keeps_prefixes
 OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
 
 
-def describe(config: Config, plan: Plan) -> str:
-    sections = [list(_who(config, plan)), *(_memory(one) for one in plan.memory), list(_rest(config, plan))]
+def describe(config: Config, plan: Plan, changes: Sequence[str] = ()) -> str:
+    rows = [("learner", summary.arithmetic(config.learner)), *summary.objective(config), *summary.changed(changes)]
+    told = [f"{name:<9} {text}" for name, text in rows]
+    sections = [list(_who(config, plan)), told, *(_memory(one) for one in plan.memory), list(_rest(config, plan))]
     return "\n\n".join("\n".join(section) for section in sections)
 
 
@@ -127,7 +131,7 @@ def _rest(config: Config, plan: Plan) -> Iterator[str]:
         yield "time      not known for this machine; --on names one, such as 1x8xH100-80"
     else:
         yield from _time(plan.time, plan, config)
-    yield from (f"note      {note}" for note in plan.notes)
+    yield from (f"note      {note}" for note in (*plan.notes, *unusual_clip(config.loss)))
 
 
 def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
-from megatron_rl.config.load import PRESET_SECTIONS
+from megatron_rl.config.layers import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits

@@ -1,5 +1,6 @@
 """A comparison's words on its runs, and its picture: never more than the seeds can tell."""
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -117,6 +118,24 @@ def test_corrections_that_did_the_same_are_named():
     assert same in str(findings(compared(other, replace(tis, results=(tis.results[0], moved)), icepop))[0])
     assert "No weight was changed" not in str(findings(compared(other, tis))[0])
     assert same in str(findings(compared(*(replace(one, results=one.results[:1]) for one in (tis, icepop))))[0])
+
+
+def test_corrections_that_did_the_same_are_told_where_they_would_differ():
+    tis, icepop = (cell("s", name, areas=(0.7,)) for name in ("tis", "icepop"))
+    reached = replace(tis, results=(replace(tis.results[0], ratios=(0.7, 1.3)),))
+    told = str(findings(compared(reached, icepop))[0])
+    assert (
+        "lay in [0.7, 1.3], and a bound acts inside of that, such as correction.weight.high=1.15; the smallest" in told
+    )
+    assert "tools/compare_corrections.py by itself (recipes/first_comparison.yaml)" in told
+    assert "ratios" not in str(findings(compared(tis, icepop))[0])
+
+
+def test_ratios_are_those_of_all_tokens_of_a_run(tmp_path):
+    names = ("progress/step", "rollout_corr/rho_min", "rollout_corr/rho_max")
+    lines = [json.dumps(dict(zip(names, values, strict=True))) for values in ((1, 0.8, 1.1), (2, 0.9, 1.4))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert Result.of(load_run(tmp_path), 1).ratios == (0.8, 1.4)
 
 
 def test_what_holds_in_one_place_alone_is_not_recommended_for_all():

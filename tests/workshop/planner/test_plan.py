@@ -256,3 +256,14 @@ def test_the_cache_of_open_sessions_is_told(capsys: pytest.CaptureFixture[str]) 
     )
     assert cli.main(["plan", TOOLS, "--on", "1x8xH100", f"environment.sessions={fitting}"]) == 0
     assert "prefixes are lost" not in capsys.readouterr().out
+
+
+def test_what_an_edit_changes_is_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", DAPO, *NODE, "loss.clip_low=3e-4", "checkpoint.best=eval/accuracy"]) == 0
+    said = capsys.readouterr().out
+    assert "learner   fp8 (e4m3, blockwise), the rest in bf16\n" in said
+    assert "loss      ppo with clip 0.0003 below and 0.28 above, no KL, " in said
+    assert "the one with the highest eval/accuracy\n" in said
+    assert "changed   loss.clip_low 0.0003, was 0.2 (the command line)\n" in said
+    assert "note      loss.clip_low=0.0003 with loss.name=ppo: nearly all is clipped" in said
+    assert "conf/dapo.yaml" in said

@@ -1,0 +1,213 @@
+"""The layers that make up a recipe: its base files, presets, its cluster, the command line; merged, and who set what.
+
+A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset (`correction: tis` is
+conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top. `cluster: 1n8g` puts
+conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config.bounds import as_written
+from megatron_rl.config.plain_yaml import CONF, DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml
+
+MOST_FILES = 64  # that a recipe is made of
+PRESET_SECTIONS = ("correction", "quantization", "model", "data")
+PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # a cluster's null takes one out
+CLUSTER = "cluster"
+OTHERWISE = {CLUSTER: "", "model": "; or name a folder: model.path", "data": "; or name a file: data.train"}
+MACHINE = "machine"  # of a cluster, as --on has it
+COMMAND_LINE = "the command line"
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run. The message names the key, the value and the way out."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Keys, and the file that they stand in."""
+
+    where: str
+    content: Mapping[str, Any]
+
+
+def of_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
+    """A recipe's layers, each above those before it: its bases, its own file, each override."""
+    return [*_files(Path(recipe), []), *of_overrides(overrides)]
+
+
+def of_overrides(overrides: Sequence[str]) -> list[Layer]:
+    return [Layer(COMMAND_LINE, _override(word)) for word in overrides]
+
+
+def _files(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[Layer]:
+    """A file above its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
+    if path.resolve() in [one.resolve() for one in seen]:
+        raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
+    loaded = read_file(path, seen)
+    read.append(n_values(loaded))
+    if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
+        most = f"{MOST_FILES} files or {MOST_NODES} values"
+        raise ConfigError(f"{(*seen, path)[0]}: more than {most} by way of `base`; build on fewer files")
+    bases = loaded.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
+    below = [layer for base in bases for layer in _files(path.parent / base, read, (*seen, path))]
+    return [*below, Layer(os.path.relpath(path), loaded)]
+
+
+def cluster_of(layers: Sequence[Layer]) -> str | None:
+    return next((layer.content[CLUSTER] for layer in reversed(layers) if CLUSTER in layer.content), None)
+
+
+def _names_the_cluster(layers: Sequence[Layer]) -> int | None:
+    """The place of the layer whose cluster counts."""
+    return max((place for place, layer in enumerate(layers) if CLUSTER in layer.content), default=None)
+
+
+def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Each over those before it; the last cluster that is named below the layer that names it."""
+    named = _names_the_cluster(layers)
+    merged: dict[str, Any] = {}
+    for place, layer in enumerate(layers):
+        if place == named:
+            below = cluster(layer.content[CLUSTER])
+            merged = _merge(merged, {key: value for key, value in below.items() if key != MACHINE})
+            for section, inner in PASSED_THROUGH:
+                for key, value in list((below.get(section, {}).get(inner) or {}).items()):
+                    if value is None:
+                        del merged[section][inner][key]
+        merged = _merge(merged, {key: value for key, value in layer.content.items() if key != CLUSTER})
+    return merged
+
+
+def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
+    """Key -> who sets it and to what, the last one deciding. `whole`: keys whose values are not looked into."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    named = _names_the_cluster(layers)
+    for place, layer in enumerate(layers):
+        if place == named:
+            name = layer.content[CLUSTER]
+            below = {key: value for key, value in cluster(name).items() if key != MACHINE}
+            _note_sources(found, f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", below, whole)
+        content = {key: value for key, value in layer.content.items() if key != CLUSTER}
+        _note_sources(found, layer.where, content, whole)
+    return found
+
+
+def _note_sources(
+    found: dict[str, list[tuple[str, Any]]], where: str, content: Mapping[str, Any], whole: Collection[str]
+) -> None:
+    for section, value in content.items():
+        names, rest = _named_preset(section, value)
+        for name in names:
+            for key in [key for key in found if key.startswith(f"{section}.")]:
+                del found[key]
+            preset = {section: _preset(section, name)}
+            _note_sources(found, f"conf/{section}/{name}.yaml, named in {where}", preset, whole)
+        for key, leaf in _leaves(section, rest, whole):
+            found.setdefault(key, []).append((where, leaf))
+
+
+def _leaves(key: str, value: Any, whole: Collection[str]) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or key in whole:
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner, whole)
+
+
+def n_values(node: Any) -> int:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return 1 + sum(map(n_values, inner))
+
+
+def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
+    if not path.is_file():
+        stems = {other.stem: other for other in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.stem, stems, n=1)
+        hint = f"; did you mean {stems[near[0]]}?" if near else ""
+        raise ConfigError(f"{named} no such file{hint}")
+    try:
+        if path.stat().st_size > LARGEST_TEXT:
+            raise ValueError(f"it has {path.stat().st_size} bytes, expected at most {LARGEST_TEXT}")
+        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
+    return loaded
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
+    merged = dict(below)
+    for section, value in above.items():
+        names, rest = _named_preset(section, value)
+        for name in names:
+            merged[section] = _preset(section, name)
+        merged = _deep(merged, {section: rest})
+    return merged
+
+
+def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
+    """The preset that a section names, if it does, and the keys on top of it."""
+    if section not in PRESET_SECTIONS:
+        return [], value
+    if not isinstance(value, Mapping):
+        return [value], {}
+    return [value["preset"]] if "preset" in value else [], {key: one for key, one in value.items() if key != "preset"}
+
+
+def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _deep(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def cluster(name: object) -> dict[str, Any]:
+    layer = _preset(CLUSTER, name)
+    if CLUSTER in layer or "base" in layer:
+        raise ConfigError(f"{CLUSTER}: conf/{CLUSTER}/{name}.yaml names another layer; write its keys there")
+    return layer
+
+
+def _preset(section: str, name: object) -> dict[str, Any]:
+    presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
+    if not isinstance(name, str) or name not in presets:
+        near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
+        hint = f"did you mean {near[0]}? " if near else ""
+        kind = "cluster" if section == CLUSTER else "preset"
+        ways_out = f"{hint}{kind}s are {', '.join(presets)}{OTHERWISE.get(section, '; or write a section of keys')}"
+        raise ConfigError(f"{section} is {as_written(name)}: no {kind}; {ways_out}")
+    return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
+
+
+def _override(item: str) -> dict[str, Any]:
+    key, _, text = item.partition("=")
+    if not key or not text.strip():
+        raise ConfigError(f"{item!r}: an override is written section.key=value, with null for no value")
+    try:
+        value = read_yaml(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
+    if key.count(".") > DEEPEST:
+        raise ConfigError(f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep")
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value

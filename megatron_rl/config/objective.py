@@ -1,0 +1,129 @@
+"""The configuration keys of what is minimised: correction, advantage and loss, which docs/corrections.md explains."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from megatron_rl.config.bounds import Coefficient, Shape, Tau, above, between, need
+from megatron_rl.config.choices import (
+    Aggregate,
+    Anchor,
+    Divergence,
+    Estimator,
+    KlOn,
+    KlTo,
+    Level,
+    LossName,
+    NonFinite,
+    Outside,
+    Reduce,
+    Reduction,
+    Stat,
+    TargetBy,
+    TrustRegion,
+    When,
+)
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    level: Level = Level.token  # whose ratio of learner and sampler weighs a token: its own, or one that it shares
+    aggregate: Aggregate = Aggregate.product  # how the ratios of several tokens make one
+    outside: Outside = Outside.truncate  # what becomes of a weight beyond low or high
+    # smallest weight, such as 0.5; null: none
+    low: Annotated[
+        float | None, need(lambda low: low >= 0, "ratios are never negative; use 0 or more, or null for no lower bound")
+    ] = None
+    # largest weight, such as 4; null: none
+    high: Annotated[float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")] = 2.0
+    # effective sample size of a batch for which target_by is solved, such as 0.95; null: the cap is high
+    target_ess: Annotated[
+        float | None, need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1")
+    ] = None
+    target_by: TargetBy = TargetBy.cap  # what is solved for target_ess
+    normalize: bool = False  # weights are divided by their mean over the batch
+    when: When | None = None  # weighs only there, 1 elsewhere
+    current: bool = False  # of the policy as it is at each update, not as it was before the batch's first
+
+
+@dataclass(frozen=True)
+class RejectRule:
+    """One rule. A recipe must name what `choices` lists, as bounds mean nothing without them."""
+
+    # what leaves: the token, or all tokens of its sequence, turn or prefix
+    level: Level = field(default=Level.sequence, metadata={"choices": tuple(Level)[1:]})
+    # what is judged of a token's ratio
+    stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
+    reduce: Reduce | None = None  # how the tokens' statistics make one; null: at level token
+    low: float | None = None  # smallest value that stays, such as 0.99; null: no bound
+    high: float | None = None  # largest value that stays, such as 1.01; null: no bound
+    when: When | None = None  # judges only there; null: everywhere
+    budget: float | None = None  # in place of bounds: the mean that survivors may have, such as 1.02; the worst leave
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    anchor: Anchor = Anchor.prox  # the policy that the loss takes its ratio against
+    weight: WeightConfig = field(default_factory=WeightConfig)
+    # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
+    reject: list[RejectRule] = field(default_factory=list)
+    rebaseline: bool = True  # advantages compare the answers that rules have left
+    weigh_baseline: bool = False  # grpo, dr_grpo: the baseline of least variance, of rewards weighed by squared weights
+    renormalize: bool = True  # the loss is divided by the tokens that rules have left; false: by all
+    # optim.lr is multiplied by the effective sample size to this power; 0.5 for Adam (VCPO)
+    step_power: Annotated[float, between(0, 1)] = 0.0
+    non_finite: NonFinite = NonFinite.drop  # what becomes of a token whose sampler logprob is no number
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    estimator: Estimator = Estimator.grpo  # how rewards become advantages
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: LossName = "ppo"  # the formula
+    clip_low: Coefficient = 0.2  # how far below 1 a ratio may go
+    clip_high: Coefficient = 0.28  # how far above 1 a ratio may go
+    # ppo family: the most that a wrong answer's token may cost, in advantages, such as 3; null: no limit
+    dual_clip: Annotated[
+        float | None, need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
+    ] = None
+    absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
+    # ppo, cispo: whose ratio is clipped
+    level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
+    aggregate: Aggregate = Aggregate.product  # ppo, cispo: how the ratios of several tokens make one
+    # the clip of a row's t-th token is the power t^clip_growth of the first one's; 0.5 for products of prefixes (CTPO)
+    clip_growth: Annotated[float, between(-1, 1)] = 0.0
+    # the clip's upper bound is divided by what correction.weight.high left of a token's weight (QuRL)
+    clip_by_weight: bool = False
+    tau_positive: Tau = 1.0  # sapo: the gate's temperature where the advantage is above 0; larger is narrower
+    tau_negative: Tau = 1.05  # sapo: the same where it is not
+    trust_region: TrustRegion = TrustRegion.total_variation  # dppo: what is bounded by clip_low and clip_high
+    # dppo: the mean distance that a row's tokens may have so far, above which the next ones may have less, such as 0.02
+    # (CPPO); null: none
+    prefix_budget: Annotated[float | None, above(0)] = None
+    late_weight: Annotated[float, between(0, 1)] = 1.0  # with prefix_budget: what a row's last token counts
+    # clip_cov, kl_cov: share of tokens that are selected
+    cov_fraction: Annotated[
+        float, need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")
+    ] = 2e-4
+    cov_low: float = 1.0  # clip_cov: lower end of the band of covariances to draw from
+    cov_high: float = 5.0  # clip_cov: its upper end
+    cov_kl_coef: Coefficient = 1.0  # kl_cov: what selected tokens pay for a nat of distance from the anchor
+    # vespo: power and rate of the soft weight where the advantage is 0 or more
+    gamma_positive: Shape = field(default_factory=lambda: [2.0, 3.0])
+    gamma_negative: Shape = field(default_factory=lambda: [3.0, 2.0])  # vespo: the same below 0
+    reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
+    kl_coef: Coefficient = 0.0  # of the KL penalty; 0: none, and no reference is loaded
+    # from the policy to the reference; or, as the sampler has written the tokens, from it or the anchor to the policy
+    kl_to: KlTo = KlTo.reference
+    kl_estimator: Divergence = Divergence.k3  # how the KL is estimated from a sampled token
+    # weighs the reference's by pi / anchor up to this, for the gradient of KL(pi || reference) itself, such as 100;
+    # null: no weight
+    kl_cap: Annotated[float | None, above(0)] = None
+    entropy_coef: float = 0.0  # of the bonus for entropy
+    kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef != 0.0 and self.kl_to == KlTo.reference

@@ -1,0 +1,164 @@
+"""Reference of the configuration keys: what each does, takes, and is unless it is set, with an example.
+
+What a key or a choice does is said once, in the comment beside its definition, and read from there.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from megatron_rl.config.bounds import as_written
+from megatron_rl.config.layers import ConfigError
+from megatron_rl.config.load import flat, read, sources
+from megatron_rl.config.plain_yaml import write_line
+from megatron_rl.config.schema import Config
+from megatron_rl.config.shape import WANTED, Key, keys_of, misfits
+
+EXAMPLE = re.compile(r"\bsuch as (\{.*?\}+|\[.*?\]|\"[^\"]*\"|.*?)(?=[:;,)]? |[;,)]?$)")
+OF_A_LIST, OF_A_NAME = "[]", ".NAME"  # behind a key whose sections stand in a list, or by names of the user's
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key, as a reader asks for it."""
+
+    name: str  # correction.reject[].level: of each rule
+    about: str
+    takes: str
+    default: str
+    example: str
+    choices: Mapping[str, str]  # and what each does, where its name does not say so
+
+    def stands_for(self, name: str) -> bool:
+        """Whether it is meant by a key, as written on the command line: eval.sets.aime.samples."""
+        pattern = (
+            re.escape(self.name).replace(re.escape(OF_A_NAME), r"\.[^.]+").replace(re.escape(OF_A_LIST), r"\[\d*\]")
+        )
+        return re.fullmatch(pattern, name) is not None
+
+    @property
+    def told(self) -> str:
+        """What it does, with the choices that need words."""
+        chosen = [f"{name}: {text}" for name, text in self.choices.items() if text]
+        return "; ".join(filter(None, (self.about, *chosen)))
+
+
+def entries(schema: type = Config, prefix: str = "") -> Iterator[Entry]:
+    """All keys, in the schema's order, each list or mapping of sections followed by the keys of one."""
+    for name, key in keys_of(schema).items():
+        full = f"{prefix}{name}"
+        if key.section and key.container is None:
+            yield from entries(key.section, f"{full}.")
+            continue
+        yield _entry(full, key, _note(schema, name))
+        if key.section:
+            yield from entries(key.section, f"{full}{OF_A_LIST if key.container is list else OF_A_NAME}.")
+
+
+def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
+    """One key, or each of a section: what it does, what it is in a recipe and who has set it, what else it could be."""
+    known = list(entries())
+    asked = [one for one in known if one.stands_for(name)] or [one for one in known if one.name.startswith(f"{name}.")]
+    if not asked:  # learner.megatron.fp8: as the mapping that it stands in
+        asked = [one for one in known if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])]
+    if not asked:
+        raise ConfigError(next(misfits(_nested(name), Config)).replace(": unknown key", ": no key"))
+    config, _ = read(recipe, overrides)
+    values, by = flat(config), sources(recipe, overrides)
+    return "\n\n".join(_explained(one, name if len(asked) == 1 else one.name, values, by) for one in asked)
+
+
+def _explained(entry: Entry, name: str, values: Mapping[str, Any], by: Mapping[str, Sequence[tuple[str, Any]]]) -> str:
+    rows = [("takes", entry.takes), ("default", entry.default), ("example", f"{entry.name}={entry.example}")]
+    if name in values:
+        setters = [f"{where} ({write_line(value)})" for where, value in by.get(name, ())]
+        *before, last = [where for where, _ in by[name]] if name in by else ["its default"]
+        over = f", over {', '.join(reversed(setters[:-1]))}" if before else ""
+        rows = [("value", write_line(values[name])), ("from", f"{last}{over}"), *rows]
+    elif inside := {one: value for one, value in values.items() if one.startswith(f"{name}.")}:
+        rows = [*((one, f"{write_line(value)}, from {by[one][-1][0]}") for one, value in inside.items()), *rows]
+    return "\n".join([f"{name}: {entry.told}", *(f"  {label:<8} {text}" for label, text in rows)])
+
+
+def _nested(name: str) -> dict[str, Any]:
+    nested: Any = None
+    for part in reversed(name.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _entry(name: str, key: Key, about: str) -> Entry:
+    enum = key.choices
+    allowed = key.field.metadata.get("choices", tuple(enum or ()))
+    choices = {str(one): _note(enum, one.name) for one in allowed} if enum else {}
+    about = "; ".join(filter(None, (about, _note(enum) if enum else "")))
+    default = _default(key)
+    return Entry(
+        name, about, _takes(key, choices), as_written(default), _example(key, about, default, choices), choices
+    )
+
+
+def _default(key: Key) -> Any:
+    return key.field.default if key.field.default_factory is MISSING else key.field.default_factory()
+
+
+def _takes(key: Key, choices: Mapping[str, str]) -> str:
+    if choices:
+        words = [f"one of {', '.join(choices)}"]
+    elif key.section:
+        words = [f"a {'list' if key.container is list else 'mapping'} of sections"]
+    else:
+        words = [WANTED[one] for one in key.kinds if one in WANTED] or ["text or a list"]
+    said = " or ".join([*words, *(["null"] if NoneType in key.kinds else [])])
+    said = said if Any not in key.kinds or not key.bound else ""
+    return "; ".join(filter(None, (said, key.bound.words if key.bound else "")))
+
+
+def _example(key: Key, about: str, default: Any, choices: Mapping[str, str]) -> str:
+    if named := EXAMPLE.search(about):
+        return named[1]
+    if choices:
+        return next(one for one in choices if one != default)
+    return as_written(not default if isinstance(default, bool) else default)
+
+
+def _note(owner: type, name: str = "") -> str:
+    """The comment at a class, or at a name in it."""
+    return _comments(owner.__module__).get(".".join(filter(None, (owner.__name__, name))), "")
+
+
+@cache
+def _comments(module: str) -> Mapping[str, str]:
+    """Name, or Class.name -> the comment above its definition or on the lines of it."""
+    text = inspect.getsource(sys.modules[module])
+    tokens = [one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type == tokenize.COMMENT]
+    beside = {one.start[0]: one.string.lstrip("# ") for one in tokens}
+    alone = {one.start[0] for one in tokens if one.line.lstrip().startswith("#")}
+    found = {}
+    for name, node in _defined(ast.parse(text).body):
+        first = node.lineno
+        while first - 1 in alone:
+            first -= 1
+        lines = range(first, (node.end_lineno or first) + 1)
+        found[name] = " ".join(beside[line] for line in lines if line in beside)
+    return found
+
+
+def _defined(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _defined(node.body, f"{node.name}.")
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name):
+            yield f"{prefix}{target.id}", node

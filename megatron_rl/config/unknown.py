@@ -1,0 +1,134 @@
+"""Keys that recipes do not have, and what is said of them: removed ones (docs/decisions/config_keys.md says why),
+what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours, and misspelt ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+
+VERY_CLOSE, CLOSE = 0.86, 0.6  # of two names, as difflib has it
+REMOVED = {
+    "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
+    "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
+    "data.deduplicate": "a prompt that stands in a file several times counts once; leave it out",
+    "sampler.max_sequences": "set sampler.vllm.max_num_seqs",
+    "sampler.memory_gib": "set sampler.vllm.kv_cache_memory_bytes",
+    "sampler.fleet.port": "servers of a run take free ports of the loopback interface; leave it out",
+    "sampler.fleet.key_variable": "the key is read from the environment variable MEGATRON_RL_FLEET_KEY",
+    "sampler.fleet.probe_every_s": "servers are looked at every two seconds; leave it out",
+    "sampler.fleet.restarts": "a server is started again up to 3 times; leave it out",
+    "sampler.fleet.devices": "set sampler.devices to the same list",
+    "quantization.smoothing_every": "smoothing scales stay for 10 syncs; leave it out",
+    "sync.bucket_mib": "buckets take 64 MiB; leave it out",
+    "sync.delta": "set sync.full_every above 1 for patches between whole versions",
+    "optim.weight_decay": "set optim.megatron.weight_decay",
+    "optim.clip_grad": "set optim.megatron.clip_grad",
+    "optim.beta1": "set optim.megatron.adam_beta1",
+    "optim.beta2": "set optim.megatron.adam_beta2",
+    "optim.eps": "set optim.megatron.adam_eps",
+    "learner.context_parallel": "context parallelism is not built; leave it out, or raise learner.data_parallel",
+    "learner.virtual_pipeline": "set learner.megatron.virtual_pipeline_model_parallel_size",
+    "learner.sequence_parallel": "set learner.megatron.sequence_parallel",
+    "learner.fp8": "set learner.megatron.fp8",
+    "learner.recompute": "set learner.megatron.recompute_granularity=full, recompute_method=uniform and "
+    "recompute_num_layers=1",
+    "log.group": "set the environment variable WANDB_RUN_GROUP",
+    "log.project": "set the environment variable WANDB_PROJECT",
+}
+
+_OF_OTHERS = {
+    "rollout.samples_per_prompt": "n_samples_per_prompt n_samples n rollout_n num_generations group_size "
+    "num_generations_per_prompt rollouts_per_example",
+    "rollout.prompts_per_step": "rollout_batch_size train_batch_size num_prompts_per_step",
+    "rollout.max_response_tokens": "max_response_length max_completion_length rollout_max_response_len max_new_tokens",
+    "rollout.max_prompt_tokens": "max_prompt_length rollout_max_prompt_len max_prompt_len",
+    "rollout.temperature": "rollout_temperature",
+    "rollout.dynamic_sampling": "filter_groups dynamic_filtering use_dynamic_sampling dynamic_sampling_filter_path",
+    "rollout.max_gen_batches": "max_num_gen_batches dynamic_sampling_max_gen_batches",
+    "learner.n_minibatches (how many updates, not their size)": "ppo_mini_batch_size policy_mini_batch_size "
+    "mini_batch_size global_batch_size",
+    "learner.tokens_per_microbatch (in tokens)": "micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size "
+    "per_device_train_batch_size max_tokens_per_gpu ppo_max_token_len_per_gpu",
+    "learner.tensor_parallel, or sampler.tensor_parallel": "tensor_model_parallel_size tensor_parallel_size",
+    "learner.pipeline_parallel": "pipeline_model_parallel_size",
+    "learner.expert_parallel": "expert_model_parallel_size",
+    "sampler.vllm.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "sampler.vllm.max_num_seqs": "max_num_seqs",
+    "sampler.vllm.enforce_eager": "enforce_eager",
+    "loss.clip_low and loss.clip_high": "eps_clip clip_ratio cliprange epsilon eps_clip_low_high",
+    "loss.clip_low": "clip_ratio_low eps_clip_low",
+    "loss.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
+    "loss.dual_clip": "clip_ratio_c eps_clip_c",
+    "loss.kl_coef": "kl_loss_coef init_kl_coef kl_ctl beta use_kl_loss",
+    "loss.entropy_coef": "entropy_coeff entropy_loss_coef",
+    "loss.reduction": "loss_agg_mode",
+    "loss.name": "loss_type policy_loss_type loss_mode",
+    "advantage.estimator": "adv_estimator advantage_estimator",
+    "correction.weight.high": "rollout_is_threshold tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap",
+    "correction, such as correction=tis": "use_tis",
+    "run.steps (batches, not passes over the data)": "total_epochs num_train_epochs num_episodes num_rollout "
+    "total_training_steps max_steps max_num_steps",
+    "optim.lr": "learning_rate",
+    "optim.decay": "lr_schedule lr_scheduler lr_scheduler_type lr_decay_style schedule",
+    "optim.warmup_steps (updates, not a share)": "lr_warmup_steps lr_warmup_steps_ratio warmup_iters warmup_ratio",
+    "optim.megatron.clip_grad": "max_grad_norm grad_clip",
+    "optim.megatron.weight_decay": "weight_decay",
+    "eval.every": "test_freq eval_interval eval_steps val_period",
+    "eval.samples": "n_samples_per_eval_prompt",
+    "checkpoint.every": "save_freq save_steps save_interval ckpt_interval",
+    "model.path": "hf_checkpoint model_name_or_path model_name pretrain",
+    "data.train": "train_files prompt_data",
+    "data.eval": "val_files eval_prompt_data",
+    "data.prompt_key": "input_key",
+    "data.answer_key": "label_key",
+    "data.template": "apply_chat_template chat_template_kwargs",
+    "reward.name": "rm_type custom_rm_path reward_funcs reward_manager remote_rm_url",
+    "reward.overlong_buffer": "overlong_buffer_len",
+    "reward.overlong_filter": "mask_truncated_completions",
+}
+ELSEWHERE = {name: ours for ours, names in _OF_OTHERS.items() for name in names.split()}
+
+
+def unknown(key: str, value: object, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> Iterator[str]:
+    """A key that there is not: said once; of another project's section, for each key in it that is one here."""
+    full = f"{prefix}{key}"
+    if full in REMOVED:
+        yield f"{full}: unknown key; {REMOVED[full]}"
+        return
+    names = () if prefix else _inner_names(value)  # of a section that there is none of
+    theirs = {inner: ours for inner in names if (ours := _meant(inner, everywhere))}
+    near = difflib.get_close_matches(key, siblings, n=1)
+    if not theirs or any(f"{prefix}{one}.{inner}" in everywhere for one in near for inner in theirs):
+        yield f"{full}: unknown key{_suggest(key, prefix, siblings, everywhere)}"
+        return
+    yield from (f"{full}.{inner}: unknown key; did you mean {' or '.join(ours)}?" for inner, ours in theirs.items())
+
+
+def _inner_names(value: object) -> Iterator[str]:
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        below = [f"{name}.{one}" for one in _inner_names(inner)]
+        yield from below or [str(name)]
+
+
+def _meant(key: str, everywhere: Sequence[str]) -> list[str]:
+    """Our keys of that name in any section, or what other projects mean by it."""
+    return _named(key, everywhere) or _elsewhere(key)
+
+
+def _named(key: str, everywhere: Sequence[str]) -> list[str]:
+    return [known for known in everywhere if known.rpartition(".")[2] == key.rpartition(".")[2]]
+
+
+def _elsewhere(key: str) -> list[str]:
+    name = key.rpartition(".")[2].lower().replace("-", "_")
+    return [ELSEWHERE[name]] if name in ELSEWHERE else []
+
+
+def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
+    def beside(cutoff: float) -> list[str]:
+        return [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=cutoff)]
+
+    same = _named(key, everywhere)
+    inside = [known for known in same if known.startswith(prefix)]
+    near = inside or (beside(VERY_CLOSE) if prefix else []) or _elsewhere(key) or beside(CLOSE) or same
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
