@@ -106,7 +106,9 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
     values = _values(rules, flat, told, accounts)
     for path in flat:
-        if path in needless or rules.row(path) is not None:
+        if (row := rules.row(path)) is not None and isinstance(flat[path], Unset):
+            accounts.translated.setdefault(path, ", ".join(row.to))
+        if path in needless or row is not None:
             continue
         if path in correction.read:
             accounts.translated[path] = "correction"
@@ -136,9 +138,9 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Told, accounts: Account
             if not any(name in flat for name in row.names):
                 told.missing[f"{row.theirs}, which is {as_written(row.default)} there by default"] = row.why
     for row in rules.rows:
-        for name in row.names:
-            if name not in flat:
-                continue
+        found = [name for name in row.names if name in flat]
+        known = [name for name in found if not isinstance(flat[name], Unset)]
+        for name in known or found:
             value = flat[name]
             if not _counts(rules, row, flat):
                 accounts.not_needed.setdefault(OFF, []).append(name)
