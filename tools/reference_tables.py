@@ -1,4 +1,4 @@
-"""Prints tables of the docs, of keys, metrics, alarms and other projects: `python tools/reference_tables.py metrics`."""
+"""Prints tables of the docs: keys, metrics, alarms, other projects. `python tools/reference_tables.py metrics`."""
 
 from __future__ import annotations
 
