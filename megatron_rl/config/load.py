@@ -171,7 +171,7 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             below = _cluster(layer[CLUSTER])
             merged = _merge(merged, {key: value for key, value in below.items() if key != MACHINE})
             for section, inner in PASSED_THROUGH:
-                for key, value in (below.get(section, {}).get(inner) or {}).items():
+                for key, value in list((below.get(section, {}).get(inner) or {}).items()):  # may be the same map
                     if value is None:
                         del merged[section][inner][key]
         merged = _merge(merged, {key: value for key, value in layer.items() if key != CLUSTER})
