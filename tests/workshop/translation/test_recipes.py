@@ -208,6 +208,16 @@ def test_a_recipe_of_each_project(project: str, tmp_path: Path, capsys: pytest.C
     assert cli.main(["translate", project, str(source), "-o", str(out)]) == 2  # nothing is overwritten
 
 
+@pytest.mark.parametrize("project", CASES)
+def test_a_recipe_made_small(project: str, tmp_path: Path) -> None:
+    """It has no base; the cluster of hosts takes out what it says for GPUs."""
+    out = tmp_path / "ours.yaml"
+    out.write_text(recipe(project, written(project, tmp_path), {}).text(project))
+    config = load(out, ["cluster=cpu"])
+    assert (config.run.device, config.model.init, config.learner.data_parallel) == ("cpu", "random", 1)
+    assert "recompute_granularity" not in config.learner.megatron
+
+
 def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     text = recipe("verl", written("verl", tmp_path), {}).text("verl: run.sh")
     assert "# no counterpart: algorithm.use_kl_in_reward: true: a KL in the reward is not built" in text
