@@ -12,7 +12,8 @@ from typing import Any
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import corrects
-from megatron_rl.config.layers import CLUSTER, from_base
+from megatron_rl.config.layers import CLUSTER
+from megatron_rl.config.load import from_base
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
