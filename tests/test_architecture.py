@@ -60,7 +60,9 @@ def apply(place: dict[str, str], content: str, root: Path) -> None:
         path.write_text(text + content)
         return
     anchor = place.get("after") or place["replace"]
-    lines = [line for line in text.splitlines(keepends=True) if line.strip() == anchor]
+    lines = [
+        line for line in text.splitlines(keepends=True) if anchor in (line.strip(), line.partition("  # ")[0].strip())
+    ]
     assert len(lines) == 1, f"{path}: {anchor!r} stands there {len(lines)} times"
     before, after = text.split(lines[0])
     path.write_text(before + (lines[0] if "after" in place else "") + content + after)
