@@ -155,6 +155,11 @@ def test_what_cannot_be_a_chat_is_known_before_an_engine_starts(tmp_path: Path) 
     assert "is an agent" in notes[0]
 
 
+def heed() -> None:
+    """Ctrl-C, which whoever is started in the background of a shell ignores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 ALONE = """
 import sys
 from pathlib import Path
@@ -170,7 +175,7 @@ with talk(Path(sys.argv[1]), lambda *_: call("wait", seconds=600), environment={
 def test_an_interrupt_ends_a_chat_and_its_tools(tmp_path: Path) -> None:
     around = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    process = subprocess.Popen(command, env=around, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=around, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     whole = psutil.Process(process.pid)
     wait_for(lambda: len(whole.children(recursive=True)) == 2, "the nursery, and a process in a tool")
     below = whole.children(recursive=True)
@@ -219,7 +224,7 @@ def test_a_live_engines_call_reaches_the_tool_and_ctrl_c_ends_all(tmp_path: Path
     words = ["chat", "model", "environment.name=slow.py:Slow", "environment.tool_timeout_s=600", "-p", "3*4"]
     command = [sys.executable, "-m", "megatron_rl.cli", *words]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, preexec_fn=heed, **pipes)
     wait_for(lambda: (tmp_path / "hangs").exists() or process.poll() is not None, "the second call", 300)
     below = psutil.Process(process.pid).children(recursive=True)
     assert any("megatron_rl.engine" in " ".join(one.cmdline()) for one in below)
