@@ -1,4 +1,4 @@
-"""The comparison with other projects' loops: what this project's makes is equal to itself, and a difference is named."""
+"""The comparison with other projects' loops: this project's is equal to itself, and a difference is named."""
 
 from pathlib import Path
 
