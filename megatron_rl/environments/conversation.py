@@ -112,10 +112,9 @@ class Conversation:
         if closed.startswith(turn.text):
             ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
             end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
+            turn.closed = closed
             if closed.endswith(end + behind):
                 turn.stop, turn.closed = end, closed[: len(closed) - len(behind)]
-            else:
-                turn.closed = closed
 
     @property
     def leaves(self) -> list[Turn]:
@@ -159,8 +158,7 @@ class Conversation:
         """Tokens of what follows the answer of the turn before."""
         place = len(before.messages)
         marked = [*messages[:place], {**messages[place], "content": SENTINEL}, *messages[place + 1 :]]
-        text = self._rendered(marked, tools, True)
-        _, found, rest = text.rpartition(SENTINEL)
+        _, found, rest = self._rendered(marked, tools, True).rpartition(SENTINEL)
         stop = self._stop.search(rest)
         if not found or not stop:
             raise ValueError("the chat template shows no end of an answer: use environment.history=template")

@@ -84,7 +84,7 @@ class Policy:
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int | None = None
     ) -> tuple[Completion, dict[str, Any]]:
-        """The policy's answer, and the message that it is; ContextFull where there is no room for one, TemplateRefuses."""
+        """The policy's answer, and the message that it is; ContextFull where there is no room, TemplateRefuses."""
         transcript, rules = self.transcript, self._rules
         try:
             turn = transcript.conversation.request(messages, tools)
