@@ -77,7 +77,7 @@ class Session:
     rows: int = 1  # branches: 1 where it never forked
     reward: float | None = None  # the sum of its turns'; None: the recipe's reward judges the last answer
     error: str | None = None  # why it has no reward
-    end: str = "done"  # done | turns | length | error
+    end: str = "done"  # done | turns | length | refused | error
     numbers: Mapping[str, float] = field(default_factory=dict)  # the environment's, for the metrics
     counts: Mapping[str, float] = field(default_factory=dict)  # failed calls, cut observations, restarts, ...
     answer: str = ""  # the last answer's text

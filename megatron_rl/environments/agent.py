@@ -20,8 +20,7 @@ import uvicorn
 
 from megatron_rl.environments.environment import as_messages
 from megatron_rl.environments.pool import EnvironmentProcess
-from megatron_rl.environments.session import ContextFull, Policy, Rules, read_arguments
-from megatron_rl.environments.templates import refuses
+from megatron_rl.environments.session import ContextFull, Policy, Rules, TemplateRefuses, read_arguments
 from megatron_rl.types import SessionTurn
 
 LARGEST_BODY = 32 << 20
@@ -166,10 +165,8 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(
             400, "the conversation has reached rollout.max_context_tokens", "context_length_exceeded"
         ) from None
-    except Exception as error:
-        if not refuses(error):
-            raise
-        raise Refused(400, f"the chat template does not take these messages: {str(error)[:300]}") from None
+    except TemplateRefuses as error:
+        raise Refused(400, str(error)) from None
     completion, message, turns = answered.completion, answered.message, policy.transcript.turns
     calls, count = message.get("tool_calls", []), len(completion.token_ids)
     turns.extend([SessionTurn(finish_reason="abort")] * (answered.number + 1 - len(turns)))  # others are still asked

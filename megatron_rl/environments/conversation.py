@@ -22,6 +22,7 @@ from megatron_rl.sampler.engine import Completion
 from megatron_rl.types import TEXT
 
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation
+MARKED = {"role": "assistant", "content": SENTINEL}
 
 
 class ChatTokenizer(Protocol):
@@ -116,10 +117,9 @@ class Conversation:
         if closed.startswith(turn.text):
             ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
             end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
+            turn.closed = closed
             if closed.endswith(end + behind):
                 turn.stop, turn.closed = end, closed[: len(closed) - len(behind)]
-            else:
-                turn.closed = closed
 
     @property
     def leaves(self) -> list[Turn]:
@@ -162,13 +162,12 @@ class Conversation:
     def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Tokens of what follows the answer of the turn before."""
         place = len(before.messages)
-        marked = [*messages[:place], {**messages[place], "content": SENTINEL}, *messages[place + 1 :]]
-        text = self._rendered(marked, tools, True)
-        _, found, rest = text.rpartition(SENTINEL)
-        stop = self._stop.search(rest)
-        if not found or not stop:
-            raise ValueError("the chat template shows no end of an answer: use environment.history=template")
-        return self._encoded(self._without_stop(before, rest[stop.start() :]))
+        for answer in ({**messages[place], "content": SENTINEL}, MARKED):  # some write no text beside calls
+            marked = [*messages[:place], answer, *messages[place + 1 :]]
+            _, found, rest = self._rendered(marked, tools, True).rpartition(SENTINEL)
+            if found and (stop := self._stop.search(rest)):
+                return self._encoded(self._without_stop(before, rest[stop.start() :]))
+        raise ValueError("the chat template shows no end of an answer: use environment.history=template")
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
         """Tokens of text behind a request, in which answers of these turns may stand: those, as they were sampled.
@@ -197,9 +196,8 @@ class Conversation:
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
         """How the template closes an answer that it does not end with a stop, and what it puts behind the end."""
-        marked = [*turn.messages, {"role": "assistant", "content": SENTINEL}]
         try:
-            _, found, rest = self._rendered(marked, turn.tools, False).rpartition(SENTINEL)
+            _, found, rest = self._rendered([*turn.messages, MARKED], turn.tools, False).rpartition(SENTINEL)
         except Exception:
             return "", ""
         if stop := self._stop.search(rest):

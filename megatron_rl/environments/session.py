@@ -13,6 +13,7 @@ from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
 from megatron_rl.environments.kinds import TokenKinds
+from megatron_rl.environments.pool import EnvironmentFailed
 from megatron_rl.sampler.engine import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
@@ -86,6 +87,10 @@ class ContextFull(Exception):
     """The conversation has used the tokens that it may have."""
 
 
+class TemplateRefuses(Exception):
+    """The chat template does not take the conversation as it has become."""
+
+
 class Policy:
     """The policy's side of one session: each request goes to the engines, each answer into the transcript."""
 
@@ -97,9 +102,12 @@ class Policy:
     async def answer(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int | None = None
     ) -> Answered:
-        """The policy's answer; ContextFull where there is no room for one."""
+        """The policy's answer; ContextFull where there is no room for one, TemplateRefuses."""
         transcript, rules = self.transcript, self._rules
-        turn = transcript.conversation.request(messages, tools)
+        try:
+            turn = transcript.conversation.request(messages, tools)
+        except Exception as error:  # of jinja's families
+            raise TemplateRefuses(f"the chat template does not take these messages: {str(error)[:300]}") from error
         tokens = turn.tokens
         room = rules.context_tokens - len(tokens)
         if room < 1:
@@ -158,6 +166,11 @@ class EnvironmentSession:
                 answered = await self.answer()
             except ContextFull:
                 transcript.end = "length"
+                break
+            except TemplateRefuses as refused:
+                if not transcript.turns:
+                    raise EnvironmentFailed(str(refused)) from None
+                transcript.end = "refused"  # such as two calls at once, where it writes one
                 break
             step, more = await self._follow(answered)
             transcript.turns.append(step)

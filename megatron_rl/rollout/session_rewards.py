@@ -47,6 +47,7 @@ def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
         "session/restarts": total["restarts"],
         "session/errors": sum(one.error is not None for one in sessions),
         "session/out_of_turns_fraction": fmean(one.end == "turns" for one in sessions),
+        "session/refused_fraction": fmean(one.end == "refused" for one in sessions),
         "session/out_of_context_fraction": fmean(one.end == "length" for one in sessions),
         **{
             f"session/turn_{number}/{name}": value

@@ -151,6 +151,7 @@ _TABLE = (
         ("restarts", "sessions begun again after their environment failed", "sum", "sessions"),
         ("errors", "sessions that failed twice: they are not trained on", "sum", "sessions"),
         ("out_of_turns_fraction", "fraction of sessions that ended at environment.turns"),
+        ("refused_fraction", "fraction of sessions that ended as the chat template took them no further"),
         ("out_of_context_fraction", "fraction of sessions that ended at a limit of tokens"),
         *(
             (f"turn_{turn}/{name}", f"turn {turn}, counted from 0: {meaning}", reducer, unit)

@@ -54,10 +54,12 @@ ALWAYS_OPENS = APPENDS.replace("{% if add_generation_prompt %}", "{% if true %}"
 CLOSES_OTHERWISE = NEVER_CLOSES.replace("{{ m.content }} ", "{{ m.content }}<|im_start|>")
 # what was asked for nothing more is ended twice
 ENDS_ALL = APPENDS.replace("{% endif", "{% else %}<|endoftext|>{% endif")
+# an answer that calls has no text
+CALLS_ALONE = APPENDS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
 OWN = {
     "appends": APPENDS, "drops thinking": DROPS_THINKING, "rewrites": REWRITES, "never closes": NEVER_CLOSES,
     "opens thinking": OPENS_THINKING, "always opens": ALWAYS_OPENS, "closes otherwise": CLOSES_OTHERWISE,
-    "ends all": ENDS_ALL,
+    "ends all": ENDS_ALL, "calls alone": CALLS_ALONE,
 }  # fmt: skip
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]

@@ -38,12 +38,14 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
     from skyrl.train.generators.base import TrajectoryID
     from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
     from skyrl_gym.envs.base_text_env import BaseTextEnv
+    from skyrl_gym.envs.registration import registry
     from transformers import AutoTokenizer
 
     class Environment(Lines, BaseTextEnv):
         pass
 
-    skyrl_gym.register(id="lines", entry_point=Environment)
+    if "lines" not in registry:
+        skyrl_gym.register(id="lines", entry_point=Environment)
     tokenizer = AutoTokenizer.from_pretrained(script["folder"])
     config = GeneratorConfig(
         max_turns=script["turns"], max_input_length=script["most_tokens"], chat_template_kwargs=script["options"]

@@ -71,7 +71,7 @@ class Played:
     def __init__(
         self, folder: Path, says: Callable[[str, int], str], name: str = f"{HERE}:Guess", **settings: Any
     ) -> None:
-        self.tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
+        self.tokenizer = FolderTokenizer(folder_of(folder, settings.pop("template", APPENDS)))
         self.policy = ScriptedPolicy(self.tokenizer, says)
         context, response = settings.pop("context", 4096), settings.pop("response", 256)
         system = settings.pop("system", None)

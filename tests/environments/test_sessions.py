@@ -5,6 +5,7 @@ from typing import Any
 
 import psutil
 import pytest
+from environments.chats import APPENDS
 from environments.scripted_policy import HERE, Played, call
 from helpers import refusal, wait_for
 
@@ -99,6 +100,19 @@ FAULTS = {
     "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
     "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
 }  # fmt: skip
+
+
+def test_what_the_chat_template_does_not_take_ends_that_session_alone(tmp_path: Path) -> None:
+    refuses = "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 or m.content == 'odd' %}"
+    template = refuses + "{{ raise_exception('not this') }}{% endif %}{% endfor %}" + APPENDS
+    twice = call("add", a=1) + call("add", a=2)
+    with Played(tmp_path, lambda text, seed: twice if "twice" in text else "42", template=template) as played:
+        (two,), (odd,), (well,) = played.play({"prompt": "twice"}, {"prompt": "odd"}, {})
+    assert two.session is not None and odd.session is not None and well.session is not None
+    assert (two.session.end, two.session.error, len(two.session.turns)) == ("refused", None, 1)
+    assert sum(two.loss_mask) == len(two.token_ids) > 0
+    assert odd.session.error is not None and "does not take these messages: not this" in odd.session.error
+    assert (well.session.end, well.session.reward) == ("done", 1.0)
 
 
 def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_path: Path) -> None:

@@ -13,8 +13,15 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
-from megatron_rl.environments.session import Answered, ContextFull, EnvironmentSession, Policy, Rules
-from megatron_rl.environments.templates import parser_of, problems, refuses
+from megatron_rl.environments.session import (
+    Answered,
+    ContextFull,
+    EnvironmentSession,
+    Policy,
+    Rules,
+    TemplateRefuses,
+)
+from megatron_rl.environments.templates import parser_of, problems
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.workshop.evaluation.chat import Chat, Unanswered, sampling
@@ -156,10 +163,8 @@ class ToolChat:
         except ContextFull:
             most = self._rules.context_tokens
             raise Unanswered(f"rollout.max_context_tokens: {most} are reached; raise it ({AGAIN})") from None
-        except Exception as error:
-            if not refuses(error):
-                raise
-            raise Unanswered(f"the chat template does not take this ({str(error)[:200]}); {AGAIN}") from None
+        except TemplateRefuses as error:
+            raise Unanswered(f"{error}; {AGAIN}") from None
 
     def close(self) -> None:
         self.pool.close()  # first: whatever a tool still does ends at once
