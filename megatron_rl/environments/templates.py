@@ -78,44 +78,6 @@ def problems(
         )
 
 
-def describe(self) -> str:
-    words = {True: "appends", False: "rewrites the answer before: the conversation forks", None: "is not taken"}
-    said = [f"a user's message {words[self.appends_user]}"]
-    if self.appends_tool is not None:
-        said.insert(0, f"a tool's answer {words[self.appends_tool]}")
-    if self.thinking_stays is False and self.appends_user:
-        said.append("thinking of turns before is left out: there it forks")
-    forks = False in (self.appends_user, self.appends_tool, self.thinking_stays)
-    return "; ".join(said) + (" (environment.history=append keeps what was said)" if forks else "")
-
-
-def problems(
-    section: EnvironmentSection, folder: Path, options: Mapping[str, Any], tools: Sequence[Any], agent: bool
-) -> Iterator[str]:
-    """Why the model in this folder cannot hold conversations with this environment."""
-    if not has_template(folder):
-        yield f"environment.name: {folder} has no chat template, which says how turns follow each other; add one"
-        return
-    tokenizer = FolderTokenizer(folder)
-    try:
-        if tools or agent:
-            parser_of(section, tokenizer)
-        seen = behaviour(tokenizer, options, tools)
-    except ConfigError as error:
-        yield str(error)
-        return
-    if seen.appends_user is None and seen.appends_tool is None:
-        yield (
-            f"environment.name: the chat template of {folder} takes neither a second turn nor a tool's answer; name "
-            "another model"
-        )
-
-
-def refuses(error: Exception) -> bool:
-    """Whether a chat template may have raised this, about messages that it does not take."""
-    return isinstance(error, TypeError | ValueError | KeyError) or type(error).__module__.startswith("jinja2")
-
-
 def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, Any]) -> str:
     """For the dry run: how conversations grow."""
     if section.history == "append":
