@@ -15,7 +15,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import notes as advice
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.notes import plain_prompts, unusual_clip
-from megatron_rl.workshop.planner.summary import _correction
+from megatron_rl.workshop.planner.summary import _correction, _prox
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,12 +42,27 @@ def test_the_toy_is_no_advice_for_a_large_model(command: Command) -> None:
         (["correction=icepop", "correction.weight.low=null"], "token weight, 0 above 5"),
         (["correction=icepop", "correction.weight.high=null"], "token weight, 0 below 0.5"),
         (["correction=adaptive"], "token weight, capped for an effective sample size of 0.95"),
+        (["correction=mixed"], "token weight, drawn to 1 for an effective sample size of 0.95"),
         (["correction=seq_tis"], "sequence weight capped at 5"),
         (["correction=geo_mask"], "no weight, 1 reject rule(s)"),
     ],
 )
 def test_the_correction_is_said_as_it_is(overrides: list[str], said: str) -> None:
     assert _correction(load(ROOT / "recipes" / "quickstart.yaml", overrides).correction) == said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["correction=interpolated"], "no proximal pass, the ratio's anchor is interpolated"),
+        (["correction=bypass"], "no proximal pass, the ratio's anchor is the sampler"),
+        (["learner.n_minibatches=1"], "whose own forward pass gives the proximal logprobs"),
+        (["learner.n_minibatches=2"], ""),
+    ],
+)
+def test_whether_a_pass_is_made_before_the_updates_is_said(overrides: list[str], said: str) -> None:
+    found = _prox(load(ROOT / "recipes" / "quickstart.yaml", overrides))
+    assert said in found and bool(found) == bool(said)
 
 
 def notes(command: Command, *overrides: str) -> list[str]:

@@ -9,6 +9,7 @@ from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler
 from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import (
+    Anchor,
     CheckpointSection,
     Config,
     CorrectionConfig,
@@ -28,6 +29,8 @@ from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
 from megatron_rl.survival.trouble import patience
+
+ANCHORS = {Anchor.sampler: "the sampler", Anchor.interpolated: "interpolated, by each token's staleness"}
 
 
 def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> str:
@@ -136,8 +139,10 @@ def _correction(correction: CorrectionConfig) -> str:
 
 def _prox(config: Config) -> str:
     made = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
-    if made or not anchored_to_learner(config.correction, config.rollout):
+    if made or config.rollout.supervised:
         return ""
+    if not anchored_to_learner(config.correction, config.rollout):
+        return f"; no proximal pass, the ratio's anchor is {ANCHORS[config.correction.anchor]}"
     return ", whose own forward pass gives the proximal logprobs"
 
 
