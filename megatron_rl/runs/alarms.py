@@ -170,7 +170,7 @@ RULES = {
         5,
         "The learner gains and the sampler, which answers, loses: steps are smaller than its format can show, or "
         "outliers move its scales. quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8 make it "
-        "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse=2 takes such "
+        "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse takes such "
         "steps back.",
     ),
     Alarm.below_start: Rule(

@@ -343,7 +343,7 @@ def test_underscores_of_others_are_never_digit_separators(tmp_path: Path) -> Non
 
 
 def test_a_weight_of_others_that_only_their_metrics_see_is_left_out() -> None:
-    config, _ = translate("verl", {"bypass_mode": True, "rollout_is": "token"})
+    config, *_ = translate("verl", {"bypass_mode": True, "rollout_is": "token"})
     assert config.weight.level == "none"
 
 
