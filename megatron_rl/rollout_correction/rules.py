@@ -45,8 +45,11 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     """How far apart two coins are that fall on the token or not: what the sampled token alone says for certain."""
     most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
-    p_BT = ratio.prox_BT.exp().clamp_(max=most)
-    mu_BT = (ratio.prox_BT - ratio.d_BT).exp_().clamp_(max=most)
+    p_BT = ratio.prox_BT.exp()
+    # a quotient costs a tenth of an exponential; where the ratio is bounded, it is not what lies between the two
+    far = bool((ratio.d_BT.abs() > EXPONENT_LIMIT).any())
+    mu_BT = ((ratio.prox_BT - ratio.d_BT).exp_() if far else p_BT / ratio.rho_BT).clamp_(max=most)
+    p_BT.clamp_(max=most)
     if stat == Stat.prob:
         return p_BT.sub_(mu_BT)
     if stat == Stat.tv:
