@@ -60,10 +60,11 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
             live.load()
         assert answers(live) == first
         with live.collecting() as written:
-            live.update(2)
+            for step in (2, 1, 2):  # answers begin and end together: an update can find none under way
+                live.update(step)
         spanning = [one for one in written if one.versions is not None]
-        assert spanning, "the update came between two tokens"
-        assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) == 2 for one in spanning)
+        assert spanning, "an update came between two tokens"
+        assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) > 1 for one in spanning)
         assert answers(live) != first
         session = live.sampler.replicas[0].process.pid
         made |= segments_of_session(session)
