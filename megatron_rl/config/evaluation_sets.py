@@ -29,9 +29,8 @@ class EvalSection:
     every: Annotated[int, at_least(0, "0 (never) or more")] = 10  # steps between evaluations
     max_prompts: Positive = 256  # of each set, its first
     samples: Samples = 1  # answers to each prompt
-    temperature: Temperature | None = (
-        None  # of sampling, such as 1.0; null: 0 (greedy) for one sample, rollout's for several
-    )
+    # of sampling, such as 1.0; null: 0 (greedy) for one sample, rollout's for several
+    temperature: Temperature | None = None
     top_p: Nucleus = 1.0  # tokens are drawn among the first that hold this share of the probability
     # where an answer is cut, such as 8192; null: as in rollout
     max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None

@@ -81,8 +81,8 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for place, layer in enumerate(layers):
         if place == named:
-            below = cluster(layer.content[CLUSTER])
-            merged = _merge(merged, {key: value for key, value in below.items() if key != MACHINE})
+            below = _keys_of_cluster(layer.content[CLUSTER])
+            merged = _merge(merged, below)
             for section, inner in PASSED_THROUGH:
                 for key, value in list((below.get(section, {}).get(inner) or {}).items()):
                     if value is None:
@@ -98,8 +98,8 @@ def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[t
     for place, layer in enumerate(layers):
         if place == named:
             name = layer.content[CLUSTER]
-            below = {key: value for key, value in cluster(name).items() if key != MACHINE}
-            _note_sources(found, f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", below, whole)
+            where = f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}"
+            _note_sources(found, where, _keys_of_cluster(name), whole)
         content = {key: value for key, value in layer.content.items() if key != CLUSTER}
         _note_sources(found, layer.where, content, whole)
     return found
@@ -185,6 +185,10 @@ def cluster(name: object) -> dict[str, Any]:
     if CLUSTER in layer or "base" in layer:
         raise ConfigError(f"{CLUSTER}: conf/{CLUSTER}/{name}.yaml names another layer; write its keys there")
     return layer
+
+
+def _keys_of_cluster(name: object) -> dict[str, Any]:
+    return {key: value for key, value in cluster(name).items() if key != MACHINE}
 
 
 def _preset(section: str, name: object) -> dict[str, Any]:

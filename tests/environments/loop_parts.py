@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ class Lines:
         return {}
 
     def close(self) -> None: ...
+
+
+def each(
+    script: dict[str, Any], one: Callable[[int, Conversation], Awaitable[Any]], names: str
+) -> list[dict[str, Any]]:
+    """What a loop has made of each conversation, one after the other, or how it failed. `names`: of its own fields."""
+
+    async def told(number: int, conversation: Conversation) -> dict[str, Any]:
+        try:
+            made = await one(number, conversation)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        fields = zip(("prompt", "tokens", "mask", "logprobs"), names.split(), strict=True)
+        return {ours: getattr(made, theirs) for ours, theirs in fields}
+
+    async def all_of_them() -> list[dict[str, Any]]:
+        return [await told(number, conversation) for number, conversation in enumerate(script["conversations"])]
+
+    return asyncio.run(all_of_them())
 
 
 def played(play: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:

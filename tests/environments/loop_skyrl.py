@@ -5,10 +5,9 @@ The answers stand in for the client of its inference engines.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from loop_parts import Lines, played
+from loop_parts import Lines, each, played
 
 
 class Scripted:
@@ -52,30 +51,18 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
     )
     generator = SkyRLGymGenerator(config, SkyRLGymConfig(), Scripted(script, tokenizer), tokenizer)
 
-    async def one(number: int, conversation: dict[str, Any]) -> dict[str, Any]:
-        try:
-            made = await generator.agent_loop(
-                conversation["prompt"],
-                "lines",
-                {"said": conversation["said"]},
-                script["most_tokens"],
-                script["most_tokens"],
-                sampling_params={"logprobs": 1},
-                trajectory_id=TrajectoryID(str(number), 0),
-            )
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {
-            "prompt": made.prompt_ids,
-            "tokens": made.response_ids,
-            "mask": made.loss_mask,
-            "logprobs": made.rollout_logprobs,
-        }
+    def one(number: int, conversation: dict[str, Any]) -> Any:
+        return generator.agent_loop(
+            conversation["prompt"],
+            "lines",
+            {"said": conversation["said"]},
+            script["most_tokens"],
+            script["most_tokens"],
+            sampling_params={"logprobs": 1},
+            trajectory_id=TrajectoryID(str(number), 0),
+        )
 
-    async def all_of_them() -> list[dict[str, Any]]:
-        return [await one(number, conversation) for number, conversation in enumerate(script["conversations"])]
-
-    return asyncio.run(all_of_them())
+    return each(script, one, "prompt_ids response_ids loss_mask rollout_logprobs")
 
 
 if __name__ == "__main__":

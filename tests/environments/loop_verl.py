@@ -5,11 +5,10 @@ The answers stand in for LLMServerClient, which would ask its servers for them.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
-from loop_parts import TOOLS, played
+from loop_parts import TOOLS, each, played
 
 
 class Scripted:
@@ -53,26 +52,14 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
             function_tool(tool.__name__, schema=tool.schema)(tool)
     tools = ToolListWrap(list(FUNCTION_TOOL_REGISTRY.values()))
 
-    async def one(conversation: dict[str, Any]) -> dict[str, Any]:
+    def one(_: int, conversation: dict[str, Any]) -> Any:
         wrapped, data = DictConfigWrap(config), DictConfigWrap(config.data)
         loop = ToolAgentLoop(
             wrapped, Scripted(conversation), tokenizer, None, RLHFDataset, data, script["model_type"], tools=tools
         )
-        try:
-            made = await loop.run({}, raw_prompt=conversation["prompt"])
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {
-            "prompt": made.prompt_ids,
-            "tokens": made.response_ids,
-            "mask": made.response_mask,
-            "logprobs": made.response_logprobs,
-        }
+        return loop.run({}, raw_prompt=conversation["prompt"])
 
-    async def all_of_them() -> list[dict[str, Any]]:
-        return [await one(conversation) for conversation in script["conversations"]]
-
-    return asyncio.run(all_of_them())
+    return each(script, one, "prompt_ids response_ids response_mask response_logprobs")
 
 
 if __name__ == "__main__":
