@@ -304,7 +304,10 @@ def test_a_killed_rank_is_named(
     tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pulse = tmp_path / "run" / "logs" / "pulse" / "rank_1.json"
-    last = json.dumps({"rank": 1, "pid": 0, "beat": 7, "phase": "update"})
+    last = json.dumps({
+        "rank": 1, "host": "", "pid": 0, "birth": 0, "beat": 7, "phase": "update", "seen": True, "entered": 7,
+        "age_s": 0.0, "idle_s": 0.0, "waits": None, "children": [],
+    })  # fmt: skip
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     dies = f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n"
     assert launched(dies, ranks=2) == 137
