@@ -32,6 +32,20 @@ venv() {
   [[ -x "$VENV/bin/uv" ]] || "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
 }
 
+# says COMMAND...: runs it and says every ten seconds that it does, where uv shows no progress of its own (no terminal).
+says() {
+  local teller= status=0
+  if [[ ! -t 2 ]]; then
+    while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+      echo "  ... $SECONDS s; $(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l) packages are there" >&2
+    done &
+    teller=$!
+  fi
+  "$@" || status=$?
+  if [[ -n $teller ]]; then kill "$teller"; wait "$teller" 2>/dev/null || true; fi
+  return "$status"
+}
+
 # uv does not read pip's configuration: hand over pip's wheel folders where they hold torch for this
 # interpreter, else take torch from PyTorch's own CPU index. The +cpu pin refuses a CUDA build either way.
 torch_source() {
@@ -66,17 +80,16 @@ install() {
   local extra=${1%%,*}
   # compiled now, once: an engine that compiles vLLM for itself starts in 14 seconds instead of 8
   local -a options=(--compile-bytecode --python "$VENV/bin/python" --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
-  echo "installing megatron-rl[$1] into $VENV ($("$VENV/bin/python" --version))"
   if [[ $extra == gpu ]]; then
     # Transformer Engine's torch binding compiles against the torch that is already there: with the headers of cuDNN
     # and NCCL that its wheels bring, and here, whatever a server of prebuilt ones says. A file of it takes 2 GB to compile.
     export NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE
     export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
-    "$VENV/bin/uv" pip install "${options[@]}" torch setuptools wheel ninja pybind11
-    "$VENV/bin/uv" pip install "${options[@]}" --no-build-isolation-package transformer-engine-torch --editable ".[$1]"
+    says "$VENV/bin/uv" pip install "${options[@]}" torch setuptools wheel ninja pybind11
+    says "$VENV/bin/uv" pip install "${options[@]}" --no-build-isolation-package transformer-engine-torch --editable ".[$1]"
   else
     torch_source
-    "$VENV/bin/uv" pip install "${options[@]}" --editable ".[$1]"
+    says "$VENV/bin/uv" pip install "${options[@]}" --editable ".[$1]"
   fi
 }
 
@@ -84,6 +97,7 @@ if [[ $1 == --resolve ]]; then
   venv any
   resolve "$2"
 else
+  echo "installing megatron-rl[$1] into $VENV"
   venv "${1%%,*}"
   install "$1"
 fi

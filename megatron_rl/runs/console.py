@@ -1,4 +1,6 @@
-"""Console output of a run: a line per step or a live table, a few recorded answers; also tables, durations as text."""
+"""Console output of a run: a line per step or a live table, what it is at where neither comes, a few recorded answers;
+also tables, durations as text.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
@@ -16,6 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.files import last_lines
+from megatron_rl.processes.pulse import BETWEEN, START
 from megatron_rl.runs.metrics import accuracies
 from megatron_rl.runs.metrics_file import MISMATCH
 from megatron_rl.types import Scored, Verdict
@@ -41,14 +47,59 @@ LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 32
 WIDTH = 60  # characters of a sample's prompt, and of its answer, on a line
+QUIET_S, RARELY_S = 10.0, 300.0
+SAID = re.compile(r"INFO [\d :-]+\[\S+\] (.+)")  # by vLLM, of what it is at
+SAID_LINES, SAID_WIDTH = 100, 70
 
 
-def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Display:
+def choose_display(title: str, n_steps: int, stream: TextIO | None = None, logs: Path | None = None) -> Display:
+    """`logs`: folder of the engines' logs, which say what takes so long at the start."""
     stream = stream or sys.stdout
-    console = Console(file=stream)
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(title, n_steps, console)
+    if is_live(stream):
+        return LiveDisplay(title, n_steps, Console(file=stream), logs)
     return PlainDisplay(n_steps, stream)
+
+
+def is_live(stream: TextIO) -> bool:
+    console = Console(file=stream)
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def said_by_engines(logs: Path | None) -> str:
+    """What the engine that wrote last has said."""
+    with suppress(OSError):  # a log that is gone
+        newest = max(logs.glob("sampler*.log") if logs else (), key=lambda path: path.stat().st_mtime, default=None)
+        found = SAID.findall("\n".join(last_lines(newest, SAID_LINES))) if newest else []
+        return f"; vLLM: {found[-1][:SAID_WIDTH]}" if found else ""
+    return ""
+
+
+class Silence:
+    """Says what a run is at where its driver has written nothing for ten seconds: every ten seconds while it starts,
+    then ever more rarely. Where a table is drawn, only until it is there.
+    """
+
+    def __init__(self, logs: Path, stream: TextIO | None = None) -> None:
+        self._logs, self._stream = logs, stream or sys.stdout
+        self._live = is_live(self._stream)
+        self.begun, self._due_s = time.time(), QUIET_S
+
+    def look(self, phase_now: Callable[[], str]) -> None:
+        written, text = self.begun, self._logs / "driver.log"
+        with suppress(OSError):
+            written = max(written, text.stat().st_mtime)
+            if self._live:
+                return
+        quiet_s = time.time() - written
+        if quiet_s < QUIET_S:
+            self._due_s = QUIET_S
+        if quiet_s < self._due_s:
+            return
+        phase = phase_now()
+        starts = phase == START
+        self._due_s = quiet_s + (QUIET_S if starts else min(quiet_s, RARELY_S))
+        more = said_by_engines(self._logs) if starts else ""
+        print(f"now      {phase}, {duration(quiet_s)}{more}", file=self._stream, flush=True)
 
 
 def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -125,19 +176,21 @@ class PlainDisplay:
 class LiveDisplay:
     """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
 
-    def __init__(self, title: str, n_steps: int, console: Console) -> None:
-        self._title, self._n_steps = title, n_steps
+    def __init__(self, title: str, n_steps: int, console: Console, logs: Path | None = None) -> None:
+        self._title, self._n_steps, self._logs = title, n_steps, logs
         self._history: dict[str, list[float]] = {}
         self._beside: dict[str, str] = {}  # what is said of the last one
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
-        self._spinner = Spinner("dots", text="starting")
+        self._doing, self._since = START, time.monotonic()
+        self._said, self._said_at = "", -1
+        self._spinner = Spinner("dots")
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=5, transient=False)
         self._live.start()
 
     def phase(self, name: str | None) -> None:
-        self._spinner.update(text=name or "between phases")
+        self._doing, self._since = name or (BETWEEN if self._step is not None else START), time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
         for name, _, _ in shown(metrics):
@@ -150,7 +203,7 @@ class LiveDisplay:
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._spinner.update(text="done")
+        self.phase("done")
         self._live.stop()
 
     def _draw(self) -> Group:
@@ -169,7 +222,15 @@ class LiveDisplay:
                 values = self._history[name]
                 label = "seconds" if label == "s" else label
                 table.add_row(label, format(values[-1], form) + self._beside.get(name, ""), sparkline(values[-TREND:]))
+        self._spinner.update(text=self._at())
         return Group(head, table, self._spinner)
+
+    def _at(self) -> str:
+        """What the run is at, and for how long."""
+        seconds = int(time.monotonic() - self._since)
+        if seconds != self._said_at:
+            self._said, self._said_at = said_by_engines(self._logs) if self._doing == START else "", seconds
+        return self._doing if seconds < QUIET_S else f"{self._doing}, {duration(seconds)}{self._said}"
 
 
 Display = PlainDisplay | LiveDisplay

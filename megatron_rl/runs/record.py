@@ -93,7 +93,7 @@ class Recorder:
         self._disk = Disk(self.run, config.disk_gib, self.note)
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
-        self._display = display or choose_display(run_dir.name, n_steps)
+        self._display = display or choose_display(run_dir.name, n_steps, logs=self.run.logs)
         if moved:
             self.note(moved)
         if mode is not Wandb.none:

@@ -20,13 +20,15 @@ from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.files import last_lines
+from megatron_rl.files import last_lines, read_json
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes import process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, without_secrets
 from megatron_rl.processes.job import memory_kills
+from megatron_rl.processes.pulse import START, file_of
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.runs.causes import Cause, explain
+from megatron_rl.runs.console import Silence
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
 from megatron_rl.survival.watch import Guard, Watch, kill
@@ -116,6 +118,7 @@ class RankProcesses:
         """`given`: variables for every rank."""
         self._run, self._count, self._given = run, count, given
         self.guard = Guard(watch)
+        self._silence = Silence(run.logs)
         self.stopping: str | None = None
         self.stuck: str | None = None  # why it had to be ended
         self._stopped_by: signal.Signals = process.STOP_AFTER_STEP
@@ -173,11 +176,18 @@ class RankProcesses:
                 return process.exit_status(failed[0])
             if reason := self.guard.look():
                 return self._give_up(reason)
+            self._silence.look(self._phase)
             if self._overstayed():
                 return int(read_status(self._run.path).get("state") != "finished")
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
+
+    def _phase(self) -> str:
+        """Of the driver, by its last sign of life."""
+        with suppress(OSError, ValueError):
+            return str(read_json(file_of(self._run.path, 0))["phase"])
+        return START
 
     def _give_up(self, reason: str) -> int:
         """End who does not go on; the others notice, and the driver closes its engines."""

@@ -2,7 +2,9 @@
 
 import math
 import re
+from functools import partial
 from io import StringIO
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -117,3 +119,28 @@ def test_recorded_pieces_are_those_of_the_answer_and_on_the_page(tmp_path) -> No
     strength = f"{min(1.0, abs(d) / 0.5):.2f}"
     token = first["token_ids"][0]
     assert f"<span style='background:rgba({colour},{strength})' title='d {d:+.4f}'>&lt;{token}&gt;</span>" in html
+
+
+def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
+    stream, phases = StringIO(), iter(["start", "rollout", "rollout"])
+    (tmp_path / "sampler.log").write_text(
+        "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting to load model\nWARNING 11-25 17:36:48 [a.py:1] odd\n"
+    )
+    silence = console.Silence(tmp_path, stream)
+    look = partial(silence.look, lambda: next(phases))
+    look()
+    assert stream.getvalue() == ""  # nothing has been silent for long
+    silence.begun -= 12
+    look()
+    look()
+    assert stream.getvalue() == "now      start, 12s; vLLM: Starting to load model\n"
+    silence.begun -= 10
+    look()
+    assert stream.getvalue().splitlines()[1:] == ["now      rollout, 22s"]
+    silence.begun -= 20
+    look()  # a step that is long is told of ever more rarely
+    assert len(stream.getvalue().splitlines()) == 2
+    (tmp_path / "driver.log").write_text("step 1\n")
+    silence.begun -= 100
+    look()  # the driver has just said something
+    assert len(stream.getvalue().splitlines()) == 2
