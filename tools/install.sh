@@ -29,7 +29,7 @@ venv() {
   local index
   index=${PIP_INDEX_URL:-$("$VENV/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
   if [[ -n $index ]]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}; fi
-  [[ -x "$VENV/bin/uv" ]] || "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
+  [[ -x "$VENV/bin/uv" ]] || "$VENV/bin/python" -m pip install --disable-pip-version-check 'uv>=0.8'
 }
 
 # says COMMAND...: runs it and says every ten seconds that it does, where uv shows no progress of its own (no terminal).
@@ -37,7 +37,8 @@ says() {
   local teller= status=0
   if [[ ! -t 2 ]]; then
     while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-      echo "  ... $SECONDS s; $(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l) packages are there" >&2
+      compiled=$(find "$VENV"/lib/python*/site-packages -name '*.pyc' | wc -l)
+      echo "  ... $SECONDS s; $(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l) packages are there, $compiled files compiled" >&2
     done &
     teller=$!
   fi

@@ -79,27 +79,26 @@ class Silence:
     then ever more rarely. Where a table is drawn, only until it is there.
     """
 
-    def __init__(self, logs: Path, stream: TextIO | None = None) -> None:
-        self._logs, self._stream = logs, stream or sys.stdout
+    def __init__(self, logs: Path, stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._logs, self._stream, self._clock = logs, stream or sys.stdout, clock
         self._live = is_live(self._stream)
-        self.begun, self._due_s = time.time(), QUIET_S
+        self._begun, self._due_s = clock(), QUIET_S
 
     def look(self, phase_now: Callable[[], str]) -> None:
-        written, text = self.begun, self._logs / "driver.log"
+        written, text = self._begun, self._logs / "driver.log"
         with suppress(OSError):
             written = max(written, text.stat().st_mtime)
             if self._live:
                 return
-        quiet_s = time.time() - written
+        quiet_s = self._clock() - written
         if quiet_s < QUIET_S:
             self._due_s = QUIET_S
         if quiet_s < self._due_s:
             return
-        phase = phase_now()
-        starts = phase == START
+        starts = not text.is_file() or "\nstep " not in text.read_text(encoding="utf-8")
         self._due_s = quiet_s + (QUIET_S if starts else min(quiet_s, RARELY_S))
         more = said_by_engines(self._logs) if starts else ""
-        print(f"now      {phase}, {duration(quiet_s)}{more}", file=self._stream, flush=True)
+        print(f"now      {phase_now()}, {duration(quiet_s)}{more}", file=self._stream, flush=True)
 
 
 def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -229,7 +228,7 @@ class LiveDisplay:
         """What the run is at, and for how long."""
         seconds = int(time.monotonic() - self._since)
         if seconds != self._said_at:
-            self._said, self._said_at = said_by_engines(self._logs) if self._doing == START else "", seconds
+            self._said, self._said_at = said_by_engines(self._logs) if self._step is None else "", seconds
         return self._doing if seconds < QUIET_S else f"{self._doing}, {duration(seconds)}{self._said}"
 
 

@@ -1,9 +1,10 @@
 """What a person sees: one plain line per step, or a live table on a terminal."""
 
 import math
+import os
 import re
-from functools import partial
 from io import StringIO
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -122,25 +123,28 @@ def test_recorded_pieces_are_those_of_the_answer_and_on_the_page(tmp_path) -> No
 
 
 def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
-    stream, phases = StringIO(), iter(["start", "rollout", "rollout"])
+    now, stream, phases = 1000.0, StringIO(), chain(["start"], repeat("rollout"))
     (tmp_path / "sampler.log").write_text(
         "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting to load model\nWARNING 11-25 17:36:48 [a.py:1] odd\n"
     )
-    silence = console.Silence(tmp_path, stream)
-    look = partial(silence.look, lambda: next(phases))
-    look()
-    assert stream.getvalue() == ""  # nothing has been silent for long
-    silence.begun -= 12
-    look()
-    look()
-    assert stream.getvalue() == "now      start, 12s; vLLM: Starting to load model\n"
-    silence.begun -= 10
-    look()
-    assert stream.getvalue().splitlines()[1:] == ["now      rollout, 22s"]
-    silence.begun -= 20
-    look()  # a step that is long is told of ever more rarely
-    assert len(stream.getvalue().splitlines()) == 2
-    (tmp_path / "driver.log").write_text("step 1\n")
-    silence.begun -= 100
-    look()  # the driver has just said something
-    assert len(stream.getvalue().splitlines()) == 2
+    silence = console.Silence(tmp_path, stream, lambda: now)
+
+    def said(at: float) -> list[str]:
+        nonlocal now
+        now = at
+        before = len(stream.getvalue())
+        silence.look(lambda: next(phases))
+        return stream.getvalue()[before:].splitlines()
+
+    assert said(1009) == []
+    assert said(1010) == ["now      start, 10s; vLLM: Starting to load model"]
+    assert said(1019) == []
+    assert said(1020) == ["now      rollout, 20s; vLLM: Starting to load model"]
+    (tmp_path / "driver.log").write_text("run      runs/x\nstep 0/3\n")
+    os.utime(tmp_path / "driver.log", (1025, 1025))
+    assert said(1030) == []  # the driver has just said something
+    assert said(1035) == ["now      rollout, 10s"]
+    assert said(1040) == []  # a step that is long is told of ever more rarely
+    assert said(1045) == ["now      rollout, 20s"]
+    assert said(1060) == []
+    assert said(1065) == ["now      rollout, 40s"]

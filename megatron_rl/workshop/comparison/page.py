@@ -29,6 +29,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
     recommended, *findings = said(comparison)
     html = pages.page(
         "comparison.html.j2",
+        output,
         title=comparison.name,
         recommended=recommended,
         findings=findings,

@@ -25,6 +25,7 @@ def write_own_report(run: RunDir) -> str:
     try:
         if not run.metrics.is_file() or not run.metrics.stat().st_size:
             return ""
+        print("report   being drawn", flush=True)
         from megatron_rl.workshop.reports.report import write_report
 
         write_report([run.path], run.report)

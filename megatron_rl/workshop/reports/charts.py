@@ -17,6 +17,7 @@ from megatron_rl.workshop.reports.run_data import RunData
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceef1"
 PALETTE = ("#2563eb", "#e8710a", "#12805c", "#7c3aed", "#c8324a", "#0b8aa5", "#9a6b00", "#5b6472")
 DASHES = ("solid", "dash", "dot", "dashdot")
+CLEAR = "rgba(0,0,0,0)"  # the page's own ground, bright or dark
 FONT = "Inter, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 HEIGHT = 270
 UNIT = (-0.02, 1.02)  # the axis of a fraction
@@ -32,8 +33,9 @@ def layout(figure: go.Figure, *, y_title: str = "", legend: bool = False, hover:
         height=HEIGHT,
         margin={"l": 58, "r": 14, "t": 30 if legend else 10, "b": 38},
         font={"family": FONT, "size": 12, "color": INK},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
+        paper_bgcolor=CLEAR,
+        plot_bgcolor=CLEAR,
+        hoverlabel={"bgcolor": "white"},
         hovermode=hover,
         showlegend=legend,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11, "color": MUTED}},

@@ -27,13 +27,13 @@ LOG_LINES = 25
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
     """Returns what of the directories cannot be read: the page is about the rest, and says so too."""
     runs = load_runs(run_dirs)
-    write_whole(output, page(runs))
+    write_whole(output, page(runs, output))
     return _problems(runs)
 
 
-def page(runs: Sequence[RunData]) -> str:
+def page(runs: Sequence[RunData], output: Path | None = None) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    return pages.page("report.html.j2", title=title, about=about(runs))
+    return pages.page("report.html.j2", output, title=title, about=about(runs))
 
 
 def about(runs: Sequence[RunData]) -> dict[str, Any]:

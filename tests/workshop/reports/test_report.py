@@ -4,6 +4,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html import unescape
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.reports import charts, figures
 from megatron_rl.workshop.reports.after_run import finish, write_own_report
+from megatron_rl.workshop.reports.pages import LIBRARY
 from megatron_rl.workshop.reports.report import headline_numbers, page, write_report
 from megatron_rl.workshop.reports.run_data import NotARun, config_differences, load_run, load_runs
 from megatron_rl.workshop.reports.sample_section import spans
@@ -53,11 +55,30 @@ def test_one_run_has_every_section(runs):
 
 
 def test_nothing_is_fetched(runs, tmp_path):
-    write_report(runs, tmp_path / "r.html")
-    for html in ((runs[0] / "report.html").read_text(), (tmp_path / "r.html").read_text()):
-        page_itself = re.sub(r"<script\b[^>]*>.*?</script>", lambda tag: tag[0].split(">")[0] + ">", html, flags=re.S)
-        assert not re.search(r"\b(src|href)\s*=|@import|url\(", page_itself)
-        assert len(html) > 3_000_000  # plotly.js is inside
+    alone = tmp_path / "r.html"
+    write_report(runs, alone)
+    assert not from_elsewhere(alone)
+    assert alone.stat().st_size > 3_000_000  # plotly.js is inside
+
+
+def test_reports_of_one_folder_share_the_library(runs, tmp_path):
+    first, second, both = tmp_path / "a" / "report.html", tmp_path / "b" / "report.html", tmp_path / "both.html"
+    for page_of_run in (first, second, first):
+        page_of_run.parent.mkdir(exist_ok=True)
+        write_report(runs[:1], page_of_run)
+        if page_of_run is first and not second.exists():
+            assert not from_elsewhere(first)
+    write_report(runs, both)
+    assert [from_elsewhere(one) for one in (first, second, both)] == [[f"../{LIBRARY}"]] * 2 + [[LIBRARY]]
+    assert (tmp_path / LIBRARY).stat().st_size > 3_000_000
+    assert max(one.stat().st_size for one in (first, second, both)) < 1_000_000
+
+
+def from_elsewhere(path: Path) -> list[str]:
+    """What a page loads."""
+    html = re.sub(r"(<script\b[^>]*>).*?</script>", r"\1", path.read_text(), flags=re.S)
+    assert not re.search(r"@import|url\(", html)
+    return re.findall(r"\b(?:src|href)\s*=\s*'?([^' >]+)", html)
 
 
 def test_several_runs_stand_side_by_side(runs):
@@ -128,7 +149,7 @@ def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
 
 
 def test_a_failing_report_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_rl.workshop.reports.report.page", lambda runs: 1 / 0)
+    monkeypatch.setattr("megatron_rl.workshop.reports.report.page", lambda *given: 1 / 0)
     assert write_own_report(RunDir(tmp_path)) == ""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert write_own_report(RunDir(tmp_path)).startswith("report.html was not written: ZeroDivisionError")
