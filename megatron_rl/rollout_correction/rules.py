@@ -47,7 +47,7 @@ def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
     p_BT = ratio.prox_BT.exp()
     # a quotient costs a tenth of an exponential; where the ratio is bounded, it is not what lies between the two
-    far = bool((ratio.d_BT.abs() > EXPONENT_LIMIT).any())
+    far = ratio.d_BT.numel() > 0 and bool((torch.stack(torch.aminmax(ratio.d_BT)).abs() > EXPONENT_LIMIT).any())
     mu_BT = ((ratio.prox_BT - ratio.d_BT).exp_() if far else p_BT / ratio.rho_BT).clamp_(max=most)
     p_BT.clamp_(max=most)
     if stat == Stat.prob:
