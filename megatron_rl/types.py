@@ -105,6 +105,8 @@ class Rollout:
     kinds: Sequence[int] | None = None  # int8: of each token, its place in KINDS; None: all text
     # float32: what each token's return differs from the reward, or its advantage: environment.credit; None: the reward
     credit: Sequence[float] | None = None
+    # [S, L, K] uint8 or int16: of the tokens that the engine has read, from the prompt's first on; None: not told
+    experts_SLK: np.ndarray | None = None
     session: Session | None = None  # None: a single answer
     row: int = 0  # which branch of the session
 
@@ -125,6 +127,7 @@ def written(length: int, by_policy: bool = True) -> array[int]:
     return array("b", [by_policy]) * length
 
 
+NO_EXPERT = -1  # of a token whose experts nobody has told, or of a layer without
 RIGHT = 1.0  # the reward of a right answer
 
 
@@ -168,6 +171,7 @@ class Batch:
     turns_BT: torch.Tensor | None = None  # int64: the turn that a token was sampled in, -1: in none; None: all in one
     kinds_BT: torch.Tensor | None = None  # int8: see Rollout.kinds
     credit_BT: torch.Tensor | None = None  # float32: see Rollout.credit
+    experts_BSLK: torch.Tensor | None = None  # int16: what the engine chose, -1 where it has not told; None: nowhere
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])
@@ -214,6 +218,7 @@ def collate(scored: Sequence[Scored]) -> Batch:
         formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
         versions_BT=_versions(rollouts),
         **_kept(rollouts),
+        experts_BSLK=_experts(rollouts),
         **_sessions(rollouts),
     )
 
@@ -225,6 +230,20 @@ def _versions(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
 
     rows = [one.versions or array("i", [one.policy_version]) * len(one.token_ids) for one in rollouts]
     return padded([(row,) for row in rows], torch.int64)
+
+
+def _experts(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    told = [one.experts_SLK for one in rollouts if one.experts_SLK is not None]
+    if not told:
+        return None
+    import torch
+
+    longest = max(len(one.prompt.token_ids) + len(one.token_ids) for one in rollouts)
+    chosen_BSLK = torch.full((len(rollouts), longest, *told[0].shape[1:]), NO_EXPERT, dtype=torch.int16)
+    for place, one in enumerate(rollouts):
+        if one.experts_SLK is not None:
+            chosen_BSLK[place, : len(one.experts_SLK)] = torch.from_numpy(one.experts_SLK.astype(np.int16))
+    return chosen_BSLK
 
 
 def _sessions(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:

@@ -127,6 +127,11 @@ class Forward(StrEnum):
     as_sampler = "as_sampler"  # linear layers that the sampler holds quantized are computed as it computes them
 
 
+class Router(StrEnum):
+    own = "own"  # the learner's routers choose
+    replay = "replay"  # tokens go to the experts that the sampler has chosen, with the weights of the learner's gate
+
+
 class Transport(StrEnum):
     file = "file"  # through files, in memory or on a shared disk
     ipc = "ipc"  # between processes that share a GPU

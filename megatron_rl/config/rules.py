@@ -247,6 +247,24 @@ def as_sampler(
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
 
 
+def router(
+    learner: schema.LearnerSection, sampler: schema.SamplerSection, rollout: schema.RolloutSection
+) -> Iterator[str]:
+    if learner.router is schema.Router.own:
+        return
+    if rollout.supervised:
+        yield f"learner.router: {learner.router}: the data set's own answers come from no sampler; use own"
+    elif not sampler.routed_experts:
+        yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
+    if learner.megatron.get("moe_aux_loss_coeff"):
+        yield (
+            f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance loss counts the "
+            "routers' own choices, which nobody takes; use 0"
+        )
+    if learner.megatron.get("moe_router_fusion"):
+        yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which asks nobody; use false"
+
+
 def update_check(
     learner: schema.LearnerSection,
     quantization: schema.QuantizationSection,
@@ -344,5 +362,5 @@ def environment(
 
 RULES: tuple[Rule, ...] = (
     check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
-    updates, formats, as_sampler, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
+    updates, formats, as_sampler, router, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -17,7 +17,8 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
     Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
     InFlight, KlOn, KlTo, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
-    Precision, Reduce, Reduction, RolloutSource, Sleep, Stale, Stat, TargetBy, Transport, TrustRegion, Wandb, When,
+    Precision, Reduce, Reduction, RolloutSource, Router, Sleep, Stale, Stat, TargetBy, Transport, TrustRegion, Wandb,
+    When,
 )  # fmt: skip
 from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     AdvantageConfig, CorrectionConfig, LossConfig, RejectRule, WeightConfig,
@@ -175,6 +176,9 @@ class SamplerSection:
     start_timeout_s: Seconds = 600.0  # of an engine's start
     request_timeout_s: Seconds = 600.0  # of an engine's silence in a request
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
+    routed_experts: bool = (
+        False  # answers come with the experts of every token read: learner.router
+    )
     fleet: FleetSection = field(default_factory=FleetSection)
     # handed to vLLM as is, such as {max_num_seqs: 512, gpu_memory_utilization: 0.8}
     vllm: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)
@@ -272,6 +276,7 @@ class LearnerSection:
     data_parallel: Annotated[int, between(1, 65536)] = 1  # replicas of the learner
     precision: Precision = Precision.bf16  # of weights, and of what layers compute
     forward: Forward = Forward.bf16  # how linear layers are computed
+    router: Router = Router.own  # who chooses the experts of a token: docs/one_arithmetic.md
     tokens_per_microbatch: Positive = 8192  # answers are packed up to so many; fewer take less memory
     n_minibatches: Positive = 1  # updates for each batch
     # what a loss or a gradient that is no number does (docs/survival.md)

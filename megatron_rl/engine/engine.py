@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.engine.generation import OpenSamples, sampled
-from megatron_rl.engine.readiness import TAGS, Readiness
+from megatron_rl.engine.generation import Experts, OpenSamples, sampled
+from megatron_rl.engine.readiness import KEEPS_EXPERTS, TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -31,6 +31,7 @@ class Engine:
             # in every process of the engine before it chooses kernels; workers import it themselves
             import megatron_rl.engine.receiver  # noqa: F401
 
+            keeps = arguments.pop(KEEPS_EXPERTS, False)
             self.llm = LLM(**arguments)
         model = self.llm.llm_engine.model_config
         self.vocabulary, self.longest = model.get_vocab_size(), model.max_model_len
@@ -38,7 +39,9 @@ class Engine:
         cache = self.llm.llm_engine.vllm_config.cache_config
         self._cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self.ready = Readiness()
-        self.samples = OpenSamples(self.llm)
+        if keeps:
+            self.llm.collective_rpc("keep_choices", args=(model.get_total_num_hidden_layers(), model.get_num_experts()))
+        self.samples = OpenSamples(self.llm, self._kept_experts if keeps else None)
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._draining = False  # nothing new begins, so that nothing is open
         self._stands = False  # open samples wait for `resume`
@@ -171,6 +174,10 @@ class Engine:
         layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
         # ranks of an engine route alike
         return [self._watched("routes", tokens, len(tokens), layers)[0] for tokens in sequences]
+
+    def _kept_experts(self, wanted: list[tuple[str, int]]) -> list[Experts]:
+        told: list[list[Experts]] = self.llm.collective_rpc("kept_choices", args=(wanted,))
+        return told[0]
 
     def _activations(self, tokens: list[int]) -> dict[str, Any]:
         """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its tokens."""

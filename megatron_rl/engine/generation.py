@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engine.tool_calls import ToolCallParser
+
+Experts = tuple[tuple[int, int], bytes]  # of tokens that were read: layers, experts of a token in each, and which
 
 
 class Sample:
@@ -32,10 +34,13 @@ class Sample:
         self._tokens, self._logprobs = array("i"), array("f")
         self._spans: list[list[int]] = []  # policy version and number of tokens, in order
         self._rows: list[tuple[np.ndarray, np.ndarray]] = []  # candidates and their logprobs, the sampled token first
+        self._experts: list[np.ndarray] = []  # [S, L, K], as a device engine tells them
 
     def take(self, output: Any, version: int) -> None:
         """A step's tokens: an output of vLLM's core, as it is before vLLM makes objects for users of it."""
         new, told = output.new_token_ids, output.new_logprobs
+        if output.routed_experts is not None:
+            self._experts.append(output.routed_experts)
         if not new:
             return
         if self._spans and self._spans[-1][0] == version:
@@ -55,6 +60,17 @@ class Sample:
     @property
     def token_ids(self) -> list[int]:
         return self._tokens.tolist()
+
+    @property
+    def processed(self) -> int:
+        """Tokens that the model has read: all but the last, which nothing follows."""
+        return len(self.wanted["tokens"]) + max(0, len(self._tokens) - 1)
+
+    def told_experts(self) -> Experts:
+        if not self._experts:
+            return (0, 0), b""
+        found_SLK = np.concatenate(self._experts)[: self.processed]
+        return found_SLK.shape[1:], found_SLK.tobytes()
 
     def completed(self, finish: str, now: int) -> dict[str, Any]:
         """The sample as it travels: arrays as bytes; NaN for a logprob that is missing, or of unknown candidates.
@@ -76,7 +92,8 @@ class OpenSamples:
     vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a small model's step.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, kept: Callable[[list[tuple[str, int]]], list[Experts]] | None) -> None:
+        """`kept`: the experts of requests' first tokens; None: nobody keeps them."""
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
         self._open: dict[str, Sample] = {}  # by the core's name, which is never used twice
         self._names: dict[int, str] = {}  # by number
@@ -86,6 +103,7 @@ class OpenSamples:
         self._last: tuple[Any, Any] | None = None  # what was asked for last, and vLLM's request for it
         self.written = 0  # steps that have written something
         self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
+        self._kept = kept
         # of cached prefixes: the policy version whose keys and values they are. Others begin on none of them
         self.salt = ""
 
@@ -127,18 +145,27 @@ class OpenSamples:
     def step(self) -> None:
         self.written += 1
         outputs = self._core.get_output()
+        version, done = int(outputs.weight_version), []
         for one in outputs.outputs:
             sample = self._open.get(one.request_id)
             if sample is None:
                 continue
-            version = int(outputs.weight_version)
             sample.take(one, version)
             if one.prefill_stats is not None:
                 self.prefilled += one.prefill_stats.num_prompt_tokens - one.prefill_stats.num_cached_tokens
             if one.finish_reason is not None:
                 del self._open[one.request_id], self._names[sample.number]
-                completed = sample.completed(str(one.finish_reason), version) | self._tool_calls(sample)
-                self._finished.append((sample.number, completed))
+                done.append((one, sample))
+        for (one, sample), experts in zip(done, self._experts(done), strict=True):
+            completed = sample.completed(str(one.finish_reason), version) | experts | self._tool_calls(sample)
+            self._finished.append((sample.number, completed))
+
+    def _experts(self, done: Sequence[tuple[Any, Sample]]) -> list[dict[str, Any]]:
+        """The experts of the tokens of samples that have just finished, before another takes their places."""
+        told = [sample.told_experts() for _, sample in done]
+        if self._kept is not None and done:
+            told = self._kept([(one.request_id, sample.processed) for one, sample in done])
+        return [{"experts": content, "experts_shape": shape} if content else {} for shape, content in told]
 
     def _tool_calls(self, sample: Sample) -> dict[str, Any]:
         if not sample.tools:

@@ -39,6 +39,7 @@ OUTPUTS = {
 }
 EXPERTS = ("model.layers.{L}.mlp", "model.layers.{L}.block_sparse_moe")
 NO_EXPERT = -1  # of layers without experts
+NO_EXPERT_BYTE = 255  # where one byte is an expert
 
 
 class ModuleOutputs:
@@ -100,16 +101,19 @@ class RouterChoices:
             for module in model.modules()
             if isinstance(module, MoERunner) and isinstance(module.router, BaseRouter)
         }
+        self._before = {layer: router.capture_fn for layer, router in self._routers.items()}
         for layer, router in self._routers.items():
             router.set_capture_fn(partial(self._see, layer))
 
     def _see(self, layer: int, ids_SK: torch.Tensor) -> None:
         self._chosen.setdefault(layer, []).append(ids_SK.detach().to("cpu", torch.int32, copy=True))
+        if also := self._before[layer]:  # what is read now may be another's cached prefix
+            also(ids_SK)
 
     def end(self, tokens: int, layers: int) -> bytes:
         """[S, L, K] as int32; nothing where no router told of each token once."""
-        for router in self._routers.values():
-            router.set_capture_fn(None)
+        for layer, router in self._routers.items():
+            router.set_capture_fn(self._before[layer])
         joined = {layer: torch.cat(parts) for layer, parts in self._chosen.items()}
         if not joined or any(len(ids_SK) != tokens for ids_SK in joined.values()):
             return b""
@@ -117,3 +121,50 @@ class RouterChoices:
         for layer, ids_SK in joined.items():
             found_SLK[:, layer] = ids_SK
         return found_SLK.numpy().tobytes()
+
+
+class KeptChoices:
+    """The experts of every token whose keys and values an engine on hosts holds, by their place in its cache.
+
+    Who reads a cached prefix, is computed in chunks, or goes on after an update finds each token's latest choice there.
+    On GPUs vLLM keeps them itself (`enable_return_routed_experts`), for its second model runner alone.
+    """
+
+    def __init__(self, runner: Any, layers: int, experts: int) -> None:
+        self._runner, self._layers = runner, layers
+        self._table = runner.input_batch.block_table[0]
+        self._slots = runner.kv_cache_config.num_blocks * self._table.block_size
+        self._dtype = torch.uint8 if experts <= NO_EXPERT_BYTE else torch.int16
+        self._kept_SLK: torch.Tensor | None = None
+        self._seen: dict[int, list[torch.Tensor]] = {}
+        for module in runner.model.modules():
+            if isinstance(module, MoERunner) and isinstance(module.router, BaseRouter):
+                module.router.set_capture_fn(partial(self._see, module.layer_id))
+        self._execute = runner.execute_model
+        runner.execute_model = self._watched
+
+    def _see(self, layer: int, ids_SK: torch.Tensor) -> None:
+        self._seen.setdefault(layer, []).append(ids_SK.detach().to(self._dtype))
+
+    def _watched(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        self._seen.clear()
+        result = self._execute(scheduler_output, *arguments, **named)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        slots = torch.from_numpy(self._table.slot_mapping.np[:tokens]).long()
+        for layer, parts in self._seen.items():
+            ids_SK = torch.cat(parts)
+            if self._kept_SLK is None:
+                self._kept_SLK = torch.zeros(self._slots, self._layers, ids_SK.shape[1], dtype=self._dtype)
+            self._kept_SLK[slots, layer] = ids_SK[:tokens]
+        return result
+
+    def of(self, name: str, tokens: int) -> tuple[tuple[int, int], bytes]:
+        """L and K, and [S, L, K] of a request's first tokens; no bytes where nothing was seen."""
+        place = self._runner.input_batch.req_id_to_index.get(name)
+        if place is None or self._kept_SLK is None:
+            return (0, 0), b""
+        positions = torch.arange(tokens)
+        blocks = torch.from_numpy(self._table.block_table.np[place]).long()
+        slots = blocks[positions // self._table.block_size] * self._table.block_size
+        found_SLK = self._kept_SLK[slots + positions % self._table.block_size]
+        return (found_SLK.shape[1], found_SLK.shape[2]), found_SLK.numpy().tobytes()

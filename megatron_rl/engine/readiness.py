@@ -17,6 +17,7 @@ from megatron_rl.weight_sync.manifest import NO_VERSION
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what can sleep
 TAGS = (WEIGHTS, CACHE)
+KEEPS_EXPERTS = "keeps_experts"  # an engine's argument: it tells the experts of every token that it has read
 LARGEST_ID = (1 << 31) - 1  # of versions and tokens
 DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
 

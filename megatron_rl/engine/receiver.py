@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
-from megatron_rl.engine.hooks import ModuleOutputs, RouterChoices
+from megatron_rl.engine.hooks import KeptChoices, ModuleOutputs, RouterChoices
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
@@ -161,6 +161,9 @@ class WorkerExtension:
     _weight_update_active: bool
     _watch: ModuleOutputs
     _routes: RouterChoices
+    _choices: KeptChoices
+    model_runner: Any
+    rank: int
 
     _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
 
@@ -210,6 +213,13 @@ class WorkerExtension:
 
     def watch_routes(self) -> None:
         self._routes = RouterChoices(self.weight_transfer_engine.model)
+
+    def keep_choices(self, layers: int, experts: int) -> None:
+        self._choices = KeptChoices(self.model_runner, layers, experts)
+
+    def kept_choices(self, wanted: list[tuple[str, int]]) -> list[tuple[tuple[int, int], bytes]]:
+        """Of each request's first tokens; of the first of an engine's ranks, which route alike."""
+        return [self._choices.of(name, tokens) for name, tokens in wanted] if not self.rank else []
 
     def seen_routes(self, tokens: int, layers: int) -> bytes:
         """What was seen since `watch_routes`; ends the watch."""

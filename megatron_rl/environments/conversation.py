@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_rl.data.tokenizer import without_stops
 from megatron_rl.environments.environment import Message
 from megatron_rl.sampler.engine import Completion
@@ -84,6 +86,7 @@ class Row:
     kept_ids: array[int] | None
     kept_counts: array[int] | None
     finish_reason: str
+    experts_SLK: np.ndarray | None
 
 
 @dataclass(eq=False)
@@ -285,5 +288,16 @@ def _row(leaf: Turn) -> Row:
     finish = leaf.sampled.finish_reason if leaf.sampled else "abort"
     return Row(
         path[0].added, ids, logprobs, mask, turns, kinds, versions, kept_ids if told else None,
-        kept_counts if told else None, finish,
+        kept_counts if told else None, finish, _experts(path),
     )  # fmt: skip
+
+
+def _experts(path: Sequence[Turn]) -> np.ndarray | None:
+    """Of the tokens of a branch, as they were when each turn was sampled: a later one may have read them anew."""
+    told = [turn.sampled.experts_SLK for turn in path if turn.sampled and turn.sampled.experts_SLK is not None]
+    if len(told) < len(path):
+        return None
+    found_SLK = told[-1].copy()
+    for experts_SLK in reversed(told[:-1]):
+        found_SLK[: len(experts_SLK)] = experts_SLK
+    return found_SLK

@@ -260,6 +260,7 @@ def _branch(whole: Rollout, session: Session, row: Row, number: int, section: En
         policy_version=min(own),
         kept_ids=row.kept_ids,
         kept_counts=row.kept_counts,
+        experts_SLK=row.experts_SLK,
         versions=row.versions if mixed else None,
         turns=row.turns,
         kinds=row.kinds,

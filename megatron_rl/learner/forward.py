@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_rl.learner.policy import Policy, Sections  # patches the host befo
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
 from megatron_rl.config.fleet import replica_formats
-from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
+from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection, Router
 from megatron_rl.learner import limits
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.costs import attention_share
@@ -28,6 +29,7 @@ from megatron_rl.learner.fake_quantized import Engine, fake_quantized
 from megatron_rl.learner.logprobs import logprobs_alone
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack
+from megatron_rl.learner.router_replay import RouterReplay
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
@@ -50,7 +52,10 @@ class ForwardPasses(Policy):
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
         self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
+        self._replay = RouterReplay(self.shape.layers) if self.learner.router is Router.replay else None
         for first_layer, module in self.numbered_modules:
+            if self._replay is not None:
+                self._replay.watch(module, first_layer, self.positions_shard)
             if quantization.smoothing:
                 self._activations.watch(module, first_layer, self.positions_shard)
             if quantization.kv_cache != KvCache.none:
@@ -204,7 +209,7 @@ class ForwardPasses(Policy):
         try:
             for first_layer, module in self.numbered_modules:
                 hooks += count_flips(module, first_layer, self.positions_shard, chosen_BSLK, counts_L2)
-            self.logprobs_unseen(batch)
+            self.logprobs_unseen(replace(batch, experts_BSLK=None))  # by its own choices
         finally:
             for hook in hooks:
                 hook.remove()
@@ -215,6 +220,23 @@ class ForwardPasses(Policy):
         flips, tokens = (sum(column) for column in zip(*found, strict=True))
         return {"sync/router_flips": flips / tokens} | {
             f"sync/router_flips/layer_{layer}": share for layer, share in shares.items()
+        }
+
+    def take_replayed(self) -> dict[str, float]:
+        """Of the tokens that passed since the last call: how many went where the sampler had sent them, and how many of
+        those the routers would have sent elsewhere, by layer and in all. Nothing without replay, or experts.
+        """
+        if self._replay is None:
+            return {}
+        found_L3 = self.ranks.sum(self._replay.take().to(self.device))
+        by_layer = {layer: counts for layer, counts in enumerate(found_L3.tolist()) if counts[0]}
+        read, replayed, other = found_L3.sum(0).tolist()
+        if not read:
+            return {}
+        return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
+            f"router/{name}/layer_{layer}": part / max(1.0, whole)
+            for layer, (read, replayed, other) in by_layer.items()
+            for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
         }
 
     # packs
@@ -241,6 +263,8 @@ class ForwardPasses(Policy):
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
         if self._as_sampler is not None:
             self._as_sampler.use_arithmetic(self._arithmetic)
+        if self._replay is not None:
+            self._replay.trains = not forward_only
         plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.types import Batch
+from megatron_rl.types import NO_EXPERT, Batch
 
 ALIGNMENT = 64  # bytes: of every tensor's place, so that any dtype may be read there
 # a bucket takes sequences down to this share of its longest one
@@ -44,6 +44,8 @@ class Pack:
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens
     kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
+    experts_SLK: Tensor | None  # int16: where the sampler has sent each, -1 where it has not told; None: nowhere
+    read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
     cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
     buckets: tuple[Bucket, ...]
     padded_index_X: Tensor  # position that each padded place reads
@@ -152,6 +154,9 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
     first_R = starts[:-1][: len(order)] + torch.tensor(prompts, dtype=torch.int64)[order] - 1
     logit_index_N = first_R[row_N] + column_N
     buckets = _buckets(spans)
+    read_S = torch.ones(len(tokens_S), dtype=torch.bool)
+    read_S[starts[1:-1] - 1] = False
+    read_S[max(0, sum(lengths) - 1) :] = False
     padded_index_X, packed_index_S, blanks = _padding(spans, buckets, starts)
     return Pack(
         rows=tuple(order),
@@ -164,12 +169,23 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
         kept_NK=_kept(batch, order, counts),
+        experts_SLK=_experts(batch, order, lengths, len(tokens_S)),
+        read_S=read_S,
         cells_N=row_N * horizon + column_N,
         buckets=buckets,
         padded_index_X=padded_index_X,
         packed_index_S=packed_index_S,
         blanks=blanks,
     )
+
+
+def _experts(batch: Batch, order: Sequence[int], lengths: Sequence[int], positions: int) -> Tensor | None:
+    """The sampler's choices at the positions of a pack."""
+    if batch.experts_BSLK is None:
+        return None
+    parts = [batch.experts_BSLK[row, :length] for row, length in zip(order, lengths, strict=True)]
+    experts_SLK = batch.experts_BSLK.new_full((positions, *batch.experts_BSLK.shape[2:]), NO_EXPERT)
+    return torch.cat([*parts, experts_SLK[sum(lengths) :]])
 
 
 def _kept(batch: Batch, order: Sequence[int], lengths: Sequence[int]) -> Tensor | None:

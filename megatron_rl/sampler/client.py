@@ -7,6 +7,7 @@ sample is not its age, which a long queue makes: the engine has to finish someth
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,8 @@ class _Sample(msgspec.Struct):
     spans: Annotated[list[tuple[Version, _Count]], msgspec.Meta(min_length=1)]
     kept_ids: bytes | None = None
     kept_counts: bytes | None = None
+    experts: bytes = b""  # [S, L, K] of the tokens that were read, prompt and answer
+    experts_shape: tuple[_Count, _Count] = (0, 0)  # layers, and experts of a token in each
     content: str | None = None
     calls: list[WrittenCall] = []
 
@@ -132,7 +135,7 @@ class EngineClient:
         finally:
             self._samples.discard(number)
         try:
-            return self._completion(msgspec.msgpack.decode(value, type=_Sample), params)
+            return self._completion(msgspec.msgpack.decode(value, type=_Sample), params, len(tokens))
         except (msgspec.DecodeError, ValueError) as error:
             raise EngineGone(f"{self.name} answered with something else than tokens: {str(error)[:200]}") from None
 
@@ -308,7 +311,7 @@ class EngineClient:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise EngineGone(f"{self.name} {OTHER_THING}: {str(error)[:200]}") from None
 
-    def _completion(self, sample: _Sample, params: SamplingParams) -> Completion:
+    def _completion(self, sample: _Sample, params: SamplingParams, prompt: int) -> Completion:
         """A sample as it was drawn; ValueError where it cannot have been."""
         tokens_T, logprobs_T = np.frombuffer(sample.tokens, np.int32), np.frombuffer(sample.logprobs, np.float32)
         if len(tokens_T) > params.max_tokens:
@@ -332,8 +335,22 @@ class EngineClient:
                 raise ValueError(f"more than the {params.candidates} candidates of a token that were asked for")
             kept, counts = array("i", sample.kept_ids), array("i", sample.kept_counts)
         tokens, logprobs = array("i", sample.tokens), array("f", sample.logprobs)
-        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts, sample.content, sample.calls)
+        experts = _experts(sample, prompt + max(0, len(tokens) - 1))
+        return Completion(
+            tokens, logprobs, sample.finish, sample.spans, kept, counts, sample.content, sample.calls, experts
+        )
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
             raise ValueError(f"token {ids.max()} is beyond the vocabulary of {self._vocabulary} tokens")
+
+
+def _experts(sample: _Sample, read: int) -> np.ndarray | None:
+    """[S, L, K] of so many tokens; an expert is one byte, or two where there are many. None: the engine is silent."""
+    if not sample.experts:
+        return None
+    entries = read * math.prod(sample.experts_shape)
+    if len(sample.experts) not in (entries, 2 * entries):
+        raise ValueError(f"experts that do not add up for {read} tokens, {sample.experts_shape} of each")
+    kind = np.uint8 if len(sample.experts) == entries else np.int16
+    return np.frombuffer(sample.experts, kind).reshape(read, *sample.experts_shape)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from megatron_rl.types import SamplingParams
 
 Part = Literal["weights", "kv_cache"]
@@ -63,6 +65,7 @@ class Completion:
     kept_counts: array[int] | None = None
     content: str | None = None  # the text without tool calls; None: nobody has looked for any
     calls: Sequence[WrittenCall] = ()
+    experts_SLK: np.ndarray | None = None  # of the tokens that were read, prompt and answer; None: nobody has kept them
 
     @property
     def versions(self) -> array[int] | None:

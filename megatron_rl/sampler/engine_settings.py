@@ -27,6 +27,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
     Transport,
 )
+from megatron_rl.engine.readiness import KEEPS_EXPERTS
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.sampler.engine import SamplerError
@@ -111,6 +112,8 @@ def engine_arguments(
         # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
         "enable_chunked_prefill": gpu,
     }
+    if sampler.routed_experts:
+        arguments["enable_return_routed_experts" if gpu else KEEPS_EXPERTS] = True
     if settings.candidates:
         arguments["max_logprobs"] = settings.candidates
     if settings.quantization.kv_cache == KvCache.fp8:

@@ -386,6 +386,7 @@ def _rollouts(done: Done) -> list[Rollout]:
             format=done.format,
             kept_ids=one.kept_ids,
             kept_counts=one.kept_counts,
+            experts_SLK=one.experts_SLK,
             versions=one.versions,
         )
         for sample, one in enumerate(done.completions)

@@ -1,0 +1,100 @@
+"""Router replay: tokens go to the experts that the sampler has sent them to, with weights of the learner's own gate.
+
+Each router of megatron-core asks an object which experts to take (`router_replay`, of its RouterReplay's form). Ours
+finds them in the pack that is passing through: no list that is handed out by micro-batch, and nothing of another layer.
+What is computed again in a backward pass is of the pack that it was computed for at first.
+
+S positions of a pack, or this rank's share of them, L layers, K experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.learner.packing import Pack
+from megatron_rl.types import NO_EXPERT
+
+from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+
+Choose = Callable[..., tuple[Tensor, Tensor]]
+
+
+class RouterReplay:
+    """What all routers of a rank share: whether choices are taken, and how many were."""
+
+    def __init__(self, layers: int) -> None:
+        self.active = True
+        self.trains = False  # in a pass whose activations may be computed again
+        self.counts_L3 = torch.zeros(layers, 3, dtype=torch.float64)  # read tokens, replayed, and own choice another
+
+    def watch(self, model: torch.nn.Module, first_layer: int, shard: int | None) -> None:
+        """`shard`: this rank's number where the positions of a pack are split over ranks."""
+        passing: list[Pack] = []
+
+        def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            passing[:] = [kwargs["pack"]]
+
+        model.register_forward_pre_hook(remember, with_kwargs=True)
+        for layer, block in enumerate(model.decoder.layers, first_layer):  # type: ignore[arg-type, union-attr]
+            for module in block.modules():
+                if isinstance(module, TopKRouter):
+                    module.router_replay = _Layer(self, layer, shard, passing)  # type: ignore[assignment]
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Passes that choose for themselves."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def take(self) -> Tensor:
+        taken, self.counts_L3 = self.counts_L3, torch.zeros_like(self.counts_L3)
+        return taken
+
+
+class _Layer:
+    """In the place of megatron-core's object of one router."""
+
+    def __init__(self, replay: RouterReplay, layer: int, shard: int | None, passing: list[Pack]) -> None:
+        self._replay, self._layer, self._shard, self._passing = replay, layer, shard, passing
+        self._again: deque[Pack] = deque()  # whose activations are still to be computed again, in their order
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
+        default_compute_topk: Choose | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert default_compute_topk is not None
+        values_SK, own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        pack, first_time = self._pack()
+        if pack.experts_SLK is None or not self._replay.active:
+            return values_SK, own_SK
+        start = (self._shard or 0) * len(scores)
+        told_SK = pack.experts_SLK[start : start + len(scores), self._layer]
+        if told_SK.shape[1] != topk:
+            raise ValueError(f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses {topk}")
+        told_S1 = (told_SK != NO_EXPERT).all(1, keepdim=True)
+        chosen_SK = torch.where(told_S1, told_SK.long(), own_SK)
+        if first_time:
+            own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
+            other_S = told_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
+            read = pack.read_S[start : start + len(scores)].sum()
+            self._replay.counts_L3[self._layer] += torch.stack([read, told_S1.sum(), other_S.sum()]).cpu()
+        return scores.gather(1, chosen_SK), chosen_SK
+
+    def _pack(self) -> tuple[Pack, bool]:
+        """What passes through, and whether it does so for the first time."""
+        if not self._replay.trains:
+            self._again.clear()
+        elif not torch.is_grad_enabled():  # a checkpoint keeps none of it: it will come again
+            self._again.append(self._passing[0])
+        elif self._again:
+            return self._again.popleft(), False
+        return self._passing[0], True
