@@ -1,0 +1,52 @@
+"""Job of `learner_worker.py`: tokens that are sent to given experts, whatever the routers would have chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from learner_cases import make_batch, make_targets
+
+from megatron_rl.learner.learner import Learner
+from megatron_rl.types import NO_EXPERT, Batch
+
+LAYERS, EXPERTS, CHOSEN = 4, 4, 2
+
+
+def routed_batch(silent: int | None = None) -> Batch:
+    """Two of four experts at random for all tokens but each row's last; nothing is told of the row `silent`."""
+    batch, random = make_batch(), torch.Generator().manual_seed(5)
+    lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
+    shape = (len(batch), int(lengths_B.max()), LAYERS, EXPERTS)
+    chosen_BSLK = torch.rand(shape, generator=random).topk(CHOSEN).indices.to(torch.int16)
+    chosen_BSLK[torch.arange(shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
+    if silent is not None:
+        chosen_BSLK[silent] = NO_EXPERT
+    return replace(batch, experts_BSLK=chosen_BSLK)
+
+
+def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    batch = routed_batch(job.get("silent"))
+    own_BT = learner.logprobs(replace(batch, experts_BSLK=None))
+    learner.take_replayed()
+    before_BT = learner.logprobs(batch)
+    scored = learner.take_replayed()
+    learner.keep_reference()
+    reference_BT = learner.reference_logprobs(batch)
+    targets = make_targets(batch, before_BT)
+    if "loss" in job:
+        targets = replace(targets, weights_BT=torch.ones_like(targets.weights_BT))
+    learner.take_replayed()
+    steps = [learner.update(targets)]
+    trained = learner.take_replayed()
+    gradients = {
+        name: parameter.main_grad.tolist()  # type: ignore[attr-defined]
+        for name, parameter in learner.named_parameters()
+        if "router" in name
+    }
+    steps += [learner.update(targets) for _ in range(2)]
+    return {
+        "own": own_BT.tolist(), "logprobs": before_BT.tolist(), "reference": reference_BT.tolist(), "scored": scored,
+        "trained": trained, "steps": steps, "gradients": gradients, "after": learner.logprobs(batch).tolist(),
+    }  # fmt: skip

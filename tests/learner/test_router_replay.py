@@ -1,0 +1,132 @@
+"""Router replay: the learner's tokens go where the sampler has sent them, on every layout, in every pass."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import learner_cases as cases
+import pytest
+import torch
+from routing_worker import routed_batch
+
+pytestmark = pytest.mark.ranks
+PACKS = {"tokens_per_microbatch": 80}
+LAYOUTS = {**cases.EXPERT_LAYOUTS, "vp2": cases.LAYOUTS["vp2"]}
+UNCLIPPED = {"clip_grad": 1e9}
+SILENT = 2  # the row whose experts nobody tells
+
+
+def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "routed", "hf": hf, "layout": {"router": "replay", **layout}, **more}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+    for hf in (cases.QWEN3_MOE, cases.MIXTRAL):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.float32)
+        made[hf["model_type"]] = tmp_path_factory.mktemp(hf["model_type"])
+        model.save_pretrained(made[hf["model_type"]])
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = {"folder": str(folders["qwen3_moe"])}
+    recompute = {"megatron": cases.RECOMPUTE}
+    one = [
+        *(
+            _job(family, cases.FAMILIES[family], {}, folder=str(path), loss="cross_entropy", optim=UNCLIPPED)
+            for family, path in folders.items()
+        ),
+        _job("one", cases.QWEN3_MOE, {}, **folder),
+        _job("packs", cases.QWEN3_MOE, PACKS, **folder),
+        _job("recompute", cases.QWEN3_MOE, {**PACKS, **recompute}, **folder),
+        _job("silent", cases.QWEN3_MOE, {}, silent=SILENT, **folder),
+    ]
+    two = [_job(name, cases.QWEN3_MOE, {**PACKS, **layout}, **folder) for name, layout in LAYOUTS.items()]
+    again = {**PACKS, **cases.LAYOUTS["vp2"], "megatron": {**cases.CHUNKS, **cases.RECOMPUTE}}
+    two.append(_job("vp2_recompute", cases.QWEN3_MOE, again, **folder))
+    return cases.run(tmp_path_factory, one, two)
+
+
+def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logprobs, and the gradient of their mean in the routers' weights, with the choice of experts patched."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch, topk = routed_batch(), torch.topk
+    found_BT = torch.zeros(batch.mask_BT.shape)
+    rows = zip(batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist(), strict=True)
+    for row, (prompt, response) in enumerate(rows):
+        length, layers = prompt + response, cycle(range(4))
+
+        def chosen(values: torch.Tensor, k: int, dim: int, at: Any = layers, row: int = row) -> Any:
+            given_SK = batch.experts_BSLK[row, : len(values), next(at)].long()
+            own_SK = topk(values, k, dim=dim).indices
+            taken_SK = torch.where(given_SK < 0, own_SK, given_SK)
+            return values.gather(dim, taken_SK), taken_SK
+
+        with mock.patch("torch.topk", chosen):
+            logits_SV = model(batch.tokens_BS[row : row + 1, :length]).logits[0] / 0.8
+        logprobs_S = logits_SV.log_softmax(-1)[prompt - 1 : length - 1]
+        labels_T = batch.tokens_BS[row, prompt:length, None]
+        if response:
+            logprobs_T = logprobs_S.gather(1, labels_T).squeeze(1)
+            (-(logprobs_T * batch.mask_BT[row, :response]).sum() / batch.mask_BT.sum()).backward()
+            found_BT[row, :response] = logprobs_T.detach()
+    gradients = {name: value.grad for name, value in model.named_parameters() if name.endswith("mlp.gate.weight")}
+    return found_BT, gradients
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_logprobs_and_the_routers_gradients_are_those_of_transformers(
+    family: str, found: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    wanted_BT, gradients = transformers_routed(folders[family])
+    torch.testing.assert_close(cases.matrix(found[family]), wanted_BT, rtol=0, atol=3e-5)
+    assert (cases.matrix(found[family], "own") - wanted_BT).abs().max() > 0.1, "the given experts are others"
+    ours = found[family]["gradients"]
+    assert len(ours) == len(gradients) == 4
+    for (name, value), wanted in zip(
+        sorted(ours.items()), (gradients[name] for name in sorted(gradients)), strict=True
+    ):
+        assert wanted.abs().max() > 1e-5
+        torch.testing.assert_close(
+            torch.tensor(value), wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()), msg=name
+        )
+
+
+@pytest.mark.parametrize("case", ["packs", "recompute", *LAYOUTS, "vp2_recompute"])
+def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None:
+    here, one = found[case], found["one"]
+    for part in ("logprobs", "reference"):
+        torch.testing.assert_close(cases.matrix(here, part), cases.matrix(one), rtol=0, atol=3e-5)
+    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-4)
+    for ours, theirs in zip(here["steps"], one["steps"], strict=True):
+        assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-3)
+    for part in ("scored", "trained"):
+        assert {name: share for name, share in here[part].items() if "replayed" in name} == {
+            "router/replayed": 1.0,
+            **{f"router/replayed/layer_{layer}": 1.0 for layer in range(4)},
+        }
+    assert here["scored"]["router/flips"] == pytest.approx(one["scored"]["router/flips"], abs=0.01)
+    assert one["scored"]["router/flips"] > 0.5
+
+
+def test_what_nobody_tells_is_chosen_by_the_learner_and_counted(found: dict[str, Any]) -> None:
+    silent, one = found["silent"], found["one"]
+    batch = routed_batch()
+    read_B = batch.prompt_lengths_B + batch.response_lengths_B - 1
+    share = 1 - float(read_B[SILENT] / read_B.sum())
+    assert silent["scored"]["router/replayed"] == pytest.approx(share)
+    rows = [row for row in range(len(batch)) if row != SILENT]
+    logprobs, own = cases.matrix(silent), cases.matrix(silent, "own")
+    torch.testing.assert_close(logprobs[SILENT], own[SILENT], rtol=0, atol=1e-6)
+    torch.testing.assert_close(logprobs[rows], cases.matrix(one)[rows], rtol=0, atol=1e-6)
