@@ -33,6 +33,7 @@ from megatron_rl.config.schema import (
     ModelSection,
     Precision,
     RewardSection,
+    Router,
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
@@ -41,6 +42,7 @@ from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.router_replay import check as check_replay
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.learner.update_check import UpdateCheck
 from megatron_rl.loss.covariance import select_by_covariance
@@ -149,6 +151,8 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
+        if config.learner.router is Router.replay:
+            updates |= check_replay(learner.take_replayed())
     with recorder.phase("correction"):
         correction, saved = settle(correction, learner, batch, config)
         drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)

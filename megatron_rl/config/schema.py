@@ -176,9 +176,7 @@ class SamplerSection:
     start_timeout_s: Seconds = 600.0  # of an engine's start
     request_timeout_s: Seconds = 600.0  # of an engine's silence in a request
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
-    routed_experts: bool = (
-        False  # answers come with the experts of every token read: learner.router
-    )
+    routed_experts: bool = False  # answers come with the experts of every token read: learner.router
     fleet: FleetSection = field(default_factory=FleetSection)
     # handed to vLLM as is, such as {max_num_seqs: 512, gpu_memory_utilization: 0.8}
     vllm: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)

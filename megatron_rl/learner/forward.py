@@ -7,8 +7,7 @@ B rows of the batch, T response positions, N response tokens of a pack, V column
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -209,7 +208,8 @@ class ForwardPasses(Policy):
         try:
             for first_layer, module in self.numbered_modules:
                 hooks += count_flips(module, first_layer, self.positions_shard, chosen_BSLK, counts_L2)
-            self.logprobs_unseen(replace(batch, experts_BSLK=None))  # by its own choices
+            with self._replay.resting() if self._replay is not None else nullcontext():
+                self.logprobs_unseen(batch)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -10,7 +10,7 @@ S positions of a pack, or this rank's share of them, L layers, K experts of a to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,13 @@ from megatron_rl.learner.packing import Pack
 from megatron_rl.types import NO_EXPERT
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
+
+MOST_FLIPS = 0.5  # of the replayed tokens: routers of the same weights differ in a hundredth of them, or a tenth
+
+
+class ReplayError(RuntimeError):
+    """Router replay does nothing, or something else."""
+
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
@@ -60,6 +67,23 @@ class RouterReplay:
         return taken
 
 
+def check(found: Mapping[str, float]) -> Mapping[str, float]:
+    """What a step's replay has come to (`Learner.take_replayed`); refused where it is no replay."""
+    if not found:  # nothing has passed
+        return found
+    if not found["router/replayed"]:
+        raise ReplayError(
+            "learner.router: replay, but no token of this step has gone to an expert that the sampler has told: set "
+            "sampler.routed_experts=true (servers started by hand need it too), or learner.router=own"
+        )
+    if (flips := found["router/flips"]) > MOST_FLIPS:
+        raise ReplayError(
+            f"learner.router: replay, but the learner's routers would have sent {flips:.0%} of the tokens elsewhere: "
+            "the experts told are not those of these tokens, or of these weights. learner.router=own goes on without"
+        )
+    return found
+
+
 class _Layer:
     """In the place of megatron-core's object of one router."""
 
@@ -74,10 +98,14 @@ class _Layer:
         assert default_compute_topk is not None
         values_SK, own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         pack, first_time = self._pack()
-        if pack.experts_SLK is None or not self._replay.active:
+        here = slice((self._shard or 0) * len(scores), ((self._shard or 0) + 1) * len(scores))
+        if not self._replay.active:
             return values_SK, own_SK
-        start = (self._shard or 0) * len(scores)
-        told_SK = pack.experts_SLK[start : start + len(scores), self._layer]
+        if first_time:
+            self._replay.counts_L3[self._layer, 0] += float(pack.read_S[here].sum())
+        if pack.experts_SLK is None:
+            return values_SK, own_SK
+        told_SK = pack.experts_SLK[here, self._layer]
         if told_SK.shape[1] != topk:
             raise ValueError(f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses {topk}")
         told_S1 = (told_SK != NO_EXPERT).all(1, keepdim=True)
@@ -85,8 +113,7 @@ class _Layer:
         if first_time:
             own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
             other_S = told_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
-            read = pack.read_S[start : start + len(scores)].sum()
-            self._replay.counts_L3[self._layer] += torch.stack([read, told_S1.sum(), other_S.sum()]).cpu()
+            self._replay.counts_L3[self._layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()]).cpu()
         return scores.gather(1, chosen_SK), chosen_SK
 
     def _pack(self) -> tuple[Pack, bool]:

@@ -173,6 +173,15 @@ RULES = {
         "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse takes such "
         "steps back.",
     ),
+    Alarm.replay_lost: Rule(
+        "`router/replayed`: share of tokens that went to the sampler's experts",
+        metric("router/replayed"),
+        0.999,
+        1,
+        "An engine does not tell the experts that it has chosen: its log says why, and restarting it helps where it was "
+        "started by hand without sampler.routed_experts. router/replayed/layer_N says whether it is all layers.",
+        below=True,
+    ),
     Alarm.below_start: Rule(
         "accuracy of a held-out set over its first: 1 unless it is clearly below (3 standard errors)",
         accuracy_over(lambda past: past.first, CLEARLY),

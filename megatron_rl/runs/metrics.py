@@ -268,6 +268,13 @@ _TABLE = (
         ("refused", "steps taken back, because the sampler would be worse", "sum", "steps"),
     ),
     *_rows(
+        "router",
+        ("replayed", "learner.router=replay: share of the tokens read that went to the sampler's experts"),
+        ("replayed/*", "the same of one layer"),
+        ("flips", "share of those that the learner's routers would have sent elsewhere"),
+        ("flips/*", "the same of one layer"),
+    ),
+    *_rows(
         "sync",
         ("version", "policy version that was sent", "last"),
         ("bytes", "bytes that were sent", "sum", "bytes"),

@@ -29,7 +29,7 @@ def routed_batch(silent: int | None = None) -> Batch:
 def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = routed_batch(job.get("silent"))
     own_BT = learner.logprobs(replace(batch, experts_BSLK=None))
-    learner.take_replayed()
+    unheard = learner.take_replayed()
     before_BT = learner.logprobs(batch)
     scored = learner.take_replayed()
     learner.keep_reference()
@@ -47,6 +47,6 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
     steps += [learner.update(targets) for _ in range(2)]
     return {
-        "own": own_BT.tolist(), "logprobs": before_BT.tolist(), "reference": reference_BT.tolist(), "scored": scored,
+        "own": own_BT.tolist(), "unheard": unheard, "logprobs": before_BT.tolist(), "reference": reference_BT.tolist(), "scored": scored,
         "trained": trained, "steps": steps, "gradients": gradients, "after": learner.logprobs(batch).tolist(),
     }  # fmt: skip

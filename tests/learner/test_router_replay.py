@@ -122,6 +122,7 @@ def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None
 
 def test_what_nobody_tells_is_chosen_by_the_learner_and_counted(found: dict[str, Any]) -> None:
     silent, one = found["silent"], found["one"]
+    assert one["unheard"]["router/replayed"] == 0
     batch = routed_batch()
     read_B = batch.prompt_lengths_B + batch.response_lengths_B - 1
     share = 1 - float(read_B[SILENT] / read_B.sum())

@@ -39,7 +39,7 @@ HEALTHY = {
     "rollout_corr/none/k3_kl": 1e-4, "rollout_corr/int8/k3_kl": 0.002,
     "sync/probe_abs_diff": 0.03, "sync/probe_budget": 0.08,
     "update/sampler_gain": 1e-4, "update/sampler_gain_stderr": 5e-5, "update/learner_gain": 2e-4,
-    ACCURACY: 0.5, "eval/accuracy_stderr": 0.03, "eval/n": 256.0,
+    "router/replayed": 1.0, ACCURACY: 0.5, "eval/accuracy_stderr": 0.03, "eval/n": 256.0,
     REWARD: 0.5, "reward/std": 0.5, CLIPPED: 0.01, "loss/clip_fraction_low": 0.0,
 }  # fmt: skip
 BROKEN = {
@@ -57,6 +57,7 @@ BROKEN = {
     Alarm.aborted: {"rollout/aborted_fraction": 0.1},
     Alarm.gradient: {"optim/grad_norm": 60.0},
     Alarm.sampler_worse: {"update/sampler_gain": -6e-5},
+    Alarm.replay_lost: {"router/replayed": 0.9},
     Alarm.below_start: {ACCURACY: 0.33},
     Alarm.half_of_best: {ACCURACY: 0.2},
     Alarm.reward_falls: {REWARD: 0.3},
