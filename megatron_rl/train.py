@@ -94,6 +94,7 @@ def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> 
     if folder is None:
         if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
             learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
+            learner.take_replayed()  # of no sampler's
         return Standing()
     found = checkpoints.read(Path(folder))
     saver.load(found)

@@ -51,7 +51,7 @@ class ForwardPasses(Policy):
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
         self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
-        self._replay = RouterReplay(self.shape.layers) if self.learner.router is Router.replay else None
+        self._replay = RouterReplay(self.shape.layers, self.device) if self.learner.router is Router.replay else None
         for first_layer, module in self.numbered_modules:
             if self._replay is not None:
                 self._replay.watch(module, first_layer, self.positions_shard)
@@ -228,7 +228,7 @@ class ForwardPasses(Policy):
         """
         if self._replay is None:
             return {}
-        found_L3 = self.ranks.sum(self._replay.take().to(self.device))
+        found_L3 = self.ranks.sum(self._replay.take())
         by_layer = {layer: counts for layer, counts in enumerate(found_L3.tolist()) if counts[0]}
         read, replayed, other = found_L3.sum(0).tolist()
         if not read:

@@ -35,10 +35,10 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 class RouterReplay:
     """What all routers of a rank share: whether choices are taken, and how many were."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, device: torch.device) -> None:
         self.active = True
         self.trains = False  # in a pass whose activations may be computed again
-        self.counts_L3 = torch.zeros(layers, 3, dtype=torch.float64)  # read tokens, replayed, and own choice another
+        self.counts_L3 = torch.zeros(layers, 3, device=device)  # read tokens, replayed, and own choice another
 
     def watch(self, model: torch.nn.Module, first_layer: int, shard: int | None) -> None:
         """`shard`: this rank's number where the positions of a pack are split over ranks."""
@@ -102,7 +102,7 @@ class _Layer:
         if not self._replay.active:
             return values_SK, own_SK
         if first_time:
-            self._replay.counts_L3[self._layer, 0] += float(pack.read_S[here].sum())
+            self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
         if pack.experts_SLK is None:
             return values_SK, own_SK
         told_SK = pack.experts_SLK[here, self._layer]
@@ -113,7 +113,7 @@ class _Layer:
         if first_time:
             own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
             other_S = told_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
-            self._replay.counts_L3[self._layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()]).cpu()
+            self._replay.counts_L3[self._layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()])
         return scores.gather(1, chosen_SK), chosen_SK
 
     def _pack(self) -> tuple[Pack, bool]:

@@ -178,8 +178,8 @@ RULES = {
         metric("router/replayed"),
         0.999,
         1,
-        "An engine does not tell the experts that it has chosen: its log says why, and restarting it helps where it was "
-        "started by hand without sampler.routed_experts. router/replayed/layer_N says whether it is all layers.",
+        "An engine does not tell the experts that it has chosen: servers that were started by hand need "
+        "sampler.routed_experts=true, too. router/replayed/layer_N says whether it is all layers.",
         below=True,
     ),
     Alarm.below_start: Rule(

@@ -46,7 +46,6 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         if "router" in name
     }
     steps += [learner.update(targets) for _ in range(2)]
-    return {
-        "own": own_BT.tolist(), "unheard": unheard, "logprobs": before_BT.tolist(), "reference": reference_BT.tolist(), "scored": scored,
-        "trained": trained, "steps": steps, "gradients": gradients, "after": learner.logprobs(batch).tolist(),
-    }  # fmt: skip
+    found = {"own": own_BT, "logprobs": before_BT, "reference": reference_BT, "after": learner.logprobs(batch)}
+    told = {"unheard": unheard, "scored": scored, "trained": trained, "steps": steps, "gradients": gradients}
+    return {name: values_BT.tolist() for name, values_BT in found.items()} | told
