@@ -191,7 +191,8 @@ class Engine:
         """What the first worker has seen of a sequence, and the logprobs of its tokens where those were asked for."""
         from vllm import SamplingParams
 
-        prompt: Any = {"prompt_token_ids": tokens}
+        # read whole: modules show nothing of a prefix that is cached, here from the same sequence at the last look
+        prompt: Any = {"prompt_token_ids": tokens, "cache_salt": f"watched at {time.monotonic_ns()}"}
         self.llm.collective_rpc(f"watch_{what}")
         try:
             asked = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **params)

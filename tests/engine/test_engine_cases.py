@@ -62,6 +62,17 @@ def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> N
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_answers_come_with_the_experts_of_every_token_read(family: str, found: dict) -> None:
+    """As the engine chooses them for the whole of it at once, which sums in another order."""
+    first, cached = found[family]["kept"]
+    for told in (first, cached):
+        assert told["answers"] == 7 and told["read"] > 200
+        assert told["differ"] <= 0.01 * told["read"]
+    assert cached["prefilled"] < first["prefilled"], "a prefix was read before"
+
+
+@pytest.mark.engine
 def test_the_way_of_gpus_asks_for_what_vllm_loads(found: dict) -> None:
     assert found["checked"]["layerwise"] == "", "INT8 layers, and attention that vLLM gives scales"
     whole, without_an_expert = found["mixtral"]["layerwise"]

@@ -34,7 +34,7 @@ def rows(dtype: Any = np.int32) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def output(tokens: list[int], told: tuple[np.ndarray, np.ndarray] | None) -> SimpleNamespace:
     named = told and SimpleNamespace(logprob_token_ids=told[0], logprobs=told[1])
-    return SimpleNamespace(new_token_ids=tokens, new_logprobs=named)
+    return SimpleNamespace(new_token_ids=tokens, new_logprobs=named, routed_experts=None)
 
 
 def numbers(answer: dict[str, Any], name: str, kind: Any) -> list[Any]:
@@ -97,3 +97,16 @@ def test_the_policy_versions_of_an_answer() -> None:
     for token, version in ((4, 2), (5, 3), (6, 3)):
         sample.take(output([token], None), version)
     assert sample.completed("abort", 3)["spans"] == [(2, 1), (3, 2)]
+
+
+def test_experts_that_a_device_engine_tells_step_by_step_come_with_the_answer() -> None:
+    """vLLM tells those of what a step has read, [tokens, layers, experts of a token]; of the last token there are none."""
+    sample = Sample(5, 0, {"tokens": [1, 2, 3]})
+    steps = [np.arange(12, dtype=np.uint8).reshape(3, 2, 2), np.full((1, 2, 2), 7, np.uint8)]
+    for token, experts in zip((4, 5), steps, strict=True):
+        told = output([token], None)
+        told.routed_experts = experts
+        sample.take(told, 0)
+    shape, content = sample.told_experts()
+    assert shape == (2, 2) and content == np.concatenate(steps).tobytes()
+    assert Sample(6, 0, {"tokens": [1]}).told_experts() == ((0, 0), b"")

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from live_engine import Case, answers, attempt, model_of
+from live_engine import NUMBERS, Case, answers, attempt, model_of
 from tiny_engine import PROMPTS
 from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -15,13 +16,17 @@ from megatron_rl.engine import reload
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.expectation import cache_scales
 from megatron_rl.models.hf_folder import write_folder
+from megatron_rl.types import Prompt
 from megatron_rl.weight_sync.file_transport import version_directory
+
+LONG = Prompt(9, tuple(range(3, 37)), "", {})  # a block of the cache, and more
 
 
 def run_case(case: Case, victim: str) -> dict[str, Any]:
-    engine = case.start("live")
+    engine = case.start("live", keeps_experts=True, block_size=32)
     found: dict[str, Any] = {}
     said = [case.update(engine, case.tensors(1))]
+    found["kept"] = [kept_routes(case, engine) for _ in range(2)]  # the second time from cached prefixes
     first = answers(engine)
     sequences = [list(prompt.token_ids) for prompt in PROMPTS]
     found["routes"] = [
@@ -53,6 +58,25 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     found["fresh"] = answers(fresh) == first
     fresh.shutdown()
     return found
+
+
+def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
+    """Of tokens that samples have read: how many came with other experts than the engine chooses at once."""
+    numbers, prefilled, differ, read = {}, engine.samples.prefilled, 0, 0
+    for seed, prompt in enumerate([*PROMPTS, LONG]):
+        tokens = list(prompt.token_ids)
+        numbers[next(NUMBERS)] = tokens
+        engine.generate(max(numbers), tokens=tokens, seed=seed, max_tokens=4 + seed % 3)
+    replies = [reply for _ in range(6) for reply in engine.step()]
+    prefilled = engine.samples.prefilled - prefilled
+    for number, said in replies:
+        tokens = [*numbers[number], *np.frombuffer(said["tokens"], np.int32).tolist()]
+        kept_SLK = np.frombuffer(said["experts"], np.uint8).reshape(len(tokens) - 1, *said["experts_shape"])
+        (watched,) = engine.values("routed_experts", [tokens], case.version)
+        wanted_SLK = np.frombuffer(watched, np.int32).reshape(len(tokens), *said["experts_shape"])[:-1]
+        differ += int((np.sort(kept_SLK) != np.sort(wanted_SLK)).any(-1).sum())
+        read += kept_SLK[..., 0].size
+    return {"answers": len(replies), "differ": differ, "read": read, "prefilled": prefilled}
 
 
 def transformers_routes(case: Case, sequences: list[list[int]]) -> list[Any]:

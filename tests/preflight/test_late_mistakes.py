@@ -130,5 +130,5 @@ def test_the_sources_are_the_packages() -> None:
         assert {field.name for field in fields(real) if not field.name.startswith("_")} <= read.keys()
     assert foreign.fields_of("megatron.core", _OPTIMIZER + _REPLICAS, _CLASSES).keys() >= _REPLICAS_OWNED.keys()
     arguments = foreign.fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",))
-    assert {"max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "hf_overrides"} <= arguments.keys()
+    assert {"max_num_seqs", "kv_cache_memory_bytes", "hf_overrides", "enable_return_routed_experts"} <= arguments.keys()
     assert foreign.fields_of("no_such_package", (), ()) is None
