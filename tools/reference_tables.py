@@ -12,8 +12,7 @@ from megatron_rl.config.schema import Config, Format
 from megatron_rl.config.shape import keys_of
 from megatron_rl.runs.alarms import RULES, Rule
 from megatron_rl.runs.metrics import METRICS
-from megatron_rl.workshop.translation.derived import FACTS
-from megatron_rl.workshop.translation.table import Row, Table, projects, table
+from megatron_rl.workshop.translation.table import Row, Table, projects, shared, table
 
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
@@ -167,7 +166,7 @@ def _said(value: object) -> str:
 
 
 def _here(row: Row) -> str:
-    ours = ", ".join(f"`{key}`" if not key.startswith("=") else FACTS[key[1:]] for key in row.to)
+    ours = ", ".join(f"`{key}`" if not key.startswith("=") else shared()["facts"][key[1:]] for key in row.to)
     words = [f"{as_written(key)} → {_word(value)}" for key, value in {**(row.words or {}), **row.instead}.items()]
     only = [f"with `{name}`" for name in (row.when, row.when_loss) if name] + (
         [f"without `{row.unless}`"] if row.unless else []

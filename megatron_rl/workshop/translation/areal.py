@@ -6,23 +6,14 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import in_section
+from megatron_rl.workshop.translation.settings import settings
 
-SECTION = "actor.rejection_sampling"
-KEYS = ("level", "action", "metric", "agg", "upper", "lower")
-BESIDE = (
-    "use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method", "importance_sampling_level",
-    "use_sapo_loss",
-)  # fmt: skip
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
-CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
-REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
 NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or leave this out"
 
 
 def areal(mapping: Native) -> Translation:
-    beside = [f"actor.{name}" for name in BESIDE]
-    keys = in_section("areal", mapping, SECTION, KEYS, beside, common=KEYS, old=REMOVED, bare=False)
+    keys = settings("areal", mapping, bare=False)
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
     if rejects and not decoupled:

@@ -1,6 +1,6 @@
 """Keys of ours that follow from several of theirs: batch, lengths, schedule, layout, model and data of a recipe.
 
-`FACTS` is what a table's rows may name besides our keys, after a =; `derive` turns them into keys.
+A table's rows may name facts besides our keys, after a = (`shared.yaml` lists them); `derive` turns them into keys.
 """
 
 from __future__ import annotations
@@ -11,46 +11,6 @@ from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.workshop.translation.layout import Told, Values, layout, number, ranks
 
-FACTS = {
-    "model": "`model`: a preset of conf/model, or models/NAME",
-    "train": "`data.train`: a file, or data/NAME for a published set",
-    "eval": "`data.eval`, likewise",
-    "template": "`data.template: {}` where it is on",
-    "batch_answers": "`rollout.prompts_per_step`: the answers of a step by those of a prompt",
-    "minibatch_prompts": "`learner.n_minibatches`: prompts of a step by these",
-    "minibatch_answers": "`learner.n_minibatches`: answers of a step by these",
-    "passes": "nothing where it is 1; several updates with the same answers are not built",
-    "microbatch_answers": "`learner.tokens_per_microbatch`: so many of the longest answers",
-    "total_tokens": "`rollout.max_prompt_tokens` or `max_response_tokens`: what the other leaves",
-    "warmup_share": "`optim.warmup_steps`: of `run.steps`",
-    "min_lr_share": "`optim.min_lr`: of `optim.lr`",
-    "kl_used": "`loss.kl_coef`: 0 where it is off",
-    "overlong_used": "`reward.overlong_buffer`: 0 where it is off",
-    "both_clips": "`loss.clip_low` and `loss.clip_high`",
-    "nodes": "`cluster`, and how many ranks and servers there are",
-    "gpus": "`cluster`: of a node",
-    "context_parallel": "`learner.data_parallel`: as many ranks more",
-    "sampler_gpus": "`sampler.devices`: GPUs of their own; else learner and sampler take turns",
-    "sampler_nodes": "`sampler.fleet.servers`: nodes of their own",
-    "sampler_engines": "`sampler.engines`, or servers",
-    "learner_gpus": "as `gpus`, of the learner alone",
-    "learner_ranks": "`learner`'s parallel sizes, of words such as fsdp:d4p1t1",
-    "sampler_ranks": "`sampler.tensor_parallel` and its GPUs, of words such as sglang:d4p1t1",
-    "allocation": "the sizes of both, of words such as sglang:d4p1t1+d4p1t1",
-    "total": "nodes and GPUs are those of learner and sampler together",
-    "leave_one_out": "`advantage.estimator: rloo` where rewards are not divided by their deviation",
-    "ahead_used": "`rollout.ahead`: 0 where it is off",
-    "entropy_used": "`loss.entropy_coef`: 0 where it is off",
-    "device_answers": "with the two below and the GPUs: answers of an update, and of a step",
-    "accumulated": "micro-batches of an update",
-    "steps_per_generation": "micro-batches of a step",
-    "shared": "learner and sampler on the same GPUs, in turns",
-    "sharded": "a note: sizes of the learner are to be found with `megatron-rl plan --suggest`",
-    "recompute": "`learner.megatron`: all activations are computed again, where the learner is sharded",
-    "wandb": "`log.wandb: auto` where it is among the loggers",
-    "wandb_named": "`log.wandb: auto` where it is named",
-    "reward": "a note: which reward judges there",
-}
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
 LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said

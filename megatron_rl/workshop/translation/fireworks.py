@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import flatten, in_section
+from dataclasses import replace
 
-KEYS = ("cap", "level", "icepop_threshold")
-FORMER = {"tis_cap": "cap", "tis_level": "level"}  # in `is_correction`, beside the clips of the loss
+from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, ratio_rule, weigh
+from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.workshop.translation.table import table
+
 CLIPS = ("eps_clip", "eps_clip_high")
 
 
 def fireworks(mapping: Native) -> Translation:
     place, section = _place(mapping)
-    known = KEYS if section == "tis" else (*FORMER, *CLIPS)
-    keys = in_section("fireworks", mapping, place + section, known, (f"{place}anchor_logp",), ("cap", "level", *CLIPS))
-    keys.rename(FORMER)
+    names = table("fireworks").correction
+    known = names.keys if section == "tis" else (*names.former, *CLIPS)  # beside the clips of the loss
+    names = replace(names, keys=known, section=place + section, beside=(f"{place}anchor_logp",))
+    keys = settings("fireworks", mapping, names)
     if any(keys.given(name) for name in CLIPS):
         keys.note("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
@@ -42,13 +44,13 @@ def fireworks(mapping: Native) -> Translation:
 
 def _place(mapping: Native) -> tuple[str, str]:
     """The dotted sections above the settings, such as `recipe.rl.` in a provision file, and their section's name."""
-    found, sections = set(), set()
+    found, sections, former = set(), set(), table("fireworks").correction.former
     for path in flatten(mapping):
         parts = path.split(".")
         for name in ("tis", "is_correction", "anchor_logp"):
             if name in parts:
                 found.add(".".join(parts[: parts.index(name)]))
-        sections |= {"tis"} & set(parts) | {"is_correction" for part in ("is_correction", *FORMER) if part in parts}
+        sections |= {"tis"} & set(parts) | {"is_correction" for part in ("is_correction", *former) if part in parts}
     if len(found) > 1 or len(sections) > 1:
         where = ", ".join(sorted(found if len(found) > 1 else sections))
         raise TranslationError(f"fireworks: the settings are in several places: {where}; keep one")

@@ -92,6 +92,15 @@ class Keys:
         value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
+    def take(self, name: str, value: Any, path: str) -> None:
+        """A value that the file has at this path."""
+        if self._values.setdefault(name, value) != value:
+            raise TranslationError(f"{self.framework}: {name} is given twice with different values, once at {path}")
+        self.paths.add(path)
+
+    def names(self) -> list[str]:
+        return list(self._values)
+
     def note(self, condition: str) -> None:
         self.notes.append(condition)
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import anywhere
+from megatron_rl.workshop.translation.settings import settings
 
 CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
 KIND = "truncated_importance_sampling_type"
 HIGH, LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 PER_SEQUENCE, KL_KEY = "sequence_level_importance_ratios", "use_on_policy_kl_approximation"
 PENALTY, KL_TYPE = "reference_policy_kl_penalty", "reference_policy_kl_type"
-COMMON = (PENALTY, KL_TYPE, "use_kl_in_reward")
-KEYS = (CORRECTION, KIND, HIGH, LOW, PER_SEQUENCE, ERROR_KEY, "force_on_policy_ratio", KL_KEY, *COMMON)
 
 
 def nemo_rl(mapping: Native) -> Translation:
-    keys = anywhere("nemo_rl", mapping, KEYS, COMMON)
+    keys = settings("nemo_rl", mapping)
     penalty = keys.number(PENALTY)
     if keys.flag(KL_KEY, False) and penalty != 0:
         raise keys.error(KL_KEY, "NeMo-RL weighs by pi over the sampler, ours by pi over the proximal policy")

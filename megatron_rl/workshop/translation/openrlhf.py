@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import anywhere
+from megatron_rl.workshop.translation.settings import settings
 
 BOUNDS = "is_correction_threshold"
 LEVEL, MODE, GATING = "is_correction_level", "is_correction_mode", "is_correction_gating"
 ENABLE, KIND = "is_correction_enable", "is_correction_type"
 FIRST_BOUND = "vllm_is_truncated_threshold"
-FORMER = {"enable_vllm_is_correction": ENABLE, FIRST_BOUND: BOUNDS, "vllm_is_correction_type": KIND}
-REMOVED = {"use_icepop": f"{KIND}: icepop does it"}
-KL_KEY, COMMON = "unbiased_gradient", ("use_loss",)
+KL_KEY = "unbiased_gradient"
 KL_CAP = 10.0  # KL_IS_WEIGHT_CLIP
-KEYS = (LEVEL, MODE, GATING, BOUNDS, ENABLE, KIND, "policy_loss_type", KL_KEY, *COMMON, *FORMER)
 GATES = {"binary_kl": Stat.binary_kl, "tv": Stat.tv}
 # what a scheme is called before 0.11.2, and its level and mode since
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 
 
 def openrlhf(mapping: Native) -> Translation:
-    keys = anywhere("openrlhf", mapping, KEYS, COMMON, old=REMOVED)
-    keys.rename(FORMER)
+    keys = settings("openrlhf", mapping)
     scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
     if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
         keys.goes_with(kl_cap=KL_CAP)

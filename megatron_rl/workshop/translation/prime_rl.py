@@ -8,22 +8,18 @@ from typing import Any
 
 from megatron_rl.config.schema import Level, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import BYPASS, Keys, Native, Translation, TranslationError
-from megatron_rl.workshop.translation.settings import flatten, in_section
+from megatron_rl.workshop.translation.settings import flatten, settings
 
-SECTION = "trainer.loss"
 LOW, HIGH, IPO, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau"
-KEYS = ("type", LOW, HIGH, IPO, KL, FACTOR, "import_path")
-COMMON = ("type", "import_path")
-REMOVED = {"teacher_tau": "an algorithm of its own (opd) has taken its place"}
 OTHER_LOSSES = ("echo", "opd", "opsd", "sft")  # algorithms, of which some tokens have another loss than trainer.loss
 
 
 def prime_rl(mapping: Native) -> Translation:
-    settings = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
-    for path, algorithm in _algorithms(settings):
+    flat = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
+    for path, algorithm in _algorithms(flat):
         if algorithm in OTHER_LOSSES:
             raise TranslationError(f"prime_rl: {path} is {algorithm!r}: its tokens have a loss that ours has not")
-    keys = in_section("prime_rl", settings, SECTION, KEYS, common=COMMON, old=REMOVED)
+    keys = settings("prime_rl", flat)
     kind = keys.choice("type", "default", "default", "ipo", "custom")
     if kind == "custom":
         raise keys.error("type", "what a custom loss computes is not known here")
@@ -53,9 +49,9 @@ def _number(keys: Keys, name: str, default: float) -> float:
     return value
 
 
-def _algorithms(settings: Native) -> Iterator[tuple[str, Any]]:
+def _algorithms(flat: Native) -> Iterator[tuple[str, Any]]:
     """Algorithm settings of all environments together and of each."""
-    for path, value in settings.items():
+    for path, value in flat.items():
         if path.endswith("algo.type"):
             yield path, value
         for place, part in enumerate(value if isinstance(value, list) else ()):

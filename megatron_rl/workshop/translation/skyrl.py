@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import in_section
+from megatron_rl.workshop.translation.settings import settings
 
-ALGORITHM = "trainer.algorithm"
 MASK = "sequence_mask_metric"
-KEYS = (
-    "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high", MASK,
-    "geo_mask_high", "geo_mask_low", "product_mask_high", "product_mask_low", "outlier_token_is_threshold_low",
-    "outlier_token_is_threshold_high", "token_mask_is_threshold_low", "token_mask_is_threshold_high",
-)  # fmt: skip
-SETTINGS = ("use_tis", "tis_imp_ratio_cap", "policy_loss_type", "cispo.cispo_anchor")
-BESIDE = tuple(f"{ALGORITHM}.{name}" for name in SETTINGS)
 BY_SAMPLER = ("rollout_is", "dppo")
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
@@ -22,9 +14,9 @@ BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 
 def skyrl(mapping: Native) -> Translation:
-    keys = in_section("skyrl", mapping, f"{ALGORITHM}.off_policy_correction", KEYS, BESIDE)
+    keys = settings("skyrl", mapping)
     if not keys.present and not keys.flag("use_tis", False):
-        keys.note(f"there is no {ALGORITHM}.off_policy_correction, so SkyRL corrects nothing")
+        keys.note("there is no trainer.algorithm.off_policy_correction, so SkyRL corrects nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
     loss = keys.choice("policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION)

@@ -15,28 +15,22 @@ from megatron_rl.workshop.translation.keys import (
     ratio_rule,
     weigh,
 )
-from megatron_rl.workshop.translation.settings import anywhere
+from megatron_rl.workshop.translation.settings import settings
 
 FUNCTION = "custom_tis_function_path"
 PARTIAL, MASK_OLD = "partial_rollout", "mask_offpolicy_in_partial_rollout"
 METRICS = "get_mismatch_metrics"
-FLAGS = (
-    "use_tis", "tis_clip", "tis_clip_low", FUNCTION, "use_rollout_logprobs", METRICS,
-    "custom_config_path", "use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "kl_loss_type",
-    "advantage_estimator", PARTIAL, MASK_OLD,
-)  # fmt: skip
 MIS = (
     "use_rs", "tis_level", "rs_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "rs_lower_bound",
     "rs_upper_bound", "rs_veto_threshold", "tis_batch_normalize",
 )  # fmt: skip
-COMMON = ("use_kl_loss", "kl_loss_type", "custom_config_path", "advantage_estimator")
 LOW_VARIANCE = "low_var_kl"
 LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
 
 def slime(mapping: Native) -> Translation:
-    keys = anywhere("slime", mapping, FLAGS + MIS, COMMON)
+    keys = settings("slime", mapping)
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
         _unbiased_kl(keys)
     by_sampler = keys.flag("use_rollout_logprobs", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNCAPPED, Keys, Native, Translation, opsm, weigh
-from megatron_rl.workshop.translation.settings import anywhere, flatten, last
+from megatron_rl.workshop.translation.settings import flatten, last, settings
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
 LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
@@ -12,10 +12,8 @@ OLD_HIGH = "vllm_importance_sampling_cap"
 CORRECTION = "vllm_importance_sampling_correction"
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LOSS_LEVEL = "importance_sampling_level"
-COMMON = ("beta", "loss_type", LOSS_LEVEL)
 KL_KEY = "use_bias_correction_kl"
 GAMMA = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", KL_KEY, *GAMMA, *COMMON)
 # 0.23 to 0.25 know token truncation alone; these tell a file of a later version
 SINCE_0_26 = {MODE, LOW, HIGH, KL_KEY, MASK_KEY, "num_generations_eval", "log_unique_prompts", "vllm_max_model_length"}
 EARLY = f"without {MODE} read as TRL 0.23 to 0.25 do: token_truncate; since 0.26 it is sequence_mask, say which"
@@ -25,7 +23,7 @@ LATER = (
 
 
 def trl(mapping: Native) -> Translation:
-    keys = anywhere("trl", mapping, KEYS, COMMON)
+    keys = settings("trl", mapping)
     undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
     early = undated and keys.given(OLD_HIGH)
     weighs_kl = keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0

@@ -6,40 +6,16 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, weigh
-from megatron_rl.workshop.translation.settings import flatten, in_section
+from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.workshop.translation.table import table
 
 NORMALIZE = "rollout_is_batch_normalize"
-KEYS = (
-    "rollout_is", "rollout_is_threshold", NORMALIZE, "rollout_rs", "rollout_rs_threshold",
-    "bypass_mode", "loss_type",
-)  # fmt: skip
 AGG, DRO = "loss_agg_mode", "dro_beta"
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-# what verl divides by, and whether it has the sampler's logprobs
-ACTOR = "actor_rollout_ref.actor"
-BESIDE = (
-    "trainer.use_v1", f"{ACTOR}.{AGG}", f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.policy_loss.{DRO}",
-    "actor_rollout_ref.rollout.calculate_log_probs",
-)  # fmt: skip
-COMMON = ("loss_type", "loss_mode")
 # the section that loss_mode bypass_mode reads, under the default trainer
-IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
+IN_LOSS = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 MODES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode")
 ROW_MODES = {"gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo"}  # a mean over rows, whatever loss_agg_mode says
-VETO = "verl has no veto now; write it as our rule {level: sequence, stat: ratio, reduce: min, low: ...}"
-REMOVED = {
-    "tis_imp_ratio_cap": "rollout_is: token with rollout_is_threshold: the cap does it",
-    "rollout_is_level": "rollout_is says it",
-    "rollout_is_mode": "rollout_is_threshold says it: a number truncates, lo_hi masks",
-    "rollout_is_threshold_lower": "lo_hi in rollout_is_threshold says it",
-    "rollout_rs_threshold_lower": "lo_hi in rollout_rs_threshold says it",
-    "rollout_is_veto_threshold": VETO,
-    "rollout_token_veto_threshold": VETO,
-    "bypass_old_logprob_for_rollout": "bypass_mode does it",
-    "use_policy_gradient": "loss_type: reinforce does it",
-    "use_pure_rollout_correction": "bypass_mode with loss_type: reinforce does it",
-    "debug_rollout_actor_probs": "verl compares the two whenever calculate_log_probs is set",
-}
 STATS = {"k1": Stat.ratio, "k2": Stat.k2, "k3": Stat.k3}
 RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, stat in STATS.items()} | {
     f"seq_{reduce.value}_{name}": RejectRule(stat=stat, reduce=reduce)
@@ -52,9 +28,10 @@ RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, sta
 def verl(mapping: Native) -> Translation:
     flat = flatten(mapping)
     in_loss = {path: flat.pop(path) for path in list(flat) if ".policy_loss.rollout_correction." in f".{path}."}
-    keys = in_section("verl", flat, "algorithm.rollout_correction", KEYS, BESIDE, common=COMMON, old=REMOVED)
+    keys = settings("verl", flat)
     if in_loss:
-        _read_in_loss(keys, in_section("verl", in_loss, IN_LOSS, KEYS, common=COMMON, old=REMOVED, bare=False))
+        names = replace(table("verl").correction, section=IN_LOSS, beside=())
+        _read_in_loss(keys, settings("verl", in_loss, names, bare=False))
     if not keys.present:
         keys.note("there is no algorithm.rollout_correction, so verl corrects nothing")
     bypass = _bypasses(keys)
@@ -94,7 +71,7 @@ def _read_in_loss(keys: Keys, in_loss: Keys) -> None:
     if keys.text("loss_mode") != "bypass_mode" or not keys.flag("use_v1", True):
         keys.note(f"{IN_LOSS}: verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out")
         return
-    keys.replace(in_loss, [name for name in KEYS if name != "bypass_mode"])
+    keys.replace(in_loss, [name for name in table("verl").correction.keys if name != "bypass_mode"])
     if not keys.given("use_v1"):
         keys.note(
             "verl's default trainer (use_v1: true) reads policy_loss.rollout_correction, as here; with use_v1: false "

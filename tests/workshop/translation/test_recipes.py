@@ -14,12 +14,11 @@ from translation_cases import ALL
 
 from megatron_rl import cli
 from megatron_rl.config import all_keys, load
-from megatron_rl.workshop.translation.derived import FACTS
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.recipe import recipe, translated
 from megatron_rl.workshop.translation.settings import flatten, last
 from megatron_rl.workshop.translation.shell import Script
-from megatron_rl.workshop.translation.table import projects, table
+from megatron_rl.workshop.translation.table import projects, shared, table
 from megatron_rl.workshop.translation.translate import translate
 
 ROOT = Path(__file__).parents[3]
@@ -302,7 +301,7 @@ def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
 
 def test_tables_are_sound() -> None:
     """Each row names keys of ours or facts that are explained; no key has two rows."""
-    known = {*all_keys(), *SECTIONS, *(f"={fact}" for fact in FACTS)}
+    known = {*all_keys(), *SECTIONS, *(f"={fact}" for fact in shared()["facts"])}
     used = set()
     for rules in map(table, projects()):
         names = [name for row in rules.rows for name in row.names]
@@ -313,7 +312,7 @@ def test_tables_are_sound() -> None:
                 assert key in known or key.startswith(MAPS), (rules.project, row.theirs, key)
                 used.add(key)
             assert row.to or row.why, (rules.project, row.theirs)
-    assert {key[1:] for key in used if key.startswith("=")} == FACTS.keys()
+    assert {key[1:] for key in used if key.startswith("=")} == shared()["facts"].keys()
 
 
 def test_the_page_is_current() -> None:
