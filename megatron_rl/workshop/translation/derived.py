@@ -9,14 +9,14 @@ import re
 
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.workshop.translation.layout import Told, Values, layout, number, ranks
+from megatron_rl.workshop.translation.layout import Accounts, Values, layout, number, ranks
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
 LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
 
 
-def derive(values: Values, told: Told) -> None:
+def derive(values: Values, told: Accounts) -> None:
     """Replaces the facts by keys."""
     for step in (_switches, _clips, ranks, _lengths, _batch, _schedule, layout, _model, _data, _sampling):
         step(values, told)
@@ -26,7 +26,7 @@ def derive(values: Values, told: Told) -> None:
         del values[name]
 
 
-def _switches(values: Values, told: Told) -> None:
+def _switches(values: Values, told: Accounts) -> None:
     switched = {
         "=kl_used": "loss.kl_coef",
         "=overlong_used": "reward.overlong_buffer",
@@ -47,7 +47,7 @@ def _switches(values: Values, told: Told) -> None:
             told.missing["a baseline without the answer itself"] = "grpo's is the group's mean; rloo divides by nothing"
 
 
-def _clips(values: Values, told: Told) -> None:
+def _clips(values: Values, told: Accounts) -> None:
     both = values.get("=both_clips")
     for key in ("loss.clip_low", "loss.clip_high"):
         if values.get(key) is None and both is not None:
@@ -56,7 +56,7 @@ def _clips(values: Values, told: Told) -> None:
         values["loss.clip_low"] = 1.0
 
 
-def _lengths(values: Values, told: Told) -> None:
+def _lengths(values: Values, told: Accounts) -> None:
     total = number(values, "=total_tokens")
     prompt, response = (number(values, f"rollout.max_{part}_tokens") for part in ("prompt", "response"))
     if total is None or (prompt and response and prompt + response <= total):
@@ -69,7 +69,7 @@ def _lengths(values: Values, told: Told) -> None:
     values["rollout.max_response_tokens"] = response
 
 
-def _batch(values: Values, told: Told) -> None:
+def _batch(values: Values, told: Accounts) -> None:
     samples = int(number(values, "rollout.samples_per_prompt", 1))
     if (rows := number(values, "=device_answers")) is not None:
         rows, updates = int(rows) * int(number(values, "=gpus", 1)), int(number(values, "=accumulated", 1))
@@ -97,7 +97,7 @@ def _batch(values: Values, told: Told) -> None:
         values["learner.tokens_per_microbatch"] = max(int(tokens), longest)
 
 
-def _schedule(values: Values, told: Told) -> None:
+def _schedule(values: Values, told: Accounts) -> None:
     steps, lr = number(values, "run.steps"), number(values, "optim.lr")
     if (share := number(values, "=warmup_share", 0)) and not values.get("optim.warmup_steps"):
         if steps is None:
@@ -114,7 +114,7 @@ def _schedule(values: Values, told: Told) -> None:
         told.note("there a run is so many passes over its data; here it is run.steps steps, 100 unless set")
 
 
-def _model(values: Values, told: Told) -> None:
+def _model(values: Values, told: Accounts) -> None:
     path = values.get("=model")
     if path is None:
         return
@@ -126,7 +126,7 @@ def _model(values: Values, told: Told) -> None:
         values["model.path"] = _local(str(path), "models", told)
 
 
-def _local(path: str, folder: str, told: Told) -> str:
+def _local(path: str, folder: str, told: Accounts) -> str:
     """A path as it is; a name on the hub is expected in a folder."""
     if path.startswith(("/", ".", "~", "$", f"{folder}/")) or path.count("/") > 1 or re.search(r"\.\w{4,7}$", path):
         return path
@@ -135,7 +135,7 @@ def _local(path: str, folder: str, told: Told) -> str:
     return f"{folder}/{name}"
 
 
-def _data(values: Values, told: Told) -> None:
+def _data(values: Values, told: Accounts) -> None:
     for key in ("train", "eval"):
         named = values.get(f"={key}")
         if isinstance(named, str) and "," in named:
@@ -157,7 +157,7 @@ def _data(values: Values, told: Told) -> None:
         values["log.wandb"] = "auto"
 
 
-def _sampling(values: Values, told: Told) -> None:
+def _sampling(values: Values, told: Accounts) -> None:
     top_p, top_k = number(values, "rollout.top_p", 1), number(values, "rollout.top_k")
     if top_k is not None and not 1 <= top_k <= 1024:
         values["rollout.top_k"] = top_k = None

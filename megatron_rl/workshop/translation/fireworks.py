@@ -17,24 +17,20 @@ def fireworks(mapping: Native) -> Translation:
     known = names.keys if section == "tis" else (*names.former, *CLIPS)  # beside the clips of the loss
     names = replace(names, keys=known, section=place + section, beside=(f"{place}anchor_logp",))
     keys = settings("fireworks", mapping, names)
-    if any(keys.given(name) for name in CLIPS):
-        keys.note("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
+    keys.note_if(any(keys.given(name) for name in CLIPS), "clips")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
         return keys.bypass()
-    if not keys.present:
-        keys.note("there is no tis section: the cookbook's default is a cap of 5 per token")
+    keys.note_if(not keys.present, "there is no tis section: the cookbook's default is a cap of 5 per token")
     cap = keys.positive("cap", 5.0) or 5.0
     level = keys.choice("level", "token", "token", "sequence")
     band = keys.positive("icepop_threshold")
     if level == "sequence":
-        if band is not None:
-            raise keys.error("icepop_threshold", "the cookbook refuses it with level: sequence")
-        keys.note("the cookbook clamps each log-ratio to +-20 before its mean: the same unless one exceeds that")
+        keys.refuse_if(band is not None, "icepop_threshold", "the cookbook refuses it with level: sequence")
+        keys.note("clamps")
         return keys.translation(weigh(None, cap, "sequence", mean=True), [])
     if band is None:
         return keys.translation(weigh(None, cap), [])
-    if band <= 1:
-        raise keys.error("icepop_threshold", "expected a threshold above 1")
+    keys.refuse_if(band <= 1, "icepop_threshold", "expected a threshold above 1")
     if cap >= band:
         return keys.translation(weigh(1.0 / band, band, mask=True), [])
     keys.note_kl("the cookbook")

@@ -21,6 +21,7 @@ from megatron_rl.config.schema import (
     WeightConfig,
     When,
 )
+from megatron_rl.workshop.translation.table import table
 
 Native = Mapping[str, Any]  # another project's settings, however they are nested
 NO_WEIGHT = WeightConfig(level=Level.none)
@@ -101,8 +102,20 @@ class Keys:
     def names(self) -> list[str]:
         return list(self._values)
 
-    def note(self, condition: str) -> None:
-        self.notes.append(condition)
+    def refuse_if(self, condition: bool, name: str, reason: str, **fields: Any) -> None:
+        if condition:
+            raise self.error(name, self._said(reason, fields))
+
+    def note(self, condition: str, **fields: Any) -> None:
+        self.notes.append(self._said(condition, fields))
+
+    def note_if(self, holds: bool, condition: str, **fields: Any) -> None:
+        if holds:
+            self.note(condition, **fields)
+
+    def _said(self, sentence: str, fields: Mapping[str, Any]) -> str:
+        """One word stands for what the table `says`."""
+        return sentence if " " in sentence else table(self.framework).correction.says[sentence].format(**fields)
 
     def goes_with(self, **loss: Any) -> None:
         """Keys of the loss without which the correction is not theirs."""
@@ -147,9 +160,9 @@ class Keys:
         """Whether the key is there to say that there is no value."""
         return name in self._values and not self.given(name)
 
-    def taken_as_true(self, name: str, otherwise: str) -> None:
-        """Note what a switch that is not given is read as."""
-        if not self.given(name):
+    def taken_as_true(self, needed: bool, name: str, otherwise: str) -> None:
+        """Note what a switch that is needed and not given is read as."""
+        if needed and not self.given(name):
             self.note(f"{name} is not given and taken as true; {otherwise}")
 
     def flag(self, name: str, default: bool) -> bool:
@@ -175,6 +188,12 @@ class Keys:
     def number(self, name: str, default: float | None = None) -> float | None:
         value = self.raw(name, default)
         return None if value is None else self.as_number(name, value)
+
+    def needed(self, name: str, project: str, default: float) -> float:
+        value = self.number(name, default)
+        if value is None:
+            raise self.error(name, f"{project} needs a number")
+        return value
 
     def positive(self, name: str, default: float | None = None) -> float | None:
         value = self.number(name, default)

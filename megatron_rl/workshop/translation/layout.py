@@ -12,9 +12,12 @@ Values = dict[str, Any]  # by our key, or by a fact with its =
 
 
 @dataclass
-class Told:
-    """What a translated recipe says in its comments."""
+class Accounts:
+    """Where each key of a file has gone, and what else a translated recipe says in its comments."""
 
+    translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
+    not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
+    unknown: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
 
@@ -28,7 +31,7 @@ def number(values: Values, name: str, default: float | None = None) -> Any:
     return default if found is None or isinstance(found, bool) else found
 
 
-def ranks(values: Values, told: Told) -> None:
+def ranks(values: Values, told: Accounts) -> None:
     """Sizes that are written as one word, such as fsdp:d4p1t1 or sglang.d4t2+d8."""
     both = str(values.get("=allocation") or "").split("+")
     words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
@@ -44,7 +47,7 @@ def ranks(values: Values, told: Told) -> None:
             values["=sharded"] = "fsdp" in str(word)
 
 
-def layout(values: Values, told: Told) -> None:
+def layout(values: Values, told: Accounts) -> None:
     nodes, gpus = int(number(values, "=nodes", 1)), int(number(values, "=gpus", 8))
     tensor, stages = (int(number(values, f"learner.{kind}_parallel", 1)) for kind in ("tensor", "pipeline"))
     engine = int(number(values, "sampler.tensor_parallel", 1))

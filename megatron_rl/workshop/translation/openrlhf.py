@@ -25,9 +25,8 @@ def openrlhf(mapping: Native) -> Translation:
     if scheme is None:
         return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
-        if unbiased:
-            raise keys.error(KL_KEY, "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler")
-        keys.note("with gspo OpenRLHF takes the sampler's logprobs as the anchor")
+        keys.refuse_if(unbiased, KL_KEY, "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler")
+        keys.note("anchor_gspo")
         keys.goes_with(name="gspo")
         return keys.bypass()
     level, mode = scheme
@@ -43,43 +42,34 @@ def openrlhf(mapping: Native) -> Translation:
 def _scheme(keys: Keys) -> tuple[str, str] | None:
     """Level and mode as 0.11.2 has them; none where the correction is off."""
     for name in (ENABLE, KIND):
-        if keys.given(name):
-            raise keys.error(name, f"OpenRLHF 0.11.2 has {LEVEL} and {MODE} in its place; keep those of one version")
+        keys.refuse_if(keys.given(name), name, "versions")
     if keys.raw(LEVEL) is False:  # the word off, as YAML reads it
         return None
-    if keys.text(LEVEL) == "geo":
-        raise keys.error(LEVEL, "OpenRLHF's name for a geometric mean is seq, write that; labs-molt's seq is a product")
+    keys.refuse_if(keys.text(LEVEL) == "geo", LEVEL, "geo")
     level = keys.choice(LEVEL, "off", "off", "token", "seq")
-    if not keys.given(LEVEL):
-        keys.note(f"{LEVEL} is not given and off by default, so OpenRLHF corrects nothing")
+    keys.note_if(not keys.given(LEVEL), "by_default")
     if level in (None, "off"):
         return None
     mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
-    if level == "seq" and mode == "clip":
-        raise keys.error(MODE, f"OpenRLHF refuses it with {LEVEL} seq")
-    if keys.choice(GATING, "ratio", "ratio", *GATES) in GATES and mode == "clip":
-        raise keys.error(MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}")
+    keys.refuse_if(level == "seq" and mode == "clip", MODE, f"OpenRLHF refuses it with {LEVEL} seq")
+    gated = keys.choice(GATING, "ratio", "ratio", *GATES) in GATES
+    keys.refuse_if(gated and mode == "clip", MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}")
     return str(level), mode
 
 
 def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
     """Tokens, or rows by their mean, whose probability has moved too far leave; the others weigh their ratio."""
-    if low is not None or not keys.given(BOUNDS):
-        raise keys.error(BOUNDS, f"OpenRLHF takes one upper bound with {GATING} {gating}")
+    keys.refuse_if(low is not None or not keys.given(BOUNDS), BOUNDS, "upper_alone", gating=gating)
     keys.note_kl("OpenRLHF")
-    if gating == "binary_kl":
-        keys.note("OpenRLHF holds both probabilities within 1e-6 and 1 - 1e-6: the same unless one is beyond that")
-    on_rows = level == "seq"
-    kind, reduce = (Level.sequence, Reduce.mean) if on_rows else (Level.token, None)
+    keys.note_if(gating == "binary_kl", "within")
+    kind, reduce = (Level.sequence, Reduce.mean) if level == "seq" else (Level.token, None)
     return keys.translation(UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)])
 
 
 def _former_scheme(keys: Keys) -> tuple[str, str] | None:
-    if keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND):
-        raise keys.error(BOUNDS, f"OpenRLHF corrects nothing by it alone; add {LEVEL}, or {ENABLE} before 0.11.2")
+    keys.refuse_if(keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND), BOUNDS, "alone")
     kind = keys.choice(KIND, "tis", *SCHEMES) or "tis"
-    if keys.given(KIND):
-        keys.taken_as_true(ENABLE, "without it OpenRLHF corrects nothing")
+    keys.taken_as_true(keys.given(KIND), ENABLE, "without it OpenRLHF corrects nothing")
     return SCHEMES[kind] if keys.flag(ENABLE, default=keys.given(KIND)) else None
 
 
@@ -93,6 +83,5 @@ def _bounds(keys: Keys) -> tuple[float | None, float]:
     if len(words) != 2 and not (single and len(words) == 1):
         raise keys.error(BOUNDS, f"expected two numbers, low and high{', or high alone' if single else ''}")
     *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
-    if numbers[0] < 0:
-        raise keys.error(BOUNDS, "ratios are never negative")
+    keys.refuse_if(numbers[0] < 0, BOUNDS, "ratios are never negative")
     return (numbers[0] or None) if len(numbers) == 2 else None, high

@@ -21,10 +21,8 @@ def prime_rl(mapping: Native) -> Translation:
             raise TranslationError(f"prime_rl: {path} is {algorithm!r}: its tokens have a loss that ours has not")
     keys = settings("prime_rl", flat)
     kind = keys.choice("type", "default", "default", "ipo", "custom")
-    if kind == "custom":
-        raise keys.error("type", "what a custom loss computes is not known here")
-    if keys.number(FACTOR, 1.0) != 1.0:
-        raise keys.error(FACTOR, "our losses have no factor on the advantage; set it to 1 and scale the learning rate")
+    keys.refuse_if(kind == "custom", "type", "what a custom loss computes is not known here")
+    keys.refuse_if(keys.number(FACTOR, 1.0) != 1.0, FACTOR, "factor")
     tau = _number(keys, KL, 1e-3)
     if tau:
         # tau d^2 of all tokens, those outside the trust region among them
@@ -43,9 +41,8 @@ def prime_rl(mapping: Native) -> Translation:
 
 
 def _number(keys: Keys, name: str, default: float) -> float:
-    value = keys.number(name, default)
-    if value is None or value < 0:
-        raise keys.error(name, "prime-rl needs a number of 0 or more")
+    value = keys.needed(name, "prime-rl", default)
+    keys.refuse_if(value < 0, name, "prime-rl needs a number of 0 or more")
     return value
 
 

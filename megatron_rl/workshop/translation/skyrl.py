@@ -15,18 +15,16 @@ BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 def skyrl(mapping: Native) -> Translation:
     keys = settings("skyrl", mapping)
-    if not keys.present and not keys.flag("use_tis", False):
-        keys.note("there is no trainer.algorithm.off_policy_correction, so SkyRL corrects nothing")
+    keys.note_if(not keys.present and not keys.flag("use_tis", False), "nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
     loss = keys.choice("policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION)
-    if loss in WITHOUT_CORRECTION and (rules or weight.level != Level.none):
-        raise keys.error("policy_loss_type", "this loss of SkyRL ignores off_policy_correction; leave one of them out")
-    if loss in BY_COVARIANCE and (weight.level != Level.none or keys.given(MASK)):
-        raise keys.error("policy_loss_type", "SkyRL refuses it with TIS or a sequence mask; leave one of them out")
-    if loss in BY_COVARIANCE and rules:
+    weighs = weight.level != Level.none
+    keys.refuse_if(loss in WITHOUT_CORRECTION and (bool(rules) or weighs), "policy_loss_type", "ignores")
+    keys.refuse_if(loss in BY_COVARIANCE and (weighs or keys.given(MASK)), "policy_loss_type", "covariance")
+    if loss in BY_COVARIANCE:
+        keys.note_if(bool(rules), "token_rules", loss=loss)
         rules = []
-        keys.note(f"with {loss} SkyRL ignores outlier_token_is_* and token_mask_is_*, and so does this")
     if rules:
         keys.note_kl("SkyRL")
     if loss == "gspo" and any(rule.level == Level.token for rule in rules):
@@ -34,27 +32,23 @@ def skyrl(mapping: Native) -> Translation:
     anchor = Anchor.prox
     if loss in BY_SAMPLER or (loss == "cispo" and keys.text("cispo_anchor") == "rollout"):
         anchor = Anchor.sampler
-        if weight.level != Level.none:
-            raise keys.error("tis_ratio_type", f"the ratio of {loss} is to the sampler and holds the mismatch already")
+        keys.refuse_if(weighs, "tis_ratio_type", "holds", loss=loss)
         keys.note(f"the ratio of {loss} is to the sampler")
         keys.goes_with(name=loss)
-        if rules:
-            keys.note("SkyRL judges by the old policy, ours by the current one: the same with one update")
+        keys.note_if(bool(rules), "judges")
     return keys.translation(weight, rules, anchor=anchor)
 
 
 def _weight(keys: Keys) -> WeightConfig:
     level = keys.choice("tis_ratio_type", None, "token", "sequence")
     if keys.flag("use_tis", False):
-        if not keys.given("tis_imp_ratio_cap"):
-            raise keys.error("tis_imp_ratio_cap", "use_tis needs a cap")
+        keys.refuse_if(not keys.given("tis_imp_ratio_cap"), "tis_imp_ratio_cap", "use_tis needs a cap")
         return weigh(None, keys.positive("tis_imp_ratio_cap"))
     if level is None:
         return NO_WEIGHT
     name = f"{level}_tis_ratio_clip_high"
     cap = keys.positive(name, 2.0 if level == "token" else 5.0)
-    if cap is None:
-        raise keys.error(name, "SkyRL needs a number")
+    keys.refuse_if(cap is None, name, "SkyRL needs a number")
     return weigh(None, cap, level)
 
 
@@ -79,10 +73,7 @@ def _token_rules(keys: Keys, weight: WeightConfig) -> list[RejectRule]:
     given = [name for name in (low_key, high_key) if keys.given(name)]
     if not given:
         return []
-    if len(given) == 1:
-        raise keys.error(given[0], "SkyRL ignores one bound without the other; set both")
-    if keys.given(MASK):
-        raise keys.error(MASK, "SkyRL evaluates it on what token_mask_is_threshold_* left, ours on all")
-    if weight.level == Level.sequence:
-        raise keys.error("tis_ratio_type", "SkyRL takes the product over what token_mask_is_threshold_* left")
+    keys.refuse_if(len(given) == 1, given[0], "one_bound")
+    keys.refuse_if(keys.given(MASK), MASK, "left")
+    keys.refuse_if(weight.level == Level.sequence, "tis_ratio_type", "product")
     return [ratio_rule(keys.lower(low_key), keys.positive(high_key))]

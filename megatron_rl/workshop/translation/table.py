@@ -69,6 +69,7 @@ class Names:
     former: Mapping[str, str] = field(default_factory=dict)  # in other versions -> today
     removed: Mapping[str, str] = field(default_factory=dict)  # no longer there -> what has taken its place
     others: tuple[str, ...] = ()  # that sound alike
+    says: Mapping[str, str] = field(default_factory=dict)  # what is said of them, by a word for it
 
     @property
     def outside(self) -> set[str]:
