@@ -10,6 +10,7 @@ import re
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.workshop.translation.layout import Accounts, Values, layout, number, ranks
+from megatron_rl.workshop.translation.table import shared
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
@@ -21,30 +22,23 @@ def derive(values: Values, told: Accounts) -> None:
     for step in (_switches, _clips, ranks, _lengths, _batch, _schedule, layout, _model, _data, _sampling):
         step(values, told)
     if reward := values.get("=reward"):
-        told.note(f"the reward there is {reward}; see that reward.name judges alike")
+        told.note("reward", reward=reward)
     for name in [name for name in values if name.startswith("=")]:
         del values[name]
 
 
 def _switches(values: Values, told: Accounts) -> None:
-    switched = {
-        "=kl_used": "loss.kl_coef",
-        "=overlong_used": "reward.overlong_buffer",
-        "=ahead_used": "rollout.ahead",
-        "=entropy_used": "loss.entropy_coef",
-    }
-    for fact, key in switched.items():
-        if values.get(fact) is False:
+    for fact, key in shared()["switches"].items():
+        if values.get(f"={fact}") is False:
             values.pop(key, None)
     if not values.get("rollout.ahead"):
         values.pop("rollout.in_flight", None)
     if values.get("rollout.in_flight") != "continue":
         values.pop("rollout.in_flight_cache", None)
-    if values.get("=leave_one_out"):
-        if values.get("advantage.estimator") == "dr_grpo":
-            values["advantage.estimator"] = "rloo"
-        else:
-            told.missing["a baseline without the answer itself"] = "grpo's is the group's mean; rloo divides by nothing"
+    if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":
+        values["advantage.estimator"] = "rloo"
+    elif values.get("=leave_one_out"):
+        told.lacks("a baseline without the answer itself", "baseline")
 
 
 def _clips(values: Values, told: Accounts) -> None:
@@ -63,7 +57,7 @@ def _lengths(values: Values, told: Accounts) -> None:
         return
     if response is None or response >= total:
         prompt = prompt if prompt and prompt < total else min(LONGEST_PROMPT, total // 2)
-        told.note(f"prompt and answer share {total} tokens there; here prompts have {prompt} of them, answers the rest")
+        told.note("shared_tokens", total=total, prompt=prompt)
         response = total - prompt
     values["rollout.max_prompt_tokens"] = prompt if prompt and prompt + response <= total else total - response
     values["rollout.max_response_tokens"] = response
@@ -82,11 +76,9 @@ def _batch(values: Values, told: Accounts) -> None:
         if (part := number(values, fact)) is not None:
             values["learner.n_minibatches"] = min(max(1, whole // int(part)), prompts)
             if whole % int(part) and int(part) < whole:
-                told.note(
-                    f"a step's {whole} are no multiple of the {int(part)} of an update: the updates are larger here"
-                )
+                told.note("larger_updates", whole=whole, part=int(part))
     if (passes := number(values, "=passes", 1)) != 1:
-        told.missing[f"{passes} passes over a batch"] = "several updates with the same answers are not built"
+        told.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(int(number(values, f"rollout.max_{part}_tokens", 0)) for part in ("prompt", "response"))
     tokens = number(values, "learner.tokens_per_microbatch")
     if tokens is None and (rows := number(values, "=microbatch_answers")) is not None and longest:
@@ -101,17 +93,15 @@ def _schedule(values: Values, told: Accounts) -> None:
     steps, lr = number(values, "run.steps"), number(values, "optim.lr")
     if (share := number(values, "=warmup_share", 0)) and not values.get("optim.warmup_steps"):
         if steps is None:
-            told.note(f"the warm-up is {share:g} of all steps: set run.steps and optim.warmup_steps")
-        else:
-            values["optim.warmup_steps"] = round(share * steps)
+            told.note("warmup", share=share)
+        values["optim.warmup_steps"] = round(share * (steps or 0))
     if (share := number(values, "=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
         values["optim.min_lr"] = share * lr
-    warmup = number(values, "optim.warmup_steps")
-    values["optim.warmup_steps"] = 0 if warmup is None else max(0, int(warmup))
+    values["optim.warmup_steps"] = max(0, int(number(values, "optim.warmup_steps", 0)))
     if lr is not None and number(values, "optim.min_lr", 0) > lr:
         values["optim.min_lr"] = lr
     if steps is None:
-        told.note("there a run is so many passes over its data; here it is run.steps steps, 100 unless set")
+        told.note("steps")
 
 
 def _model(values: Values, told: Accounts) -> None:
@@ -131,7 +121,7 @@ def _local(path: str, folder: str, told: Accounts) -> str:
     if path.startswith(("/", ".", "~", "$", f"{folder}/")) or path.count("/") > 1 or re.search(r"\.\w{4,7}$", path):
         return path
     name = path.rsplit("/", 1)[-1]
-    told.note(f"{path} is a name there, here a path: put it at {folder}/{name}")
+    told.note("name_there", path=path, folder=folder, name=name)
     return f"{folder}/{name}"
 
 
@@ -146,9 +136,9 @@ def _data(values: Values, told: Accounts) -> None:
         values[f"data.{key}"] = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
         if len(files) > 1 and key == "eval":
             values["data.eval"] = files[0]
-            told.missing[f"evaluation on {', '.join(files[1:])}"] = "name more sets in eval.sets"
+            told.lacks(f"evaluation on {', '.join(files[1:])}", "more_sets")
         elif len(files) > 1:
-            told.note("data.train: theirs are one set after another; weigh the files by their rows")
+            told.note("one_after_another")
     if "data.eval" not in values:
         values["eval.every"] = 0
     if values.get("=template"):
@@ -162,25 +152,24 @@ def _sampling(values: Values, told: Accounts) -> None:
     if top_k is not None and not 1 <= top_k <= 1024:
         values["rollout.top_k"] = top_k = None
     if top_p < 1 and top_k is None:
-        told.missing[f"top_p {top_p:g}"] = (
-            "alone it keeps sets of any size; set rollout.top_p and rollout.top_k, such as 50"
-        )
+        told.lacks(f"top_p {top_p:g}", "any_size")
         values["rollout.top_p"] = 1.0
     if number(values, "eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
         values["eval.samples"] = 1
-        told.note("eval.samples: greedy answers to a prompt are all the same")
+        told.note("greedy")
     if number(values, "rollout.ahead", 0) > MOST_AHEAD:
-        told.note(f"there the sampler may be {values['rollout.ahead']:g} batches ahead, here at most {MOST_AHEAD}")
+        told.note("far_ahead", ahead=values["rollout.ahead"], most=MOST_AHEAD)
         values["rollout.ahead"] = MOST_AHEAD
     for key in ("eval.every", "checkpoint.every"):
         if (every := number(values, key)) is not None and every != int(every):
-            told.missing[f"{key}: {every:g}"] = "a share of the steps there; here it is a number of steps"
+            told.lacks(f"{key}: {every:g}", "share_of_steps")
             del values[key]
-    if values.get("eval.every") is not None and values["eval.every"] < 0:
+    if number(values, "eval.every", 0) < 0:
         values["eval.every"] = 0
-    if values.get("rollout.samples_per_prompt") == 1 and values.get("rollout.dynamic_sampling"):
+    alone = values.get("rollout.samples_per_prompt") == 1
+    if alone and values.get("rollout.dynamic_sampling"):
         values["rollout.dynamic_sampling"] = False
-        told.note("rollout.dynamic_sampling: groups of one answer have no spread; set rollout.samples_per_prompt too")
-    if values.get("rollout.samples_per_prompt") == 1 and values.get("advantage.estimator", "grpo") in GROUPED:
-        told.note("advantage.estimator compares answers to a prompt; with one answer each it is reinforce_pp here")
+        told.note("no_spread")
+    if alone and values.get("advantage.estimator", "grpo") in GROUPED:
         values["advantage.estimator"] = "reinforce_pp"
+        told.note("one_answer")

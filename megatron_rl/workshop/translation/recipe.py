@@ -105,9 +105,7 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
     if values.get("rollout.ahead") and not corrects(correction.config, LossConfig(name=values.get("loss.name", "ppo"))):
-        told.missing[f"answers {values.pop('rollout.ahead')} updates old"] = (
-            "nothing there corrects for that, which is refused here: set rollout.ahead together with a correction"
-        )
+        told.lacks(f"answers {values.pop('rollout.ahead')} updates old", "nothing_corrects")
     values |= correction_section(correction.config)
     return Recipe(_nested({key: value for key, value in values.items() if value is not None}), told)
 
