@@ -26,7 +26,6 @@ from megatron_rl.workshop.translation.table import table
 Native = Mapping[str, Any]  # another project's settings, however they are nested
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
-BYPASS = CorrectionConfig(anchor=Anchor.sampler, weight=NO_WEIGHT, rebaseline=False, renormalize=False)
 UNCAPPED = 1e9  # of a weight whose exponent is bounded below that
 
 
@@ -141,8 +140,8 @@ class Keys:
         """Values under a former name, as if they had been given under today's."""
         for old, new in former.items():
             if self.given(old):
-                if self.given(new) and self._values[new] != self._values[old]:
-                    raise self.error(old, f"given as {new} too, with a different value")
+                twice = self.given(new) and self._values[new] != self._values[old]
+                self.refuse_if(twice, old, f"given as {new} too, with a different value")
                 self._values[new] = self._values[old]
 
     def replace(self, other: Keys, names: Collection[str]) -> None:
@@ -169,16 +168,12 @@ class Keys:
         value = self.raw(name)
         if value is None:
             return default
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-        raise self.error(name, "expected true or false")
+        self.refuse_if(str(value).lower() not in ("true", "false"), name, "expected true or false")
+        return str(value).lower() == "true"
 
     def choice(self, name: str, default: str | None, *choices: str) -> str | None:
         value = self.raw(name, default)
-        if value is not None and value not in choices:
-            raise self.error(name, f"expected one of {', '.join(choices)}")
+        self.refuse_if(value is not None and value not in choices, name, f"expected one of {', '.join(choices)}")
         return value
 
     def text(self, name: str) -> str | None:
@@ -197,15 +192,13 @@ class Keys:
 
     def positive(self, name: str, default: float | None = None) -> float | None:
         value = self.number(name, default)
-        if value is not None and value <= 0:
-            raise self.error(name, "expected a number above 0")
+        self.refuse_if(value is not None and value <= 0, name, "expected a number above 0")
         return value
 
     def lower(self, name: str, default: float | None = None) -> float | None:
         """A lower bound on a ratio: 0 bounds nothing."""
         value = self.number(name, default)
-        if value is not None and value < 0:
-            raise self.error(name, "ratios are never negative")
+        self.refuse_if(value is not None and value < 0, name, "ratios are never negative")
         return value or None
 
     def as_number(self, name: str, value: Any) -> float:
@@ -214,13 +207,12 @@ class Keys:
             number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
-            raise self.error(name, "expected a number")
+        self.refuse_if(not math.isfinite(number), name, "expected a number")
         return number
 
-    def bypass(self) -> Translation:
-        """The loss's ratio is to the sampler, which is the whole correction."""
-        return Translation(BYPASS, self.notes, self.loss, frozenset(self.paths))
+    def bypass(self, *rules: RejectRule) -> Translation:
+        """The loss's ratio is to the sampler, which is the whole correction but for these rules."""
+        return self.translation(NO_WEIGHT, list(rules), anchor=Anchor.sampler)
 
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import Level, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import BYPASS, Keys, Native, Translation, TranslationError
+from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
 from megatron_rl.workshop.translation.settings import flatten, settings
 
 LOW, HIGH, IPO, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau"
@@ -28,16 +27,14 @@ def prime_rl(mapping: Native) -> Translation:
         # tau d^2 of all tokens, those outside the trust region among them
         keys.goes_with(kl_to="sampler", kl_estimator="k2", kl_coef=2 * tau, kl_on="counted")
     keys.note("the ratio is to the sampler")
+    rules, low, high = [], 1.0, 1.0
     if kind == "ipo":
         # what has moved at all leaves, and dppo then masks nothing: no two probabilities are further apart than 1
-        low = high = 1.0
-        rule = RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))
-        rules = [rule]
+        rules = [RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))]
     else:
-        low, high, rules = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2), []
-    region = {"trust_region": "total_variation", "clip_low": low, "clip_high": high}
-    keys.goes_with(name="dppo", **region, reduction="token_mean")
-    return keys.bypass()._replace(config=replace(BYPASS, reject=rules))
+        low, high = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2)
+    keys.goes_with(name="dppo", trust_region="total_variation", clip_low=low, clip_high=high, reduction="token_mean")
+    return keys.bypass(*rules)
 
 
 def _number(keys: Keys, name: str, default: float) -> float:

@@ -21,12 +21,12 @@ from megatron_rl.workshop.translation.derived import derive
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.layout import Accounts, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
+from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import Row, Table, projects, table
 from megatron_rl.workshop.translation.translate import (
     comment,
     correction_section,
     known_project,
-    read_file,
     translate,
     with_given,
 )
@@ -71,10 +71,8 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
         raise TranslationError(
             f"{project}: its correction alone is read: leave out -o, or name one of {', '.join(projects())}"
         )
-    rules, native = table(project), read_file(project, path, given)
-    if not isinstance(native, Mapping):
-        raise TranslationError(f"{path}: expected keys and values, got {type(native).__name__}")
-    flat = with_given(flatten(native), given, {row.theirs for row in rules.rows})
+    rules = table(project)
+    flat = with_given(flatten(read_native(path, rules, given)), given, {row.theirs for row in rules.rows})
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
     made = translated(rules, flat)

@@ -194,8 +194,10 @@ class Script:
             words.pop(0)
         while words and (found := ASSIGNMENT.fullmatch(words[0])):
             self._assign(found[1], bool(found[2]), found[3], arrays.get(words.pop(0)), live)
-        if words and words[0] in ("source", ".") and len(words) > 1:
-            self._source(self.joined(words[1]), live)
+        if len(words) > 1 and words[0] in ("source", "."):
+            script = self.folder / str(self.joined(words[1]))
+            self.unread |= not script.is_file()
+            self.read(script.read_text() if script.is_file() else "", live)
         elif words and live is True:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
         text = " ".join(words)
@@ -209,14 +211,11 @@ class Script:
         elif array is not None:
             found = [word for raw in array for word in self.expanded(raw)]
         else:
-            found = [_named(self.joined(value), name)]
+            word = self.joined(value)
+            if isinstance(word, Unset) and not all(re.fullmatch(r"\w+", one) for one in word.names):
+                word = Unset(word.text, (name,))  # for what a command's output would have been
+            found = [word]
         self.values[name] = [*self.values.get(name, []), *found] if more else found
-
-    def _source(self, path: Word, live: Holds) -> None:
-        if isinstance(path, str) and (self.folder / path).is_file():
-            self.read((self.folder / path).read_text(), live)
-        else:
-            self.unread = True
 
     def joined(self, raw: str, between: str = " ") -> Word:
         """One word, whatever spaces its variables hold."""
@@ -249,19 +248,16 @@ class Script:
                 text += self._text(piece[1:-1], missing, quoted=True)
             elif piece[0] == "\\":
                 text += piece if quoted and piece[1] not in '"\\$`\n' else piece[1:].strip("\n")
+            elif piece.startswith("$(("):
+                text += self._sum(piece[3:-2], missing)
+            elif piece.startswith(("$(", "`")):
+                own = OWN_FOLDER.search(piece)
+                missing += [] if own else [piece]
+                text += str(self.folder) if own else ""
             else:
-                value = self._expansion(piece, missing, quoted)
+                value = self._variable(piece[1:].removeprefix("{").removesuffix("}"), missing, quoted)
                 text += value if quoted else re.sub(r"\s+", SPLIT, value)
         return text
-
-    def _expansion(self, piece: str, missing: list[str], quoted: bool) -> str:
-        if piece.startswith("$(("):
-            return self._sum(piece[3:-2], missing)
-        if piece.startswith(("$(", "`")):
-            own = OWN_FOLDER.search(piece)
-            missing += [] if own else [piece]
-            return str(self.folder) if own else ""
-        return self._variable(piece[1:].removeprefix("{").removesuffix("}"), missing, quoted)
 
     def _variable(self, text: str, missing: list[str], quoted: bool = False) -> str:
         braced = BRACED.fullmatch(text)
@@ -315,13 +311,6 @@ class Script:
                 return bool(getattr(operator, sign[1:])(int(one), int(other)))
         text = " ".join(map(str, words))
         return Unset(text, (f"`[ {text} ]`",))
-
-
-def _named(word: Word, variable: str) -> Word:
-    """What a command's output would have been is asked for by the name of its variable."""
-    if isinstance(word, str) or all(re.fullmatch(r"\w+", name) for name in word.names):
-        return word
-    return Unset(word.text, (variable,))
 
 
 def command_line(path: Path, text: str, entry: str, given: Mapping[str, str]) -> list[Word]:

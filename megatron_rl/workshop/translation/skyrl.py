@@ -7,6 +7,7 @@ from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Trans
 from megatron_rl.workshop.translation.settings import settings
 
 MASK = "sequence_mask_metric"
+MASKS = {"geometric": ("geo", 0.99, 1.01, Reduce.mean), "product": ("product", 0.5, 2.0, Reduce.sum)}
 BY_SAMPLER = ("rollout_is", "dppo")
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
@@ -54,13 +55,11 @@ def _weight(keys: Keys) -> WeightConfig:
 
 def _sequence_rules(keys: Keys) -> list[RejectRule]:
     rules = []
-    metric = keys.choice(MASK, None, "geometric", "product")
-    if metric == "geometric":
-        low, high = keys.lower("geo_mask_low", 0.99), keys.positive("geo_mask_high", 1.01)
-        rules.append(ratio_rule(low, high, Reduce.mean))
-    elif metric == "product":
-        low, high = keys.lower("product_mask_low", 0.5), keys.positive("product_mask_high", 2.0)
-        rules.append(ratio_rule(low, high, Reduce.sum))
+    metric = keys.choice(MASK, None, *MASKS)
+    if metric is not None:
+        kind, least, most, reduce = MASKS[metric]
+        bounds = keys.lower(f"{kind}_mask_low", least), keys.positive(f"{kind}_mask_high", most)
+        rules.append(ratio_rule(*bounds, reduce))
     if (low := keys.lower("outlier_token_is_threshold_low")) is not None:
         rules.append(ratio_rule(low, None, Reduce.min))
     if (high := keys.positive("outlier_token_is_threshold_high")) is not None:
