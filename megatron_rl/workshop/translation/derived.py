@@ -94,7 +94,8 @@ def _schedule(values: Values, told: Accounts) -> None:
     if (share := number(values, "=warmup_share", 0)) and not values.get("optim.warmup_steps"):
         if steps is None:
             told.note("warmup", share=share)
-        values["optim.warmup_steps"] = round(share * (steps or 0))
+        else:
+            values["optim.warmup_steps"] = round(share * steps)
     if (share := number(values, "=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
         values["optim.min_lr"] = share * lr
     values["optim.warmup_steps"] = max(0, int(number(values, "optim.warmup_steps", 0)))

@@ -26,7 +26,6 @@ from megatron_rl.workshop.translation.table import table
 Native = Mapping[str, Any]  # another project's settings, however they are nested
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
-UNCAPPED = 1e9  # of a weight whose exponent is bounded below that
 
 
 class TranslationError(ValueError):
@@ -120,6 +119,10 @@ class Keys:
         """Keys of the loss without which the correction is not theirs."""
         self.loss |= loss
 
+    def weigh_kl(self, cap: float = 1e9) -> None:
+        """The reference KL has a weight, by default of an exponent that is bounded below this."""
+        self.goes_with(kl_cap=cap, kl_estimator="k3")
+
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
         """Note that the reference KL and the entropy of a project still count what its correction rejects."""
         self.note(f"{project}'s reference KL and entropy count {which} too")
@@ -129,6 +132,7 @@ class Keys:
         self.note(f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}")
 
     def raw(self, name: str, default: Any = None) -> Any:
+        """The default where the key is not there; None where it is there to say that there is no value."""
         value = self._values.get(name, default)
         if isinstance(value, Unset):
             raise TranslationError(f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}")
@@ -154,10 +158,6 @@ class Keys:
 
     def given(self, name: str) -> bool:
         return self.raw(name) is not None
-
-    def null(self, name: str) -> bool:
-        """Whether the key is there to say that there is no value."""
-        return name in self._values and not self.given(name)
 
     def taken_as_true(self, needed: bool, name: str, otherwise: str) -> None:
         """Note what a switch that is needed and not given is read as."""

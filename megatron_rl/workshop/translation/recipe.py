@@ -18,6 +18,7 @@ from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.workshop.translation.derived import derive
+from megatron_rl.workshop.translation.fit import fit
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.layout import Accounts, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
@@ -41,10 +42,6 @@ LISTED = 12  # names in a comment, of which the rest is counted
 class Recipe:
     mapping: dict[str, Any]
     accounts: Accounts
-
-    @property
-    def unknown(self) -> Mapping[str, Any]:
-        return self.accounts.unknown
 
     def text(self, title: str) -> str:
         said = self.accounts
@@ -77,10 +74,11 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
         raise TranslationError(f"{path}: there is no key in it")
     made = translated(rules, flat)
     try:
-        from_base(made.mapping)
+        config = from_base(made.mapping)
     except ConfigError as error:
         problems = "; ".join(str(error).splitlines())
         raise TranslationError(f"{project}: what these settings come to is refused here: {problems}") from None
+    fit(made.mapping, config, made.accounts)
     return made
 
 
@@ -123,9 +121,8 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
                 told.not_needed.setdefault(OFF, []).append(name)
                 continue
             told.translated[name] = ", ".join(row.to) or row.why
-            unset = next(
-                (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, Unset)), None
-            )
+            parts = value if isinstance(value, list) else [value]
+            unset = next((part for part in parts if isinstance(part, Unset)), None)
             if unset and row.to and row.to != ("=reward",):
                 raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
             if not unset and (not _set(values, row, value) if row.to else row.asks(value)):
@@ -188,7 +185,7 @@ def _nested(values: Values) -> dict[str, Any]:
             if not isinstance(inner.get(section), dict):
                 inner[section] = {"preset": inner[section]} if section in inner else {}
             inner = inner[section]
-        inner[name] = value
+        inner[name] = dict(value) if isinstance(value, dict) else value
     order = [CLUSTER, *(section.name for section in fields(Config))]
     return {section: mapping[section] for section in sorted(mapping, key=order.index)}
 
@@ -204,7 +201,9 @@ def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -
     to.write_text(text)
     needless = sum(map(len, made.accounts.not_needed.values()))
     counts = f"{len(made.accounts.translated)} keys translated, {needless} not needed"
-    heads = [f"{to}: {counts}, {len(made.accounts.missing)} without a counterpart, {len(made.unknown)} unknown"]
+    heads = [
+        f"{to}: {counts}, {len(made.accounts.missing)} without a counterpart, {len(made.accounts.unknown)} unknown"
+    ]
     heads += [f"  no counterpart: {key}" for key in made.accounts.missing]
-    heads += [f"  unknown: {key}" for key in made.unknown]
+    heads += [f"  unknown: {key}" for key in made.accounts.unknown]
     return "\n".join([*heads, f"next: megatron-rl plan {to} --on own", ""])

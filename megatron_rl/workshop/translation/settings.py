@@ -110,22 +110,15 @@ def _unknown(keys: Keys, name: str, known: Collection[str], names: Names) -> Tra
 
 def _leave_out(keys: Keys, flat: Native, names: Names) -> None:
     """Note what was not looked at, unless it looks like a setting of the correction."""
-    shown: dict[str, None] = {}
-    for path in flat:
-        if path in keys.paths:
-            continue
+    rest = [path for path in flat if path not in keys.paths]
+    for path in rest:
         _refuse_unread(keys.framework, path, flat[path], names)
-        parts = path.split(".")
-        heads = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-        shown[next(head for head in heads if head == path or not any(u.startswith(f"{head}.") for u in keys.paths))] = (
-            None
-        )
     if "defaults" in flat:
         keys.note(f"defaults: what the files it names set is not read; {RESOLVE}")
-    if shown:
-        keys.note(f"{LEFT_OUT}{', '.join(sorted(_summary(list(shown), keys.paths)))}")
-    for path in flat if names.section else ():
-        own = last(path) in names.keys and last(path) not in names.common and path not in keys.paths
+    if rest:
+        keys.note(f"{LEFT_OUT}{', '.join(sorted(_summary(rest, keys.paths)))}")
+    for path in rest if names.section else ():
+        own = last(path) in names.keys and last(path) not in names.common
         if own and last(names.section) not in path and flat[path] is not None:
             raise TranslationError(f"{keys.framework}: {path}: {keys.framework} reads it under {names.section} only")
 
@@ -150,10 +143,14 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
 
 
 def _summary(paths: list[str], used: Collection[str]) -> Iterator[str]:
-    """The names, and where a section holds many of them the section but for what was read."""
-    children: dict[str, list[str]] = {}
+    """Sections of which nothing was read, and where one holds many of them that section but for what was read."""
+    read = {path[:place] for path in used for place, sign in enumerate(path) if sign == "."}
+    children: dict[str, dict[str, None]] = {}
     for path in paths:
-        children.setdefault(path.rpartition(".")[0], []).append(path)
+        parts = path.split(".")
+        heads = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        head = next((head for head in heads if head not in read), path)
+        children.setdefault(head.rpartition(".")[0], {})[head] = None
     for parent, names in children.items():
         inside = {path[len(parent) + 1 :].partition(".")[0] for path in used if path.startswith(f"{parent}.")}
         yield from [f"{parent} (all but {', '.join(sorted(inside))})"] if parent and len(names) >= 4 else names

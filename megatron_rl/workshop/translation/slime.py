@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import (
-    NO_WEIGHT,
-    UNCAPPED,
-    Keys,
-    Native,
-    Translation,
-    opsm,
-    ratio_rule,
-    weigh,
-)
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import settings
 
 FUNCTION = "custom_tis_function_path"
@@ -52,7 +43,7 @@ def _unbiased_kl(keys: Keys) -> None:
     kind = keys.choice("kl_loss_type", "k1", "k1", "k2", "k3", "low_var_kl")
     keys.refuse_if(kind in ("k1", "k2", None), "use_unbiased_kl", "only_k3")
     keys.note_if(kind == "low_var_kl", "bounded")
-    keys.goes_with(kl_cap=UNCAPPED, kl_estimator="k3")
+    keys.weigh_kl()
 
 
 def _fresh(keys: Keys) -> RejectRule:

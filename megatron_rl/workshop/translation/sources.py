@@ -25,7 +25,8 @@ NUMBER = re.compile(r"^-[\d.]")
 DEEPEST = 16  # bases of bases
 # of the resolvers that projects register, those that are plain arithmetic
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max, "min": min,
+    "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda a, b: max(a, b),
+    "min": lambda a, b: min(a, b),
 }  # fmt: skip
 FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNCAPPED, Keys, Native, Translation, opsm, weigh
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh
 from megatron_rl.workshop.translation.settings import flatten, last, settings
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
@@ -25,7 +25,7 @@ def trl(mapping: Native) -> Translation:
     weighs_kl = keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0
     if weighs_kl:
         keys.refuse_if(keys.choice(LOSS_LEVEL, "token", "token", "sequence") == "sequence", KL_KEY, "row_kl")
-        keys.goes_with(kl_cap=UNCAPPED, kl_estimator="k3")
+        keys.weigh_kl()
     by_vllm = keys.flag("use_vllm", True)
     weight, anchor = NO_WEIGHT, Anchor.prox
     if keys.text("loss_type") == "vespo":

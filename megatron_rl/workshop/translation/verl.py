@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
@@ -126,17 +127,16 @@ def _weight(keys: Keys) -> WeightConfig:
     level = keys.choice("rollout_is", None, "token", "sequence")
     if level is None:
         return NO_WEIGHT
-    if keys.null(name):
+    if keys.raw(name, "") is None:
         keys.note(f"verl computes no weight where {name} is null")
         return NO_WEIGHT
     normalize = keys.flag(NORMALIZE, False)
-    text = keys.text(name)
-    if text is not None and "_" in text:
-        _note_unquoted(keys, name, text)
-        low, high = (keys.as_number(name, part) for part in text.split("_", 1))
-        keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
-        return replace(weigh(low, high, level, mask=True), normalize=normalize)
-    return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
+    if "_" not in (text := keys.text(name) or ""):
+        return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
+    _note_unquoted(keys, name, text)
+    low, high = (keys.as_number(name, part) for part in text.split("_", 1))
+    keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
+    return replace(weigh(low, high, level, mask=True), normalize=normalize)
 
 
 def _rules(keys: Keys) -> list[RejectRule]:
@@ -144,27 +144,20 @@ def _rules(keys: Keys) -> list[RejectRule]:
     if not keys.given("rollout_rs"):
         return []
     names = list(dict.fromkeys(_words(keys, "rollout_rs")))
-    unknown = [name for name in names if name not in RULES]
-    if unknown or not names:
-        found = f"no rule {unknown[0]}" if unknown else "no rule"
-        raise keys.error("rollout_rs", f"{found}; known are {', '.join(RULES)}")
+    for name in names or ["at all"]:
+        keys.refuse_if(name not in RULES, "rollout_rs", f"no rule {name}; known are {', '.join(RULES)}")
     bounds = _words(keys, "rollout_rs_threshold")
     _note_unquoted(keys, "rollout_rs_threshold", ",".join(bounds))
-    if len(bounds) == 1:
-        bounds *= len(names)
-    if len(bounds) != len(names):
-        raise keys.error("rollout_rs_threshold", f"expected one threshold, or {len(names)} for {', '.join(names)}")
+    bounds *= len(names) if len(bounds) == 1 else 1
+    expected = f"expected one threshold, or {len(names)} for {', '.join(names)}"
+    keys.refuse_if(len(bounds) != len(names), "rollout_rs_threshold", expected)
     return [_rule(keys, name, bound) for name, bound in zip(names, bounds, strict=True)]
 
 
 def _note_unquoted(keys: Keys, name: str, text: str) -> None:
     """Two bounds that YAML may take for digits of one number."""
-    try:
-        number = float(text) if "_" in text else None
-    except ValueError:
-        return
-    if number is not None:
-        keys.note("two_bounds", name=name, text=text, number=number)
+    with suppress(ValueError):
+        keys.note_if("_" in text, "two_bounds", name=name, text=text, number=float(text))
 
 
 def _words(keys: Keys, name: str) -> list[str]:

@@ -202,7 +202,7 @@ def test_a_recipe_of_each_project(project: str, tmp_path: Path, capsys: pytest.C
         assert found == value, key
     made = recipe(project, source, {})
     needless = [key for keys in made.accounts.not_needed.values() for key in keys]
-    counted = [*made.accounts.translated, *needless, *made.unknown]
+    counted = [*made.accounts.translated, *needless, *made.accounts.unknown]
     assert len(counted) == len(set(counted))
     assert cli.main(["translate", project, str(source), "-o", str(out)]) == 2  # nothing is overwritten
 
@@ -296,7 +296,7 @@ def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
             made = translated(table(project), {wrong if one == key else one: v for one, v in settings.items()})
         except TranslationError:
             continue
-        assert wrong in made.unknown, (project, wrong)
+        assert wrong in made.accounts.unknown, (project, wrong)
 
 
 def test_tables_are_sound() -> None:
