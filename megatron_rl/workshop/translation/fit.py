@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.layers import CLUSTER, MACHINE, cluster
+from megatron_rl.config.layers import CLUSTER, MACHINE, cluster, of_overrides
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
@@ -16,7 +16,7 @@ from megatron_rl.workshop.planner.plan import plan_case
 from megatron_rl.workshop.planner.suggest import refused, suggestions
 from megatron_rl.workshop.planner.workload import Assumptions
 from megatron_rl.workshop.translation.layout import Accounts
-from megatron_rl.workshop.translation.sources import scalar
+from megatron_rl.workshop.translation.sources import merged
 
 
 def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
@@ -31,19 +31,13 @@ def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
     if not (found := suggestions(case, count=1)):
         told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
         return
-    for word in overrides(config, _with_servers(found[0].config)):
-        key, _, text = word.partition("=")
-        _put(mapping, key, scalar(text))
+    sampler = found[0].config.sampler  # a job starts its servers; their addresses are names of a site
+    fleet = replace(sampler.fleet, addresses=[], servers=len(sampler.fleet.addresses))
+    changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
+    for layer in of_overrides(list(overrides(config, changed))):
+        mapping |= merged(mapping, layer.content)
     told.drop("sharded")
     told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
-
-
-def _with_servers(config: Config) -> Config:
-    """A job starts servers; addresses are names of a site."""
-    fleet = config.sampler.fleet
-    if fleet.addresses:
-        fleet = replace(fleet, addresses=[], servers=len(fleet.addresses))
-    return replace(config, sampler=replace(config.sampler, fleet=fleet))
 
 
 def _problem(case: Case) -> str | None:
@@ -53,12 +47,3 @@ def _problem(case: Case) -> str | None:
     except (ValueError, ConfigError) as error:
         problems = str(error).splitlines()
     return problems[0].partition(";")[0] if problems else None
-
-
-def _put(mapping: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        mapping = mapping.setdefault(section, {})
-    mapping[name] = value
-    if value is None:
-        del mapping[name]

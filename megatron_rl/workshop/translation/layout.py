@@ -77,7 +77,7 @@ def layout(values: Values, told: Accounts) -> None:
     if number(values, "=context_parallel", 1) != 1:
         told.note("context_parallel")
     if nodes == 1:
-        _one_node(values, gpus, gpus if own is None else int(own), learner, engine)
+        _one_node(values, gpus, gpus if own is None else int(own), engine)
     else:
         if own is None:
             own, learner = learner // 2, learner - learner // 2
@@ -107,12 +107,10 @@ def _activations(values: Values, tensor: int) -> None:
         values.setdefault("learner.megatron.sequence_parallel", True)
 
 
-def _one_node(values: Values, gpus: int, engines_gpus: int, learner: int, engine: int) -> None:
-    shared = engines_gpus == gpus
-    if shared:
+def _one_node(values: Values, gpus: int, engines_gpus: int, engine: int) -> None:
+    if engines_gpus == gpus:  # shared
         values["sampler.sleep"] = "discard" if gpus > 1 else "offload"
         values["learner.offload"] = "optimizer" if gpus > 1 else "none"
     if gpus > 1:
-        devices = range(gpus - engines_gpus, gpus)
-        values["sampler.devices"] = ",".join(map(str, devices))
+        values["sampler.devices"] = ",".join(map(str, range(gpus - engines_gpus, gpus)))
         values["sampler.engines"] = max(1, engines_gpus // engine)

@@ -46,8 +46,8 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     keys.refuse_if(kind in ("icepop", "seq-mask-tis") and not keys.given(LOW), LOW, f"{KIND} {kind} needs it")
     faulty = "the row" if per_sequence else "it"
     floor = f", in NeMo-RL {faulty} has {LOW}" if kind == "tis" and low else f", {faulty} in NeMo-RL" * per_sequence
-    if not keys.given(ERROR_KEY):  # which rejects the row
-        keys.note(f"a token without a sampler logprob has weight 0{floor}")
+    # which an error above its threshold rejects
+    keys.note_if(not keys.given(ERROR_KEY), f"a token without a sampler logprob has weight 0{floor}")
     if kind == "seq-mask-tis":
         keys.refuse_if(per_sequence, KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
         keys.note_kl("NeMo-RL")

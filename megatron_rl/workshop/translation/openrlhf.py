@@ -80,8 +80,8 @@ def _bounds(keys: Keys) -> tuple[float | None, float]:
         return 0.5, 5.0
     words = bounds.split() if isinstance(bounds, str) else bounds if isinstance(bounds, list | tuple) else [bounds]
     single = keys.given(LEVEL) or keys.given(FIRST_BOUND)
-    if len(words) != 2 and not (single and len(words) == 1):
-        raise keys.error(BOUNDS, f"expected two numbers, low and high{', or high alone' if single else ''}")
+    several = "two numbers, low and high" + ", or high alone" * single
+    keys.refuse_if(len(words) != 2 and not (single and len(words) == 1), BOUNDS, f"expected {several}")
     *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
     keys.refuse_if(numbers[0] < 0, BOUNDS, "ratios are never negative")
     return (numbers[0] or None) if len(numbers) == 2 else None, high

@@ -24,13 +24,7 @@ from megatron_rl.workshop.translation.layout import Accounts, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
 from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import Row, Table, projects, table
-from megatron_rl.workshop.translation.translate import (
-    comment,
-    correction_section,
-    known_project,
-    translate,
-    with_given,
-)
+from megatron_rl.workshop.translation.translate import comment, correction_section, known_project, translate, with_given
 
 OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
 OFF = "of what is switched off there"
@@ -65,9 +59,8 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     """`given`: variables of a script, and keys of theirs that stand over the file's."""
     project = known_project(project)
     if project not in projects():
-        raise TranslationError(
-            f"{project}: its correction alone is read: leave out -o, or name one of {', '.join(projects())}"
-        )
+        others = ", ".join(projects())
+        raise TranslationError(f"{project}: its correction alone is read: leave out -o, or name one of {others}")
     rules = table(project)
     flat = with_given(flatten(read_native(path, rules, given)), given, {row.theirs for row in rules.rows})
     if not flat:
@@ -160,12 +153,12 @@ def _refuse_near(rules: Table, path: str, value: Any) -> None:
     """A key that is one of the table's but for a letter or two is a mistake."""
     if isinstance(value, Unset) and value.text == path and not rules.reason(path):
         raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out(path)}")
-    section, _, name = path.rpartition(".")
-    beside = [last(one) for row in rules.rows for one in row.names if one.rpartition(".")[0] == section]
+    name = last(path)
+    section = path.removesuffix(name)
+    beside = [last(one) for row in rules.rows for one in row.names if one.removesuffix(last(one)) == section]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
     if near and len(name) > SHORT:
-        dot = "." if section else ""
-        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{dot}{near[0]}?")
+        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{near[0]}?")
 
 
 def _fit_loss(values: Values) -> None:
@@ -199,11 +192,9 @@ def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -
     if to.exists():
         raise TranslationError(f"{to} exists; name another file, or remove it")
     to.write_text(text)
-    needless = sum(map(len, made.accounts.not_needed.values()))
-    counts = f"{len(made.accounts.translated)} keys translated, {needless} not needed"
-    heads = [
-        f"{to}: {counts}, {len(made.accounts.missing)} without a counterpart, {len(made.accounts.unknown)} unknown"
-    ]
-    heads += [f"  no counterpart: {key}" for key in made.accounts.missing]
-    heads += [f"  unknown: {key}" for key in made.accounts.unknown]
+    said = made.accounts
+    counts = f"{len(said.translated)} keys translated, {sum(map(len, said.not_needed.values()))} not needed"
+    heads = [f"{to}: {counts}, {len(said.missing)} without a counterpart, {len(said.unknown)} unknown"]
+    heads += [f"  no counterpart: {key}" for key in said.missing]
+    heads += [f"  unknown: {key}" for key in said.unknown]
     return "\n".join([*heads, f"next: megatron-rl plan {to} --on own", ""])

@@ -10,6 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,7 +63,8 @@ def span(text: str, start: int, within: str = "") -> int:
     found = PIECE.match(text, start)
     piece = found[0] if found and not (text[start] == "'" and '"' in within) else text[start]
     place, closing = start + len(piece), CLOSING.get(piece)
-    if closing is None or (piece in ("(", "{") and closing != within[-1:]) or (piece == "'" and '"' in within):
+    literal = (piece in ("(", "{") and closing != within[-1:]) or (piece == "'" and '"' in within)
+    if closing is None or literal:
         return place
     within = closing if piece == "$(" else within + closing
     while text[place : place + 1] != closing:
@@ -271,9 +273,8 @@ class Script:
         value = " ".join(map(str, words or ()))
         absent = words is None or (not value and ":" in how)
         if how[-1] == "?" or (how[-1] in "-=" and not absent):
-            missing += (
-                [name] if words is None else [one for word in words if isinstance(word, Unset) for one in word.names]
-            )
+            unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
+            missing += [name] if words is None else unset
             return value
         if how[-1] == "+" and absent:
             return ""
@@ -285,10 +286,11 @@ class Script:
     def _sum(self, text: str, missing: list[str]) -> str:
         names = re.compile(r"[A-Za-z_]\w*")
         plain = names.sub(lambda found: self._variable(found[0], missing), self._text(text, missing, quoted=True))
-        if missing or not SUM.fullmatch(plain) or "**" in plain:
-            missing += [] if missing else [f"$(({text}))"]
-            return ""
-        return str(int(eval(plain.replace("/", "//"), {"__builtins__": {}})))  # digits, signs and parentheses alone
+        if not missing and SUM.fullmatch(plain) and "**" not in plain:  # digits, signs and parentheses alone
+            with suppress(SyntaxError, ZeroDivisionError):
+                return str(int(eval(plain.replace("/", "//"), {"__builtins__": {}})))
+        missing += [] if missing else [f"$(({text}))"]
+        return ""
 
     def _test(self, parts: Sequence[str]) -> Holds:
         """Whether a test holds; `Unset` where a running shell would have to say."""

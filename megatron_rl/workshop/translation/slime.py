@@ -97,5 +97,5 @@ def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
 def _rejection(keys: Keys, low: float, high: float) -> list[RejectRule]:
     level = keys.choice("rs_level", "token", *LEVELS) or "token"
     low, high = keys.positive("rs_lower_bound") or low, keys.positive("rs_upper_bound") or high
-    rules, veto = [ratio_rule(low, high, REDUCE.get(level))], keys.positive("rs_veto_threshold")
-    return rules if veto is None else [*rules, ratio_rule(veto, None, Reduce.min)]
+    veto = keys.positive("rs_veto_threshold")
+    return [ratio_rule(low, high, REDUCE.get(level)), *([] if veto is None else [ratio_rule(veto, None, Reduce.min)])]

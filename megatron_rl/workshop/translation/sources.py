@@ -33,30 +33,28 @@ FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys((".sh", ".bash", ".sb
 
 def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> Mapping[str, Any]:
     """What a file says; `given`: variables and keys of the command line."""
-    found = _read(path, rules, given)
-    if found is not None and not isinstance(found, Mapping):
-        raise TranslationError(f"{path}: expected keys and values, got {type(found).__name__}")
-    return found or {}
-
-
-def _read(path: Path, rules: Table, given: Mapping[str, str]) -> Any:
     form = FORMS.get(path.suffix, "YAML")
+    found: Any
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
         if form == "TOML":
-            return tomllib.loads(text)
-        if form == "Python":
-            return _python(path, text, rules, given)
-        if form == "shell" or text.startswith("#!"):
-            return arguments(command_line(path, text, rules.command, given))
-        mapping = _layered(path, read_yaml(text), ())
-        return _resolved(mapping) if "${" in text or "${" in str(mapping) else mapping
+            found = tomllib.loads(text)
+        elif form == "Python":
+            found = _python(path, text, rules, given)
+        elif form == "shell" or text.startswith("#!"):
+            found = arguments(command_line(path, text, rules.command, given))
+        else:
+            found = _layered(path, read_yaml(text), ())
+            found = _resolved(found) if "${" in text or "${" in str(found) else found
     except (OSError, UnicodeDecodeError) as error:
         raise TranslationError(f"{path}: not readable as text: {error}") from None
     except TranslationError:
         raise
     except (yaml.YAMLError, ValueError, SyntaxError) as error:
         raise TranslationError(f"{path}: not valid {form} ({error})") from None
+    if found is not None and not isinstance(found, Mapping):
+        raise TranslationError(f"{path}: expected keys and values, got {type(found).__name__}")
+    return found or {}
 
 
 def arguments(words: Iterable[Word]) -> dict[str, Any]:
@@ -107,19 +105,18 @@ def _layered(path: Path, mapping: Any, seen: tuple[Path, ...]) -> Any:
         return mapping
     if path in seen or len(seen) > DEEPEST:
         raise TranslationError(f"{path}: defaults leads back to the file itself")
-    merged: dict[str, Any] = {}
-    for base in bases:
-        below = path.parent / base
-        if not below.is_file():
-            raise TranslationError(f"{path}: defaults names {base}, which is not at {below}; fetch that file too")
-        merged = _deep(merged, _layered(below, read_yaml(below.read_text()), (*seen, path)) or {})
-    return _deep(merged, {key: value for key, value in mapping.items() if key != "defaults"})
+    whole: dict[str, Any] = {}
+    for base in (path.parent / name for name in bases):
+        if not base.is_file():
+            raise TranslationError(f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too")
+        whole = merged(whole, _layered(base, read_yaml(base.read_text()), (*seen, path)) or {})
+    return merged(whole, {key: value for key, value in mapping.items() if key != "defaults"})
 
 
-def _deep(below: Any, above: Any) -> Any:
+def merged(below: Any, above: Any) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    return below | {key: _deep(below.get(key), value) for key, value in above.items()}
+    return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 
 def _resolved(mapping: Any) -> Any:

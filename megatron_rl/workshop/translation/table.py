@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,12 @@ class Table:
     always: Mapping[str, Any] = field(default_factory=dict)  # of ours: what that project does without a key for it
     not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {name: row for row in self.rows for name in row.names}
+
     def row(self, path: str) -> Row | None:
-        return _by_name(self.project).get(path)
+        return self._by_name.get(path)
 
     def reason(self, path: str) -> str | None:
         """Why a key is not needed here."""
@@ -126,11 +130,6 @@ def table(project: str) -> Table:
 def projects() -> list[str]:
     """Whose recipes are read, of those whose corrections are."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if table(path.stem).rows)
-
-
-@cache
-def _by_name(project: str) -> dict[str, Row]:
-    return {name: row for row in table(project).rows for name in row.names}
 
 
 def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:

@@ -75,9 +75,8 @@ def translate_file(framework: str, path: Path, given: Mapping[str, str] | None =
     # one that fits our own schema, in which presets and bases are names
     ours = not any(misfits({key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)}, Config))
     if mapping and ours and config == translate(framework, {}).config:
-        raise TranslationError(
-            f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
-        )
+        said = f"a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
+        raise TranslationError(f"{path}: this is {said}")
     lines = [f"{framework}: {path.name}", *notes]
     return "".join(f"{comment(line)}\n" for line in lines) + yaml_text(config)
 

@@ -104,9 +104,8 @@ SKYRL = """
 : "${NUM_GPUS:=4}"
 uv run --isolated -m skyrl.train.entrypoints.main_base trainer.policy.model.path=Qwen/Qwen2.5-1.5B \\
   trainer.algorithm.policy_loss_type=cispo trainer.algorithm.cispo.cispo_eps_clip_high=3.0 \\
-  trainer.train_batch_size=64 \\
   trainer.placement.policy_num_gpus_per_node=$NUM_GPUS generator.inference_engine.tensor_parallel_size=1 \\
-  trainer.policy_mini_batch_size=32 trainer.algorithm.use_kl_loss=false
+  trainer.train_batch_size=64 trainer.policy_mini_batch_size=32 trainer.algorithm.use_kl_loss=false
 """
 AREAL = """
 actor: {path: Qwen/Qwen3-1.7B, backend: "megatron:d2p1t2", ppo_n_minibatches: 2, eps_clip: 0.4,
@@ -229,11 +228,7 @@ def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     [
         ("verl", "\npython -m verl.trainer.main_ppo a.b=1", "2 commands"),
         ("nemo_rl", "\nloss_fn: {ratio_clip_mn: 0.1}", "ratio_clip_mn: unknown; did you mean loss_fn.ratio_clip_min"),
-        (
-            "skyrl",
-            "  trainer.policy.optimizer_config.lr=$LR",
-            "needs LR, which the file does not set; add LR=...",
-        ),
+        ("skyrl", "  trainer.policy.optimizer_config.lr=$LR", "needs LR, which the file does not set; add LR=..."),
         ("slime", "  $REST", "is .REST: it needs REST, which the file does not set; add REST="),
         ("openrlhf", "  --vllm_enable_is_correction", "nearest that is known is enable_vllm_is_correction"),
         ("areal", "\nvalid_dataset: {pth: a}", None),
@@ -257,16 +252,22 @@ def test_what_the_command_line_gives_stands_over_the_file(tmp_path: Path) -> Non
     assert made.mapping["model"] == "Qwen3-8B"
 
 
+def test_sizes_that_do_not_fit_are_the_planner_s(tmp_path: Path) -> None:
+    """Eight billion parameters and their reference are too much for each GPU: others are said, and have a plan."""
+    actor, out = "actor_rollout_ref.actor.", tmp_path / "ours.yaml"
+    given = [f"{actor}{key}" for key in ("use_kl_loss=true", "megatron.tensor_model_parallel_size=1")]
+    assert cli.main(["translate", "verl", str(written("verl", tmp_path)), "PP=1", *given, "-o", str(out)]) == 0
+    assert "are the first that `megatron-rl plan --suggest` names for 1n8g" in out.read_text()
+    assert cli.main(["plan", str(out), "--on", "own"]) == 0
+
+
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     """A command's output is unknown where it is needed, and where it decides."""
     mark = tmp_path / "mark"
     script = f"X=$(touch {mark}; echo 1)\nif test -e /; then Y=2; fi\nfor i in 1 2; do Z=$i; done\nrun $X ${{Y}} $Z"
     command = Script(tmp_path, {}).read(script).commands[-1]
-    assert [word.names if isinstance(word, Unset) else word for word in command[1:]] == [
-        ("X",),
-        ("`test -e /`",),
-        ("the loop `for i in 1`",),
-    ]
+    names = [word.names if isinstance(word, Unset) else word for word in command[1:]]
+    assert names == [("X",), ("`test -e /`",), ("the loop `for i in 1`",)]
     assert not mark.exists()
 
 
