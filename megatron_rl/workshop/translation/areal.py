@@ -56,7 +56,7 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     upper = keys.needed("upper", "AReaL", 5.0)
     if metric == "ratio":
         keys.note_if(level == Level.sequence, "row_ratio")
-        return *_by_ratio(keys, level, action, agg, upper), NonFinite.one
+        return *_by_ratio(keys, level, action == "clamp", agg, upper), NonFinite.one
     keys.refuse_if(action == "clamp", "action", "AReaL clamps with metric: ratio only")
     keys.refuse_if(metric == "kl_k3", "metric", "k3")
     lower = keys.number("lower")
@@ -75,15 +75,12 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     return UNWEIGHTED, [rule], NonFinite.reject
 
 
-Found = tuple[WeightConfig, list[RejectRule]]
-
-
-def _by_ratio(keys: Keys, level: Level, action: str | None, agg: str, upper: float) -> Found:
+def _by_ratio(keys: Keys, level: Level, clamps: bool, agg: str, upper: float) -> tuple[WeightConfig, list[RejectRule]]:
     """Ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by."""
     lower = keys.lower("lower")
     keys.refuse_if(upper <= 1, "upper", "AReaL refuses a ratio of 1 or less")
     per_row = level == Level.sequence
-    if action == "clamp":
+    if clamps:
         keys.refuse_if(per_row and agg == "max" and lower is not None, "agg", "unclamped")
         keys.refuse_if(per_row and agg == "sum" and (lower or 0) > 1, "lower", "above_one")
         return weigh(lower, upper, level, mean=per_row), []

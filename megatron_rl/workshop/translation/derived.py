@@ -42,10 +42,8 @@ def _switches(values: Values, told: Accounts) -> None:
 
 
 def _clips(values: Values, told: Accounts) -> None:
-    both = values.get("=both_clips")
     for key in ("loss.clip_low", "loss.clip_high"):
-        if values.get(key) is None and both is not None:
-            values[key] = both
+        values[key] = number(values, key, values.get("=both_clips"))
     if number(values, "loss.clip_low", 0) > 1:  # no ratio is below 0
         values["loss.clip_low"] = 1.0
 
@@ -128,12 +126,11 @@ def _local(path: str, folder: str, told: Accounts) -> str:
 
 def _data(values: Values, told: Accounts) -> None:
     for key in ("train", "eval"):
-        named = values.get(f"={key}")
-        if isinstance(named, str) and "," in named:
-            named = named.split(",")
-        if named in (None, [], ""):
+        named = values.get(f"={key}") or []
+        names = named if isinstance(named, list) else str(named).split(",")
+        files = [_local(str(one), "data", told) for one in names]
+        if not files:
             continue
-        files = [_local(str(one), "data", told) for one in (named if isinstance(named, list) else [named])]
         values[f"data.{key}"] = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
         if len(files) > 1 and key == "eval":
             values["data.eval"] = files[0]

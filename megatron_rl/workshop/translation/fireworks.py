@@ -41,14 +41,12 @@ def fireworks(mapping: Native) -> Translation:
 def _place(mapping: Native) -> tuple[str, str]:
     """The dotted sections above the settings, such as `recipe.rl.` in a provision file, and their section's name."""
     found, sections, former = set(), set(), table("fireworks").correction.former
-    for path in flatten(mapping):
-        parts = path.split(".")
-        for name in ("tis", "is_correction", "anchor_logp"):
-            if name in parts:
-                found.add(".".join(parts[: parts.index(name)]))
+    for parts in (path.split(".") for path in flatten(mapping)):
+        named = [parts.index(name) for name in ("tis", "is_correction", "anchor_logp") if name in parts]
+        found |= {".".join(parts[:place]) for place in named}
         sections |= {"tis"} & set(parts) | {"is_correction" for part in ("is_correction", *former) if part in parts}
     if len(found) > 1 or len(sections) > 1:
         where = ", ".join(sorted(found if len(found) > 1 else sections))
         raise TranslationError(f"fireworks: the settings are in several places: {where}; keep one")
     place = found.pop() if found else ""
-    return f"{place}." if place else "", sections.pop() if sections else "tis"
+    return f"{place}.".removeprefix("."), sections.pop() if sections else "tis"

@@ -80,7 +80,7 @@ class Keys:
     """The values of one project's settings, by name."""
 
     def __init__(self, framework: str, values: Native, present: bool = True) -> None:
-        self.framework, self._values = framework, dict(values)
+        self.framework, self.values = framework, dict(values)
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
@@ -88,17 +88,14 @@ class Keys:
         self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
-        value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
+        value = "" if name not in self.values else f" is {reprlib.repr(self.values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
     def take(self, name: str, value: Any, path: str) -> None:
         """A value that the file has at this path."""
-        if self._values.setdefault(name, value) != value:
+        if self.values.setdefault(name, value) != value:
             raise TranslationError(f"{self.framework}: {name} is given twice with different values, once at {path}")
         self.paths.add(path)
-
-    def names(self) -> list[str]:
-        return list(self._values)
 
     def refuse_if(self, condition: bool, name: str, reason: str, **fields: Any) -> None:
         if condition:
@@ -133,7 +130,7 @@ class Keys:
 
     def raw(self, name: str, default: Any = None) -> Any:
         """The default where the key is not there; None where it is there to say that there is no value."""
-        value = self._values.get(name, default)
+        value = self.values.get(name, default)
         if isinstance(value, Unset):
             raise TranslationError(f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}")
         if isinstance(value, str) and "${" in value:
@@ -144,14 +141,14 @@ class Keys:
         """Values under a former name, as if they had been given under today's."""
         for old, new in former.items():
             if self.given(old):
-                twice = self.given(new) and self._values[new] != self._values[old]
+                twice = self.given(new) and self.values[new] != self.values[old]
                 self.refuse_if(twice, old, f"given as {new} too, with a different value")
-                self._values[new] = self._values[old]
+                self.values[new] = self.values[old]
 
     def replace(self, other: Keys, names: Collection[str]) -> None:
         """The values of another section for these names, absent ones included."""
-        kept = {name: value for name, value in self._values.items() if name not in names}
-        self._values = kept | {name: value for name, value in other._values.items() if name in names}
+        kept = {name: value for name, value in self.values.items() if name not in names}
+        self.values = kept | {name: value for name, value in other.values.items() if name in names}
         self.notes += other.notes
         self.paths |= other.paths
         self.present = self.replaced = True

@@ -87,7 +87,7 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
         elif not (names.is_removed(path) and _switched_off(value)):
             continue
         keys.paths.add(path)
-    for name in keys.names():
+    for name in keys.values:
         if name not in names.keys and name not in names.outside:
             raise _unknown(keys, name, names.keys, names)
     rest = [path for path in flat if path not in keys.paths]

@@ -160,14 +160,13 @@ class Script:
         return True
 
     def _if(self, live: Holds) -> None:
-        word = "if"
-        while word in ("if", "elif"):
-            holds = self._statements(live, "then", asked=True)
-            self._take("then")
-            self._statements(_both(live, holds), "elif", "else", "fi")
-            live = _both(live, _not(holds))
-            word = self._take("elif", "else", "fi")
-        if word == "else":
+        holds = self._statements(live, "then", asked=True)
+        self._take("then")
+        self._statements(_both(live, holds), "elif", "else", "fi")
+        live = _both(live, _not(holds))
+        if self._take("elif"):
+            self._if(live)
+        elif self._take("else", "fi") == "else":
             self._statements(live, "fi")
             self._take("fi")
 

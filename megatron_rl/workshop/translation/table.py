@@ -111,8 +111,7 @@ class Table:
 @cache
 def shared() -> Mapping[str, Any]:
     """`facts`: what a row may name after a =, and `others`: names that sound like a correction in most projects."""
-    found: Mapping[str, Any] = read_yaml((FOLDER.parent / "shared.yaml").read_text(encoding="utf-8"))
-    return found
+    return dict(read_yaml((FOLDER.parent / "shared.yaml").read_text(encoding="utf-8")))
 
 
 @cache
