@@ -43,7 +43,8 @@ def _switches(values: Values, told: Accounts) -> None:
 
 def _clips(values: Values, told: Accounts) -> None:
     for key in ("loss.clip_low", "loss.clip_high"):
-        values[key] = number(values, key, values.get("=both_clips"))
+        if (clip := number(values, key, values.get("=both_clips"))) is not None:
+            values[key] = clip
     if number(values, "loss.clip_low", 0) > 1:  # no ratio is below 0
         values["loss.clip_low"] = 1.0
 
