@@ -17,6 +17,7 @@ from megatron_rl.workshop.planner.suggest import refused, suggestions
 from megatron_rl.workshop.planner.workload import Assumptions
 from megatron_rl.workshop.translation.layout import Accounts
 from megatron_rl.workshop.translation.sources import merged
+from megatron_rl.workshop.translation.table import shared
 
 
 def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
@@ -36,7 +37,7 @@ def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
     changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
     for layer in of_overrides(list(overrides(config, changed))):
         mapping |= merged(mapping, layer.content)
-    told.drop("sharded")
+    told.notes = [note for note in told.notes if note != shared()["says"]["sharded"]]
     told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
 
 

@@ -27,9 +27,6 @@ class Accounts:
         if (said := shared()["says"][sentence].format(**fields)) not in self.notes:
             self.notes.append(said)
 
-    def drop(self, sentence: str) -> None:
-        self.notes = [note for note in self.notes if note != shared()["says"][sentence]]
-
     def lacks(self, what: str, sentence: str) -> None:
         self.missing[what] = shared()["says"][sentence]
 

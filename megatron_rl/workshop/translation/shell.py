@@ -61,10 +61,10 @@ def tokens(text: str) -> Iterator[str]:
 def span(text: str, start: int, within: str = "") -> int:
     """Behind the piece that begins here: quoted, an expansion, or one character; `within`: what closes those around."""
     found = PIECE.match(text, start)
-    piece = found[0] if found and not (text[start] == "'" and '"' in within) else text[start]
-    place, closing = start + len(piece), CLOSING.get(piece)
-    literal = (piece in ("(", "{") and closing != within[-1:]) or (piece == "'" and '"' in within)
-    if closing is None or literal:
+    if found is None or (text[start] == "'" and '"' in within):
+        return start + 1
+    piece, place, closing = found[0], found.end(), CLOSING.get(found[0])
+    if closing is None or (piece in ("(", "{") and closing != within[-1:]):
         return place
     within = closing if piece == "$(" else within + closing
     while text[place : place + 1] != closing:
