@@ -29,7 +29,10 @@ def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
         return
     if (problem := _problem(case)) is None:
         return
-    if not (found := suggestions(case, count=1)):
+    found = suggestions(case, count=1)
+    no_longer = ["sharded", "halves"] if found else ["sharded"]
+    told.notes = [note for note in told.notes if note not in [shared()["says"][word] for word in no_longer]]
+    if not found:
         told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
         return
     sampler = found[0].config.sampler  # a job starts its servers; their addresses are names of a site
@@ -37,7 +40,8 @@ def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
     changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
     for layer in of_overrides(list(overrides(config, changed))):
         mapping |= merged(mapping, layer.content)
-    told.notes = [note for note in told.notes if note != shared()["says"]["sharded"]]
+    learner = mapping["learner"]
+    learner["megatron"] = {key: value for key, value in learner.get("megatron", {}).items() if value is not None}
     told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
 
 
