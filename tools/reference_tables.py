@@ -12,8 +12,7 @@ from megatron_rl.config.schema import Config, Format
 from megatron_rl.config.shape import keys_of
 from megatron_rl.runs.alarms import RULES, Rule
 from megatron_rl.runs.metrics import METRICS
-from megatron_rl.workshop.translation.derived import FACTS
-from megatron_rl.workshop.translation.table import Row, Table, projects, table
+from megatron_rl.workshop.translation.table import Row, Table, projects, shared, table
 
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
@@ -128,8 +127,8 @@ is run), YAML with the files that its `defaults` names, TOML, or a Python script
 it is accounted for: it is translated, has no counterpart (listed with the reason), is not needed here, or is unknown
 and listed as that. A key that is one of these tables' but for a letter is an error, and so is a variable that nothing
 sets: give it as `NAME=value`. Their keys can be given in the same way, over those of the file. Their defaults count
-too. Where several of theirs make one of ours, the comments say what was done; sizes of learner and sampler are theirs
-where they fit, and otherwise for `megatron-rl plan --suggest`.
+too. Where several of theirs make one of ours, the comments say what was done. Sizes of learner and sampler are theirs
+where they fit the cluster, and otherwise the first that `megatron-rl plan --suggest` names, with a comment.
 
 The correction is translated exactly or refused ([corrections.md](corrections.md#from-another-project)). Without `-o`
 it alone is printed, as a recipe's section, also for fireworks (the cookbook).
@@ -168,7 +167,7 @@ def _said(value: object) -> str:
 
 
 def _here(row: Row) -> str:
-    ours = ", ".join(f"`{key}`" if not key.startswith("=") else FACTS[key[1:]] for key in row.to)
+    ours = ", ".join(f"`{key}`" if not key.startswith("=") else shared()["facts"][key[1:]] for key in row.to)
     words = [f"{as_written(key)} → {_word(value)}" for key, value in {**(row.words or {}), **row.instead}.items()]
     only = [f"with `{name}`" for name in (row.when, row.when_loss) if name] + (
         [f"without `{row.unless}`"] if row.unless else []

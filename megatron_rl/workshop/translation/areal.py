@@ -6,53 +6,36 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import in_section
+from megatron_rl.workshop.translation.settings import settings
 
-SECTION = "actor.rejection_sampling"
-KEYS = ("level", "action", "metric", "agg", "upper", "lower")
-BESIDE = (
-    "use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method", "importance_sampling_level",
-    "use_sapo_loss",
-)  # fmt: skip
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
-CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
-REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
-NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or leave this out"
 
 
 def areal(mapping: Native) -> Translation:
-    beside = [f"actor.{name}" for name in BESIDE]
-    keys = in_section("areal", mapping, SECTION, KEYS, beside, common=KEYS, old=REMOVED, bare=False)
+    keys = settings("areal", mapping, bare=False)
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
-    if rejects and not decoupled:
-        raise keys.error("use_decoupled_loss", "AReaL ignores rejection_sampling without it; set it, or leave that out")
-    if rejects:
-        keys.taken_as_true("use_decoupled_loss", "without it AReaL corrects nothing")
+    keys.refuse_if(rejects and not decoupled, "use_decoupled_loss", "needs_decoupled")
+    keys.taken_as_true(rejects, "use_decoupled_loss", "without it AReaL corrects nothing")
     sapo = keys.flag("use_sapo_loss", False)
-    if sapo and decoupled:
-        raise keys.error("use_sapo_loss", "AReaL refuses it with use_decoupled_loss; leave one of them out")
+    keys.refuse_if(sapo and decoupled, "use_sapo_loss", "sapo")
     method = keys.choice("prox_logp_method", "recompute", *METHODS)
     interpolated = decoupled and method == "loglinear"
     by_itself = method == "reuse_train_logp" and not sapo
-    if by_itself:
-        keys.note(f"{method}: AReaL makes one update per batch with it; goes with learner.n_minibatches: 1")
+    keys.note_if(by_itself, "one_update", method=method)
     threshold = keys.positive("m2_threshold")
-    if threshold is not None and not decoupled:
-        raise keys.error("m2_threshold", NEEDS_DECOUPLED)
-    if threshold is not None and interpolated:
-        raise keys.error("m2_threshold", "it looks at the whole batch, before which nothing is interpolated")
+    keys.refuse_if(threshold is not None and not decoupled, "m2_threshold", "ignored")
+    keys.refuse_if(threshold is not None and interpolated, "m2_threshold", "whole_batch")
     if not decoupled and not by_itself and not keys.flag("recompute_logprob", False):
         return keys.bypass()
 
     weight, rules, non_finite = _rejection(keys) if rejects else (NO_WEIGHT, [], NonFinite.one)
     renormalize = False
     if threshold is not None:
-        if weight.level == Level.sequence or (rules and rules[0].level == Level.sequence):
-            raise keys.error("m2_threshold", "AReaL judges and weighs rows by the tokens it left, ours by all of them")
+        by_rows = weight.level == Level.sequence or any(rule.level == Level.sequence for rule in rules)
+        keys.refuse_if(by_rows, "m2_threshold", "rows_left")
         if rules:
-            if rules[0].stat != Stat.ratio:
-                raise keys.error("m2_threshold", "only its own tokens leave AReaL's denominators, those of a KL do not")
+            keys.refuse_if(rules[0].stat != Stat.ratio, "m2_threshold", "only_own")
             # a band of token ratios keeps the denominators as a weight that is zero outside it
             weight = replace(weight, outside=Outside.zero, low=rules[0].low, high=rules[0].high)
             if keys.text("importance_sampling_level") == "sequence":
@@ -60,7 +43,7 @@ def areal(mapping: Native) -> Translation:
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
         renormalize = True
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
-        keys.note("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
+        keys.note("solved")
     anchor = Anchor.interpolated if interpolated else Anchor.prox
     return keys.translation(weight, rules, renormalize, non_finite=non_finite, anchor=anchor)
 
@@ -70,22 +53,16 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     action = keys.choice("action", "mask", "mask", "clamp")
     metric = keys.choice("metric", "ratio", "ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl")
     agg = keys.choice("agg", "mean", "sum", "mean", "max") or "mean"
-    upper = keys.number("upper", 5.0)
-    if upper is None:
-        raise keys.error("upper", "AReaL needs a number")
+    upper = keys.needed("upper", "AReaL", 5.0)
     if metric == "ratio":
-        if level == Level.sequence:
-            keys.note("a token without a sampler logprob has the row's ratio in AReaL, weight 1 here")
-        return *_by_ratio(keys, level, action, agg, upper), NonFinite.one
-    if action == "clamp":
-        raise keys.error("action", "AReaL clamps with metric: ratio only")
-    if metric == "kl_k3":
-        raise keys.error("metric", "AReaL's k3 is exp(-d) - 1 + d, the other direction of KL; bound the ratio instead")
+        keys.note_if(level == Level.sequence, "row_ratio")
+        return *_by_ratio(keys, level, action == "clamp", agg, upper), NonFinite.one
+    keys.refuse_if(action == "clamp", "action", "AReaL clamps with metric: ratio only")
+    keys.refuse_if(metric == "kl_k3", "metric", "k3")
     lower = keys.number("lower")
     reduce = None if level == Level.token else Reduce(agg)
     stat = Stat.binary_kl_max if metric == "binary_kl" else Stat.k2
-    if metric == "binary_kl":
-        keys.note("AReaL holds both probabilities within 1e-8 and 1 - 1e-8: the same unless one is beyond that")
+    keys.note_if(metric == "binary_kl", "within")
     rule = RejectRule(level=level, stat=stat, reduce=reduce, low=lower, high=upper)
     if metric == "kl_k1":
         # AReaL's k1 is +d and ours is -d: the bounds change sign and sides, the largest becomes the smallest
@@ -94,23 +71,17 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
     if level == Level.token:
         return UNWEIGHTED, [rule], NonFinite.zero
-    keys.note("a row that lacks a sampler logprob leaves the denominators here, not AReaL's")
+    keys.note("row_leaves")
     return UNWEIGHTED, [rule], NonFinite.reject
 
 
-Found = tuple[WeightConfig, list[RejectRule]]
-
-
-def _by_ratio(keys: Keys, level: Level, action: str | None, agg: str, upper: float) -> Found:
+def _by_ratio(keys: Keys, level: Level, clamps: bool, agg: str, upper: float) -> tuple[WeightConfig, list[RejectRule]]:
     """Ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by."""
     lower = keys.lower("lower")
-    if upper <= 1:
-        raise keys.error("upper", "AReaL refuses a ratio of 1 or less")
+    keys.refuse_if(upper <= 1, "upper", "AReaL refuses a ratio of 1 or less")
     per_row = level == Level.sequence
-    if action == "clamp":
-        if per_row and agg == "max" and lower is not None:
-            raise keys.error("agg", "with a lower bound AReaL leaves some means below it unclamped")
-        if per_row and agg == "sum" and lower is not None and lower > 1:
-            raise keys.error("lower", "above 1 AReaL leaves some means below it unclamped")
+    if clamps:
+        keys.refuse_if(per_row and agg == "max" and lower is not None, "agg", "unclamped")
+        keys.refuse_if(per_row and agg == "sum" and (lower or 0) > 1, "lower", "above_one")
         return weigh(lower, upper, level, mean=per_row), []
     return weigh(None, None, level, mean=per_row), [ratio_rule(lower, upper, Reduce(agg) if per_row else None)]

@@ -1,6 +1,6 @@
 """Keys of ours that follow from several of theirs: batch, lengths, schedule, layout, model and data of a recipe.
 
-`FACTS` is what a table's rows may name besides our keys, after a =; `derive` turns them into keys.
+A table's rows may name facts besides our keys, after a = (`shared.yaml` lists them); `derive` turns them into keys.
 """
 
 from __future__ import annotations
@@ -9,107 +9,60 @@ import re
 
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.workshop.translation.layout import Told, Values, layout, number, ranks
+from megatron_rl.workshop.translation.layout import Accounts, Values, layout, number, ranks
+from megatron_rl.workshop.translation.table import shared
 
-FACTS = {
-    "model": "`model`: a preset of conf/model, or models/NAME",
-    "train": "`data.train`: a file, or data/NAME for a published set",
-    "eval": "`data.eval`, likewise",
-    "template": "`data.template: {}` where it is on",
-    "batch_answers": "`rollout.prompts_per_step`: the answers of a step by those of a prompt",
-    "minibatch_prompts": "`learner.n_minibatches`: prompts of a step by these",
-    "minibatch_answers": "`learner.n_minibatches`: answers of a step by these",
-    "passes": "nothing where it is 1; several updates with the same answers are not built",
-    "microbatch_answers": "`learner.tokens_per_microbatch`: so many of the longest answers",
-    "total_tokens": "`rollout.max_prompt_tokens` or `max_response_tokens`: what the other leaves",
-    "warmup_share": "`optim.warmup_steps`: of `run.steps`",
-    "min_lr_share": "`optim.min_lr`: of `optim.lr`",
-    "kl_used": "`loss.kl_coef`: 0 where it is off",
-    "overlong_used": "`reward.overlong_buffer`: 0 where it is off",
-    "both_clips": "`loss.clip_low` and `loss.clip_high`",
-    "nodes": "`cluster`, and how many ranks and servers there are",
-    "gpus": "`cluster`: of a node",
-    "context_parallel": "`learner.data_parallel`: as many ranks more",
-    "sampler_gpus": "`sampler.devices`: GPUs of their own; else learner and sampler take turns",
-    "sampler_nodes": "`sampler.fleet.servers`: nodes of their own",
-    "sampler_engines": "`sampler.engines`, or servers",
-    "learner_gpus": "as `gpus`, of the learner alone",
-    "learner_ranks": "`learner`'s parallel sizes, of words such as fsdp:d4p1t1",
-    "sampler_ranks": "`sampler.tensor_parallel` and its GPUs, of words such as sglang:d4p1t1",
-    "allocation": "the sizes of both, of words such as sglang:d4p1t1+d4p1t1",
-    "total": "nodes and GPUs are those of learner and sampler together",
-    "leave_one_out": "`advantage.estimator: rloo` where rewards are not divided by their deviation",
-    "ahead_used": "`rollout.ahead`: 0 where it is off",
-    "entropy_used": "`loss.entropy_coef`: 0 where it is off",
-    "device_answers": "with the two below and the GPUs: answers of an update, and of a step",
-    "accumulated": "micro-batches of an update",
-    "steps_per_generation": "micro-batches of a step",
-    "shared": "learner and sampler on the same GPUs, in turns",
-    "sharded": "a note: sizes of the learner are to be found with `megatron-rl plan --suggest`",
-    "recompute": "`learner.megatron`: all activations are computed again, where the learner is sharded",
-    "wandb": "`log.wandb: auto` where it is among the loggers",
-    "wandb_named": "`log.wandb: auto` where it is named",
-    "reward": "a note: which reward judges there",
-}
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
 MOST_AHEAD = 64
 LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
 
 
-def derive(values: Values, told: Told) -> None:
+def derive(values: Values, told: Accounts) -> None:
     """Replaces the facts by keys."""
     for step in (_switches, _clips, ranks, _lengths, _batch, _schedule, layout, _model, _data, _sampling):
         step(values, told)
     if reward := values.get("=reward"):
-        told.note(f"the reward there is {reward}; see that reward.name judges alike")
+        told.note("reward", reward=reward)
     for name in [name for name in values if name.startswith("=")]:
         del values[name]
 
 
-def _switches(values: Values, told: Told) -> None:
-    switched = {
-        "=kl_used": "loss.kl_coef",
-        "=overlong_used": "reward.overlong_buffer",
-        "=ahead_used": "rollout.ahead",
-        "=entropy_used": "loss.entropy_coef",
-    }
-    for fact, key in switched.items():
-        if values.get(fact) is False:
+def _switches(values: Values, told: Accounts) -> None:
+    for fact, key in shared()["switches"].items():
+        if values.get(f"={fact}") is False:
             values.pop(key, None)
     if not values.get("rollout.ahead"):
         values.pop("rollout.in_flight", None)
     if values.get("rollout.in_flight") != "continue":
         values.pop("rollout.in_flight_cache", None)
-    if values.get("=leave_one_out"):
-        if values.get("advantage.estimator") == "dr_grpo":
-            values["advantage.estimator"] = "rloo"
-        else:
-            told.missing["a baseline without the answer itself"] = "grpo's is the group's mean; rloo divides by nothing"
+    if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":
+        values["advantage.estimator"] = "rloo"
+    elif values.get("=leave_one_out"):
+        told.lacks("a baseline without the answer itself", "baseline")
 
 
-def _clips(values: Values, told: Told) -> None:
-    both = values.get("=both_clips")
+def _clips(values: Values, told: Accounts) -> None:
     for key in ("loss.clip_low", "loss.clip_high"):
-        if values.get(key) is None and both is not None:
-            values[key] = both
+        if (clip := number(values, key, values.get("=both_clips"))) is not None:
+            values[key] = clip
     if number(values, "loss.clip_low", 0) > 1:  # no ratio is below 0
         values["loss.clip_low"] = 1.0
 
 
-def _lengths(values: Values, told: Told) -> None:
+def _lengths(values: Values, told: Accounts) -> None:
     total = number(values, "=total_tokens")
     prompt, response = (number(values, f"rollout.max_{part}_tokens") for part in ("prompt", "response"))
     if total is None or (prompt and response and prompt + response <= total):
         return
     if response is None or response >= total:
         prompt = prompt if prompt and prompt < total else min(LONGEST_PROMPT, total // 2)
-        told.note(f"prompt and answer share {total} tokens there; here prompts have {prompt} of them, answers the rest")
+        told.note("shared_tokens", total=total, prompt=prompt)
         response = total - prompt
     values["rollout.max_prompt_tokens"] = prompt if prompt and prompt + response <= total else total - response
     values["rollout.max_response_tokens"] = response
 
 
-def _batch(values: Values, told: Told) -> None:
+def _batch(values: Values, told: Accounts) -> None:
     samples = int(number(values, "rollout.samples_per_prompt", 1))
     if (rows := number(values, "=device_answers")) is not None:
         rows, updates = int(rows) * int(number(values, "=gpus", 1)), int(number(values, "=accumulated", 1))
@@ -122,11 +75,9 @@ def _batch(values: Values, told: Told) -> None:
         if (part := number(values, fact)) is not None:
             values["learner.n_minibatches"] = min(max(1, whole // int(part)), prompts)
             if whole % int(part) and int(part) < whole:
-                told.note(
-                    f"a step's {whole} are no multiple of the {int(part)} of an update: the updates are larger here"
-                )
+                told.note("larger_updates", whole=whole, part=int(part))
     if (passes := number(values, "=passes", 1)) != 1:
-        told.missing[f"{passes} passes over a batch"] = "several updates with the same answers are not built"
+        told.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(int(number(values, f"rollout.max_{part}_tokens", 0)) for part in ("prompt", "response"))
     tokens = number(values, "learner.tokens_per_microbatch")
     if tokens is None and (rows := number(values, "=microbatch_answers")) is not None and longest:
@@ -137,24 +88,23 @@ def _batch(values: Values, told: Told) -> None:
         values["learner.tokens_per_microbatch"] = max(int(tokens), longest)
 
 
-def _schedule(values: Values, told: Told) -> None:
+def _schedule(values: Values, told: Accounts) -> None:
     steps, lr = number(values, "run.steps"), number(values, "optim.lr")
     if (share := number(values, "=warmup_share", 0)) and not values.get("optim.warmup_steps"):
         if steps is None:
-            told.note(f"the warm-up is {share:g} of all steps: set run.steps and optim.warmup_steps")
+            told.note("warmup", share=share)
         else:
             values["optim.warmup_steps"] = round(share * steps)
     if (share := number(values, "=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
         values["optim.min_lr"] = share * lr
-    warmup = number(values, "optim.warmup_steps")
-    values["optim.warmup_steps"] = 0 if warmup is None else max(0, int(warmup))
+    values["optim.warmup_steps"] = max(0, int(number(values, "optim.warmup_steps", 0)))
     if lr is not None and number(values, "optim.min_lr", 0) > lr:
         values["optim.min_lr"] = lr
     if steps is None:
-        told.note("there a run is so many passes over its data; here it is run.steps steps, 100 unless set")
+        told.note("steps")
 
 
-def _model(values: Values, told: Told) -> None:
+def _model(values: Values, told: Accounts) -> None:
     path = values.get("=model")
     if path is None:
         return
@@ -166,29 +116,28 @@ def _model(values: Values, told: Told) -> None:
         values["model.path"] = _local(str(path), "models", told)
 
 
-def _local(path: str, folder: str, told: Told) -> str:
+def _local(path: str, folder: str, told: Accounts) -> str:
     """A path as it is; a name on the hub is expected in a folder."""
     if path.startswith(("/", ".", "~", "$", f"{folder}/")) or path.count("/") > 1 or re.search(r"\.\w{4,7}$", path):
         return path
     name = path.rsplit("/", 1)[-1]
-    told.note(f"{path} is a name there, here a path: put it at {folder}/{name}")
+    told.note("name_there", path=path, folder=folder, name=name)
     return f"{folder}/{name}"
 
 
-def _data(values: Values, told: Told) -> None:
+def _data(values: Values, told: Accounts) -> None:
     for key in ("train", "eval"):
-        named = values.get(f"={key}")
-        if isinstance(named, str) and "," in named:
-            named = named.split(",")
-        if named in (None, [], ""):
+        named = values.get(f"={key}") or []
+        names = named if isinstance(named, list) else str(named).split(",")
+        files = [_local(str(one), "data", told) for one in names]
+        if not files:
             continue
-        files = [_local(str(one), "data", told) for one in (named if isinstance(named, list) else [named])]
         values[f"data.{key}"] = files[0] if len(files) == 1 else dict.fromkeys(files, 1.0)
         if len(files) > 1 and key == "eval":
             values["data.eval"] = files[0]
-            told.missing[f"evaluation on {', '.join(files[1:])}"] = "name more sets in eval.sets"
+            told.lacks(f"evaluation on {', '.join(files[1:])}", "more_sets")
         elif len(files) > 1:
-            told.note("data.train: theirs are one set after another; weigh the files by their rows")
+            told.note("one_after_another")
     if "data.eval" not in values:
         values["eval.every"] = 0
     if values.get("=template"):
@@ -197,30 +146,29 @@ def _data(values: Values, told: Told) -> None:
         values["log.wandb"] = "auto"
 
 
-def _sampling(values: Values, told: Told) -> None:
+def _sampling(values: Values, told: Accounts) -> None:
     top_p, top_k = number(values, "rollout.top_p", 1), number(values, "rollout.top_k")
     if top_k is not None and not 1 <= top_k <= 1024:
         values["rollout.top_k"] = top_k = None
     if top_p < 1 and top_k is None:
-        told.missing[f"top_p {top_p:g}"] = (
-            "alone it keeps sets of any size; set rollout.top_p and rollout.top_k, such as 50"
-        )
+        told.lacks(f"top_p {top_p:g}", "any_size")
         values["rollout.top_p"] = 1.0
     if number(values, "eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
         values["eval.samples"] = 1
-        told.note("eval.samples: greedy answers to a prompt are all the same")
+        told.note("greedy")
     if number(values, "rollout.ahead", 0) > MOST_AHEAD:
-        told.note(f"there the sampler may be {values['rollout.ahead']:g} batches ahead, here at most {MOST_AHEAD}")
+        told.note("far_ahead", ahead=values["rollout.ahead"], most=MOST_AHEAD)
         values["rollout.ahead"] = MOST_AHEAD
     for key in ("eval.every", "checkpoint.every"):
         if (every := number(values, key)) is not None and every != int(every):
-            told.missing[f"{key}: {every:g}"] = "a share of the steps there; here it is a number of steps"
+            told.lacks(f"{key}: {every:g}", "share_of_steps")
             del values[key]
-    if values.get("eval.every") is not None and values["eval.every"] < 0:
+    if number(values, "eval.every", 0) < 0:
         values["eval.every"] = 0
-    if values.get("rollout.samples_per_prompt") == 1 and values.get("rollout.dynamic_sampling"):
+    alone = values.get("rollout.samples_per_prompt") == 1
+    if alone and values.get("rollout.dynamic_sampling"):
         values["rollout.dynamic_sampling"] = False
-        told.note("rollout.dynamic_sampling: groups of one answer have no spread; set rollout.samples_per_prompt too")
-    if values.get("rollout.samples_per_prompt") == 1 and values.get("advantage.estimator", "grpo") in GROUPED:
-        told.note("advantage.estimator compares answers to a prompt; with one answer each it is reinforce_pp here")
+        told.note("no_spread")
+    if alone and values.get("advantage.estimator", "grpo") in GROUPED:
         values["advantage.estimator"] = "reinforce_pp"
+        told.note("one_answer")

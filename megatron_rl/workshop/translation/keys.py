@@ -21,12 +21,11 @@ from megatron_rl.config.schema import (
     WeightConfig,
     When,
 )
+from megatron_rl.workshop.translation.table import table
 
 Native = Mapping[str, Any]  # another project's settings, however they are nested
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
-BYPASS = CorrectionConfig(anchor=Anchor.sampler, weight=NO_WEIGHT, rebaseline=False, renormalize=False)
-UNCAPPED = 1e9  # of a weight whose exponent is bounded below that
 
 
 class TranslationError(ValueError):
@@ -81,7 +80,7 @@ class Keys:
     """The values of one project's settings, by name."""
 
     def __init__(self, framework: str, values: Native, present: bool = True) -> None:
-        self.framework, self._values = framework, dict(values)
+        self.framework, self.values = framework, dict(values)
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
@@ -89,15 +88,37 @@ class Keys:
         self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
-        value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
+        value = "" if name not in self.values else f" is {reprlib.repr(self.values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
-    def note(self, condition: str) -> None:
-        self.notes.append(condition)
+    def take(self, name: str, value: Any, path: str) -> None:
+        """A value that the file has at this path."""
+        if self.values.setdefault(name, value) != value:
+            raise TranslationError(f"{self.framework}: {name} is given twice with different values, once at {path}")
+        self.paths.add(path)
+
+    def refuse_if(self, condition: bool, name: str, reason: str, **fields: Any) -> None:
+        if condition:
+            raise self.error(name, self._said(reason, fields))
+
+    def note(self, condition: str, **fields: Any) -> None:
+        self.notes.append(self._said(condition, fields))
+
+    def note_if(self, holds: bool, condition: str, **fields: Any) -> None:
+        if holds:
+            self.note(condition, **fields)
+
+    def _said(self, sentence: str, fields: Mapping[str, Any]) -> str:
+        """One word stands for what the table `says`."""
+        return sentence if " " in sentence else table(self.framework).correction.says[sentence].format(**fields)
 
     def goes_with(self, **loss: Any) -> None:
         """Keys of the loss without which the correction is not theirs."""
         self.loss |= loss
+
+    def weigh_kl(self, cap: float = 1e9) -> None:
+        """The reference KL has a weight, by default of an exponent that is bounded below this."""
+        self.goes_with(kl_cap=cap, kl_estimator="k3")
 
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
         """Note that the reference KL and the entropy of a project still count what its correction rejects."""
@@ -108,7 +129,8 @@ class Keys:
         self.note(f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}")
 
     def raw(self, name: str, default: Any = None) -> Any:
-        value = self._values.get(name, default)
+        """The default where the key is not there; None where it is there to say that there is no value."""
+        value = self.values.get(name, default)
         if isinstance(value, Unset):
             raise TranslationError(f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}")
         if isinstance(value, str) and "${" in value:
@@ -119,14 +141,14 @@ class Keys:
         """Values under a former name, as if they had been given under today's."""
         for old, new in former.items():
             if self.given(old):
-                if self.given(new) and self._values[new] != self._values[old]:
-                    raise self.error(old, f"given as {new} too, with a different value")
-                self._values[new] = self._values[old]
+                twice = self.given(new) and self.values[new] != self.values[old]
+                self.refuse_if(twice, old, f"given as {new} too, with a different value")
+                self.values[new] = self.values[old]
 
     def replace(self, other: Keys, names: Collection[str]) -> None:
         """The values of another section for these names, absent ones included."""
-        kept = {name: value for name, value in self._values.items() if name not in names}
-        self._values = kept | {name: value for name, value in other._values.items() if name in names}
+        kept = {name: value for name, value in self.values.items() if name not in names}
+        self.values = kept | {name: value for name, value in other.values.items() if name in names}
         self.notes += other.notes
         self.paths |= other.paths
         self.present = self.replaced = True
@@ -134,29 +156,21 @@ class Keys:
     def given(self, name: str) -> bool:
         return self.raw(name) is not None
 
-    def null(self, name: str) -> bool:
-        """Whether the key is there to say that there is no value."""
-        return name in self._values and not self.given(name)
-
-    def taken_as_true(self, name: str, otherwise: str) -> None:
-        """Note what a switch that is not given is read as."""
-        if not self.given(name):
+    def taken_as_true(self, needed: bool, name: str, otherwise: str) -> None:
+        """Note what a switch that is needed and not given is read as."""
+        if needed and not self.given(name):
             self.note(f"{name} is not given and taken as true; {otherwise}")
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw(name)
         if value is None:
             return default
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-        raise self.error(name, "expected true or false")
+        self.refuse_if(str(value).lower() not in ("true", "false"), name, "expected true or false")
+        return str(value).lower() == "true"
 
     def choice(self, name: str, default: str | None, *choices: str) -> str | None:
         value = self.raw(name, default)
-        if value is not None and value not in choices:
-            raise self.error(name, f"expected one of {', '.join(choices)}")
+        self.refuse_if(value is not None and value not in choices, name, f"expected one of {', '.join(choices)}")
         return value
 
     def text(self, name: str) -> str | None:
@@ -167,17 +181,21 @@ class Keys:
         value = self.raw(name, default)
         return None if value is None else self.as_number(name, value)
 
+    def needed(self, name: str, project: str, default: float) -> float:
+        value = self.number(name, default)
+        if value is None:
+            raise self.error(name, f"{project} needs a number")
+        return value
+
     def positive(self, name: str, default: float | None = None) -> float | None:
         value = self.number(name, default)
-        if value is not None and value <= 0:
-            raise self.error(name, "expected a number above 0")
+        self.refuse_if(value is not None and value <= 0, name, "expected a number above 0")
         return value
 
     def lower(self, name: str, default: float | None = None) -> float | None:
         """A lower bound on a ratio: 0 bounds nothing."""
         value = self.number(name, default)
-        if value is not None and value < 0:
-            raise self.error(name, "ratios are never negative")
+        self.refuse_if(value is not None and value < 0, name, "ratios are never negative")
         return value or None
 
     def as_number(self, name: str, value: Any) -> float:
@@ -186,13 +204,12 @@ class Keys:
             number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
-            raise self.error(name, "expected a number")
+        self.refuse_if(not math.isfinite(number), name, "expected a number")
         return number
 
-    def bypass(self) -> Translation:
-        """The loss's ratio is to the sampler, which is the whole correction."""
-        return Translation(BYPASS, self.notes, self.loss, frozenset(self.paths))
+    def bypass(self, *rules: RejectRule) -> Translation:
+        """The loss's ratio is to the sampler, which is the whole correction but for these rules."""
+        return self.translation(NO_WEIGHT, list(rules), anchor=Anchor.sampler)
 
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any

@@ -7,20 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.plain_yaml import CONF
+from megatron_rl.workshop.translation.table import shared
 
 Values = dict[str, Any]  # by our key, or by a fact with its =
 
 
 @dataclass
-class Told:
-    """What a translated recipe says in its comments."""
+class Accounts:
+    """Where each key of a file has gone, and what else a translated recipe says in its comments."""
 
+    translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
+    not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
+    unknown: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
 
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    def note(self, sentence: str, **fields: Any) -> None:
+        """A sentence of `shared.yaml`, by its word."""
+        if (said := shared()["says"][sentence].format(**fields)) not in self.notes:
+            self.notes.append(said)
+
+    def lacks(self, what: str, sentence: str) -> None:
+        self.missing[what] = shared()["says"][sentence]
 
 
 def number(values: Values, name: str, default: float | None = None) -> Any:
@@ -28,7 +36,7 @@ def number(values: Values, name: str, default: float | None = None) -> Any:
     return default if found is None or isinstance(found, bool) else found
 
 
-def ranks(values: Values, told: Told) -> None:
+def ranks(values: Values, told: Accounts) -> None:
     """Sizes that are written as one word, such as fsdp:d4p1t1 or sglang.d4t2+d8."""
     both = str(values.get("=allocation") or "").split("+")
     words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
@@ -44,53 +52,45 @@ def ranks(values: Values, told: Told) -> None:
             values["=sharded"] = "fsdp" in str(word)
 
 
-def layout(values: Values, told: Told) -> None:
+def layout(values: Values, told: Accounts) -> None:
     nodes, gpus = int(number(values, "=nodes", 1)), int(number(values, "=gpus", 8))
     tensor, stages = (int(number(values, f"learner.{kind}_parallel", 1)) for kind in ("tensor", "pipeline"))
     engine = int(number(values, "sampler.tensor_parallel", 1))
-    own = number(values, "=sampler_gpus")
+    ahead, own = values.get("rollout.ahead"), number(values, "=sampler_gpus")
     if own is None and (servers := number(values, "=sampler_nodes")):
         own = int(servers) * gpus
-    if (
-        own is None
-        and (values.get("=shared") is False or values.get("rollout.ahead"))
-        and (engines := number(values, "=sampler_engines"))
-    ):
+    apart = ahead or values.get("=shared") is False
+    if own is None and apart and (engines := number(values, "=sampler_engines")):
         own = int(engines) * engine
-    if values.get("=shared") and not values.get("rollout.ahead"):  # an engine that runs ahead has GPUs of its own
+    if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
         own = None
-    elif own is None and values.get("rollout.ahead"):
-        told.missing[f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs"] = "an engine ahead never sleeps"
+    elif own is None and ahead:
+        told.lacks(f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs", "never_sleeps")
     learner = int(number(values, "=learner_gpus", nodes * gpus))
     if own is not None:  # beside those of the learner
         learner = max(1, nodes * gpus - int(own)) if values.get("=total") and "=learner_gpus" not in values else learner
         all_gpus = learner + int(own)
         nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
     if number(values, "=context_parallel", 1) != 1:
-        told.note(
-            "context parallelism is not built: its ranks hold other answers here; long ones may want learner.megatron"
-        )
+        told.note("context_parallel")
     if nodes == 1:
-        _one_node(values, gpus, gpus if own is None else int(own), learner, engine)
+        _one_node(values, gpus, gpus if own is None else int(own), engine)
     else:
-        servers = int(own) if own is not None else learner // 2
-        learner = learner if own is not None else learner - servers
         if own is None:
-            told.note("learner and sampler take turns on all nodes there; here half of the nodes learn and half serve")
-        values["sampler.fleet.servers"] = max(1, servers // engine)
+            own, learner = learner // 2, learner - learner // 2
+            told.note("halves")
+        values["sampler.fleet.servers"] = max(1, int(own) // engine)
     if learner % (tensor * stages):
-        told.note(
-            f"{learner} GPUs of the learner are no multiple of {tensor} x {stages}: see megatron-rl plan --suggest"
-        )
+        told.note("no_multiple", learner=learner, tensor=tensor, stages=stages)
     values["learner.data_parallel"] = max(1, learner // (tensor * stages))
     name = f"{nodes}n{nodes * gpus}g"
     if (CONF / "cluster" / f"{name}.yaml").is_file():
         values["cluster"] = name
     else:
-        told.note(f"{nodes} nodes of {gpus} GPUs: no file of conf/cluster is for that; name or write one as `cluster`")
+        told.note("no_cluster", nodes=nodes, gpus=gpus)
     _activations(values, tensor)
     if values.get("=sharded"):
-        told.note("the learner is sharded there (FSDP, ZeRO); `megatron-rl plan --suggest` names sizes that fit here")
+        told.note("sharded")
 
 
 def _activations(values: Values, tensor: int) -> None:
@@ -104,12 +104,10 @@ def _activations(values: Values, tensor: int) -> None:
         values.setdefault("learner.megatron.sequence_parallel", True)
 
 
-def _one_node(values: Values, gpus: int, engines_gpus: int, learner: int, engine: int) -> None:
-    shared = engines_gpus == gpus
-    if shared:
+def _one_node(values: Values, gpus: int, engines_gpus: int, engine: int) -> None:
+    if engines_gpus == gpus:  # shared
         values["sampler.sleep"] = "discard" if gpus > 1 else "offload"
         values["learner.offload"] = "optimizer" if gpus > 1 else "none"
     if gpus > 1:
-        devices = range(gpus - engines_gpus, gpus)
-        values["sampler.devices"] = ",".join(map(str, devices))
+        values["sampler.devices"] = ",".join(map(str, range(gpus - engines_gpus, gpus)))
         values["sampler.engines"] = max(1, engines_gpus // engine)

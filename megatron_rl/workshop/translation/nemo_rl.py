@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import anywhere
+from megatron_rl.workshop.translation.settings import settings
 
 CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
 KIND = "truncated_importance_sampling_type"
 HIGH, LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
 PER_SEQUENCE, KL_KEY = "sequence_level_importance_ratios", "use_on_policy_kl_approximation"
 PENALTY, KL_TYPE = "reference_policy_kl_penalty", "reference_policy_kl_type"
-COMMON = (PENALTY, KL_TYPE, "use_kl_in_reward")
-KEYS = (CORRECTION, KIND, HIGH, LOW, PER_SEQUENCE, ERROR_KEY, "force_on_policy_ratio", KL_KEY, *COMMON)
 
 
 def nemo_rl(mapping: Native) -> Translation:
-    keys = anywhere("nemo_rl", mapping, KEYS, COMMON)
+    keys = settings("nemo_rl", mapping)
     penalty = keys.number(PENALTY)
-    if keys.flag(KL_KEY, False) and penalty != 0:
-        raise keys.error(KL_KEY, "NeMo-RL weighs by pi over the sampler, ours by pi over the proximal policy")
+    keys.refuse_if(keys.flag(KL_KEY, False) and penalty != 0, KL_KEY, "on_policy_kl")
     if penalty and not keys.flag("use_kl_in_reward", False):
-        if keys.choice(KL_TYPE, "k3", "k1", "k2", "k3") != "k3":
-            raise keys.error(KL_TYPE, "NeMo-RL's gradient goes through the probability of sampling too, ours not")
-        keys.note(
-            f"{PENALTY}: through the probability of sampling, NeMo-RL's k3 has the gradient of our k2; it bounds a "
-            "token's KL by kl_output_clamp_value, 10: the same unless one exceeds that"
-        )
+        keys.refuse_if(keys.choice(KL_TYPE, "k3", "k1", "k2", "k3") != "k3", KL_TYPE, "gradient")
+        keys.note("k2")
         keys.goes_with(kl_estimator="k2")
     weight, rules = _weight(keys)
     renormalize = not rules
-    if keys.flag("force_on_policy_ratio", False):
-        keys.note("force_on_policy_ratio: the same with one update per batch, where the ratio is 1 anyway")
+    keys.note_if(keys.flag("force_on_policy_ratio", False), "one_update")
     threshold = keys.positive(ERROR_KEY)
     if threshold is not None:
-        if not renormalize:
-            why = "it takes rows out of the denominators and seq-mask-tis leaves them in: ours does one or the other"
-            raise keys.error(ERROR_KEY, why)
+        keys.refuse_if(not renormalize, ERROR_KEY, "denominators")
         rules.append(RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold))
     # a row's error that is NaN is above any threshold
     non_finite = NonFinite.zero if threshold is None else NonFinite.reject
@@ -47,25 +37,19 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     kind = keys.choice(KIND, None, "tis", "icepop", "seq-mask-tis")
     high, low = keys.positive(HIGH), keys.lower(LOW)
     per_sequence = keys.flag(PER_SEQUENCE, False)
-    if kind is None and high is not None:
-        raise keys.error(HIGH, f"NeMo-RL needs {KIND} with it")
-    if kind is not None:
-        keys.taken_as_true(CORRECTION, f"NeMo-RL refuses {KIND} without it")
+    keys.refuse_if(kind is None and high is not None, HIGH, f"NeMo-RL needs {KIND} with it")
+    keys.taken_as_true(kind is not None, CORRECTION, f"NeMo-RL refuses {KIND} without it")
     if not keys.flag(CORRECTION, default=kind is not None):
-        if kind is not None:
-            raise keys.error(KIND, f"NeMo-RL needs {CORRECTION}: true with it")
+        keys.refuse_if(kind is not None, KIND, f"NeMo-RL needs {CORRECTION}: true with it")
         return NO_WEIGHT, []
-    if kind is not None and high is None:
-        raise keys.error(HIGH, f"{KIND} {kind} needs it")
-    if kind in ("icepop", "seq-mask-tis") and not keys.given(LOW):
-        raise keys.error(LOW, f"{KIND} {kind} needs it")
+    keys.refuse_if(kind is not None and high is None, HIGH, f"{KIND} {kind} needs it")
+    keys.refuse_if(kind in ("icepop", "seq-mask-tis") and not keys.given(LOW), LOW, f"{KIND} {kind} needs it")
     faulty = "the row" if per_sequence else "it"
     floor = f", in NeMo-RL {faulty} has {LOW}" if kind == "tis" and low else f", {faulty} in NeMo-RL" * per_sequence
-    if not keys.given(ERROR_KEY):  # which rejects the row
-        keys.note(f"a token without a sampler logprob has weight 0{floor}")
+    # which an error above its threshold rejects
+    keys.note_if(not keys.given(ERROR_KEY), f"a token without a sampler logprob has weight 0{floor}")
     if kind == "seq-mask-tis":
-        if per_sequence:
-            raise keys.error(KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
+        keys.refuse_if(per_sequence, KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
         keys.note_kl("NeMo-RL")
         return UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)]
     level = "sequence" if per_sequence else "token"

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
-from megatron_rl.workshop.translation.settings import anywhere
+from megatron_rl.workshop.translation.settings import settings
 
 BOUNDS = "is_correction_threshold"
 LEVEL, MODE, GATING = "is_correction_level", "is_correction_mode", "is_correction_gating"
 ENABLE, KIND = "is_correction_enable", "is_correction_type"
 FIRST_BOUND = "vllm_is_truncated_threshold"
-FORMER = {"enable_vllm_is_correction": ENABLE, FIRST_BOUND: BOUNDS, "vllm_is_correction_type": KIND}
-REMOVED = {"use_icepop": f"{KIND}: icepop does it"}
-KL_KEY, COMMON = "unbiased_gradient", ("use_loss",)
+KL_KEY = "unbiased_gradient"
 KL_CAP = 10.0  # KL_IS_WEIGHT_CLIP
-KEYS = (LEVEL, MODE, GATING, BOUNDS, ENABLE, KIND, "policy_loss_type", KL_KEY, *COMMON, *FORMER)
 GATES = {"binary_kl": Stat.binary_kl, "tv": Stat.tv}
 # what a scheme is called before 0.11.2, and its level and mode since
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 
 
 def openrlhf(mapping: Native) -> Translation:
-    keys = anywhere("openrlhf", mapping, KEYS, COMMON, old=REMOVED)
-    keys.rename(FORMER)
+    keys = settings("openrlhf", mapping)
     scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
     if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
         keys.goes_with(kl_cap=KL_CAP)
     if scheme is None:
         return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
-        if unbiased:
-            raise keys.error(KL_KEY, "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler")
-        keys.note("with gspo OpenRLHF takes the sampler's logprobs as the anchor")
+        keys.refuse_if(unbiased, KL_KEY, "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler")
+        keys.note("anchor_gspo")
         keys.goes_with(name="gspo")
         return keys.bypass()
     level, mode = scheme
@@ -47,43 +42,34 @@ def openrlhf(mapping: Native) -> Translation:
 def _scheme(keys: Keys) -> tuple[str, str] | None:
     """Level and mode as 0.11.2 has them; none where the correction is off."""
     for name in (ENABLE, KIND):
-        if keys.given(name):
-            raise keys.error(name, f"OpenRLHF 0.11.2 has {LEVEL} and {MODE} in its place; keep those of one version")
+        keys.refuse_if(keys.given(name), name, "versions")
     if keys.raw(LEVEL) is False:  # the word off, as YAML reads it
         return None
-    if keys.text(LEVEL) == "geo":
-        raise keys.error(LEVEL, "OpenRLHF's name for a geometric mean is seq, write that; labs-molt's seq is a product")
+    keys.refuse_if(keys.text(LEVEL) == "geo", LEVEL, "geo")
     level = keys.choice(LEVEL, "off", "off", "token", "seq")
-    if not keys.given(LEVEL):
-        keys.note(f"{LEVEL} is not given and off by default, so OpenRLHF corrects nothing")
+    keys.note_if(not keys.given(LEVEL), "by_default")
     if level in (None, "off"):
         return None
     mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
-    if level == "seq" and mode == "clip":
-        raise keys.error(MODE, f"OpenRLHF refuses it with {LEVEL} seq")
-    if keys.choice(GATING, "ratio", "ratio", *GATES) in GATES and mode == "clip":
-        raise keys.error(MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}")
+    keys.refuse_if(level == "seq" and mode == "clip", MODE, f"OpenRLHF refuses it with {LEVEL} seq")
+    gated = keys.choice(GATING, "ratio", "ratio", *GATES) in GATES
+    keys.refuse_if(gated and mode == "clip", MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}")
     return str(level), mode
 
 
 def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
     """Tokens, or rows by their mean, whose probability has moved too far leave; the others weigh their ratio."""
-    if low is not None or not keys.given(BOUNDS):
-        raise keys.error(BOUNDS, f"OpenRLHF takes one upper bound with {GATING} {gating}")
+    keys.refuse_if(low is not None or not keys.given(BOUNDS), BOUNDS, "upper_alone", gating=gating)
     keys.note_kl("OpenRLHF")
-    if gating == "binary_kl":
-        keys.note("OpenRLHF holds both probabilities within 1e-6 and 1 - 1e-6: the same unless one is beyond that")
-    on_rows = level == "seq"
-    kind, reduce = (Level.sequence, Reduce.mean) if on_rows else (Level.token, None)
+    keys.note_if(gating == "binary_kl", "within")
+    kind, reduce = (Level.sequence, Reduce.mean) if level == "seq" else (Level.token, None)
     return keys.translation(UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)])
 
 
 def _former_scheme(keys: Keys) -> tuple[str, str] | None:
-    if keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND):
-        raise keys.error(BOUNDS, f"OpenRLHF corrects nothing by it alone; add {LEVEL}, or {ENABLE} before 0.11.2")
+    keys.refuse_if(keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND), BOUNDS, "alone")
     kind = keys.choice(KIND, "tis", *SCHEMES) or "tis"
-    if keys.given(KIND):
-        keys.taken_as_true(ENABLE, "without it OpenRLHF corrects nothing")
+    keys.taken_as_true(keys.given(KIND), ENABLE, "without it OpenRLHF corrects nothing")
     return SCHEMES[kind] if keys.flag(ENABLE, default=keys.given(KIND)) else None
 
 
@@ -94,9 +80,8 @@ def _bounds(keys: Keys) -> tuple[float | None, float]:
         return 0.5, 5.0
     words = bounds.split() if isinstance(bounds, str) else bounds if isinstance(bounds, list | tuple) else [bounds]
     single = keys.given(LEVEL) or keys.given(FIRST_BOUND)
-    if len(words) != 2 and not (single and len(words) == 1):
-        raise keys.error(BOUNDS, f"expected two numbers, low and high{', or high alone' if single else ''}")
+    several = "two numbers, low and high" + ", or high alone" * single
+    keys.refuse_if(len(words) != 2 and not (single and len(words) == 1), BOUNDS, f"expected {several}")
     *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
-    if numbers[0] < 0:
-        raise keys.error(BOUNDS, "ratios are never negative")
+    keys.refuse_if(numbers[0] < 0, BOUNDS, "ratios are never negative")
     return (numbers[0] or None) if len(numbers) == 2 else None, high

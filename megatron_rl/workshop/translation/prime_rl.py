@@ -3,59 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import Level, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import BYPASS, Keys, Native, Translation, TranslationError
-from megatron_rl.workshop.translation.settings import flatten, in_section
+from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
+from megatron_rl.workshop.translation.settings import flatten, settings
 
-SECTION = "trainer.loss"
 LOW, HIGH, IPO, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau"
-KEYS = ("type", LOW, HIGH, IPO, KL, FACTOR, "import_path")
-COMMON = ("type", "import_path")
-REMOVED = {"teacher_tau": "an algorithm of its own (opd) has taken its place"}
 OTHER_LOSSES = ("echo", "opd", "opsd", "sft")  # algorithms, of which some tokens have another loss than trainer.loss
 
 
 def prime_rl(mapping: Native) -> Translation:
-    settings = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
-    for path, algorithm in _algorithms(settings):
+    flat = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
+    for path, algorithm in _algorithms(flat):
         if algorithm in OTHER_LOSSES:
             raise TranslationError(f"prime_rl: {path} is {algorithm!r}: its tokens have a loss that ours has not")
-    keys = in_section("prime_rl", settings, SECTION, KEYS, common=COMMON, old=REMOVED)
+    keys = settings("prime_rl", flat)
     kind = keys.choice("type", "default", "default", "ipo", "custom")
-    if kind == "custom":
-        raise keys.error("type", "what a custom loss computes is not known here")
-    if keys.number(FACTOR, 1.0) != 1.0:
-        raise keys.error(FACTOR, "our losses have no factor on the advantage; set it to 1 and scale the learning rate")
+    keys.refuse_if(kind == "custom", "type", "what a custom loss computes is not known here")
+    keys.refuse_if(keys.number(FACTOR, 1.0) != 1.0, FACTOR, "factor")
     tau = _number(keys, KL, 1e-3)
     if tau:
         # tau d^2 of all tokens, those outside the trust region among them
         keys.goes_with(kl_to="sampler", kl_estimator="k2", kl_coef=2 * tau, kl_on="counted")
     keys.note("the ratio is to the sampler")
+    rules, low, high = [], 1.0, 1.0
     if kind == "ipo":
         # what has moved at all leaves, and dppo then masks nothing: no two probabilities are further apart than 1
-        low = high = 1.0
-        rule = RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))
-        rules = [rule]
+        rules = [RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))]
     else:
-        low, high, rules = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2), []
-    region = {"trust_region": "total_variation", "clip_low": low, "clip_high": high}
-    keys.goes_with(name="dppo", **region, reduction="token_mean")
-    return keys.bypass()._replace(config=replace(BYPASS, reject=rules))
+        low, high = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2)
+    keys.goes_with(name="dppo", trust_region="total_variation", clip_low=low, clip_high=high, reduction="token_mean")
+    return keys.bypass(*rules)
 
 
 def _number(keys: Keys, name: str, default: float) -> float:
-    value = keys.number(name, default)
-    if value is None or value < 0:
-        raise keys.error(name, "prime-rl needs a number of 0 or more")
+    value = keys.needed(name, "prime-rl", default)
+    keys.refuse_if(value < 0, name, "prime-rl needs a number of 0 or more")
     return value
 
 
-def _algorithms(settings: Native) -> Iterator[tuple[str, Any]]:
+def _algorithms(flat: Native) -> Iterator[tuple[str, Any]]:
     """Algorithm settings of all environments together and of each."""
-    for path, value in settings.items():
+    for path, value in flat.items():
         if path.endswith("algo.type"):
             yield path, value
         for place, part in enumerate(value if isinstance(value, list) else ()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,13 @@ from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.workshop.translation.derived import derive
+from megatron_rl.workshop.translation.fit import fit
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
-from megatron_rl.workshop.translation.layout import Told, Values
+from megatron_rl.workshop.translation.layout import Accounts, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
+from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import Row, Table, projects, table
-from megatron_rl.workshop.translation.translate import (
-    comment,
-    correction_section,
-    known_project,
-    read_file,
-    translate,
-    with_given,
-)
+from megatron_rl.workshop.translation.translate import comment, correction_section, known_project, translate, with_given
 
 OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
 OFF = "of what is switched off there"
@@ -38,30 +33,17 @@ LISTED = 12  # names in a comment, of which the rest is counted
 
 
 @dataclass
-class Accounts:
-    """Where each key of a file has gone."""
-
-    translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
-    not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
-    unknown: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
 class Recipe:
     mapping: dict[str, Any]
-    told: Told
     accounts: Accounts
 
     def text(self, title: str) -> str:
-        lines = [title, *self.told.notes]
-        lines += [f"no counterpart: {key}: {why}" for key, why in self.told.missing.items()]
-        lines += [f"unknown, see whether it matters: {key}: {_short(value)}" for key, value in self.unknown.items()]
-        lines += [f"not needed here ({why}): {_some(keys)}" for why, keys in self.accounts.not_needed.items()]
+        said = self.accounts
+        lines = [title, *said.notes]
+        lines += [f"no counterpart: {key}: {why}" for key, why in said.missing.items()]
+        lines += [f"unknown, see whether it matters: {key}: {_short(value)}" for key, value in said.unknown.items()]
+        lines += [f"not needed here ({why}): {_some(keys)}" for why, keys in said.not_needed.items()]
         return "".join(f"{comment(line)}\n" for line in lines) + write_yaml(self.mapping)
-
-    @property
-    def unknown(self) -> Mapping[str, Any]:
-        return self.accounts.unknown
 
 
 def _short(value: Any) -> str:
@@ -77,91 +59,67 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     """`given`: variables of a script, and keys of theirs that stand over the file's."""
     project = known_project(project)
     if project not in projects():
-        raise TranslationError(
-            f"{project}: its correction alone is read: leave out -o, or name one of {', '.join(projects())}"
-        )
-    rules, native = table(project), read_file(project, path, given)
-    if not isinstance(native, Mapping):
-        raise TranslationError(f"{path}: expected keys and values, got {type(native).__name__}")
-    flat = with_given(flatten(native), given, {row.theirs for row in rules.rows})
+        others = ", ".join(projects())
+        raise TranslationError(f"{project}: its correction alone is read: leave out -o, or name one of {others}")
+    rules = table(project)
+    flat = with_given(flatten(read_native(path, rules, given)), given, {row.theirs for row in rules.rows})
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
     made = translated(rules, flat)
     try:
-        from_base(made.mapping)
+        config = from_base(made.mapping)
     except ConfigError as error:
         problems = "; ".join(str(error).splitlines())
         raise TranslationError(f"{project}: what these settings come to is refused here: {problems}") from None
+    fit(made.mapping, config, made.accounts)
     return made
 
 
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
-    told, accounts = Told(), Accounts()
-    needless = {path: why for path in flat if rules.row(path) is None and (why := rules.reason(path))}
-    for path in flat:
-        if rules.row(path) is None:
-            _refuse_near(rules, path, flat[path])
-    for path, why in needless.items():
-        accounts.not_needed.setdefault(why, []).append(path)
-    correction = translate(rules.project, {path: flat[path] for path in flat if path not in needless})
+    told = Accounts()
+    others = {path: rules.reason(path) for path in flat if rules.row(path) is None}
+    for path, why in others.items():
+        _refuse_near(rules, path, flat[path])
+        if why:
+            told.not_needed.setdefault(why, []).append(path)
+    correction = translate(rules.project, {path: flat[path] for path in flat if not others.get(path)})
     told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
-    values = _values(rules, flat, told, accounts)
-    for path in flat:
-        if (row := rules.row(path)) is not None and isinstance(flat[path], Unset):
-            accounts.translated.setdefault(path, ", ".join(row.to))
-        if path in needless or row is not None:
-            continue
+    values = _values(rules, flat, told)
+    for path, why in others.items():
         if path in correction.read:
-            accounts.translated[path] = "correction"
-            continue
-        accounts.unknown[path] = flat[path].text if isinstance(flat[path], Unset) else flat[path]
+            told.translated[path] = "correction"
+        elif not why:
+            told.unknown[path] = getattr(flat[path], "text", flat[path])
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
     if values.get("rollout.ahead") and not corrects(correction.config, LossConfig(name=values.get("loss.name", "ppo"))):
-        told.missing[f"answers {values.pop('rollout.ahead')} updates old"] = (
-            "nothing there corrects for that, which is refused here: set rollout.ahead together with a correction"
-        )
+        told.lacks(f"answers {values.pop('rollout.ahead')} updates old", "nothing_corrects")
     values |= correction_section(correction.config)
-    mapping = _nested({key: value for key, value in values.items() if value is not None})
-    return Recipe(mapping, told, accounts)
+    return Recipe(_nested({key: value for key, value in values.items() if value is not None}), told)
 
 
-def _values(rules: Table, flat: Mapping[str, Any], told: Told, accounts: Accounts) -> Values:
+def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
     """By our key: what is always so, their defaults, and over them what the file says, in the table's order."""
     values: Values = dict(rules.always)
     for row in rules.rows:
-        if row.default is None or not row.to or not _counts(rules, row, flat):
-            continue
-        try:
-            _set(values, row, row.default)
-        except KeyError:
-            if not any(name in flat for name in row.names):
+        if row.default is not None and row.to and _counts(rules, row, flat):
+            if not _set(values, row, row.default) and not any(name in flat for name in row.names):
                 told.missing[f"{row.theirs}, which is {as_written(row.default)} there by default"] = row.why
     for row in rules.rows:
         found = [name for name in row.names if name in flat]
-        known = [name for name in found if not isinstance(flat[name], Unset)]
-        for name in known or found:
+        for name in [name for name in found if not isinstance(flat[name], Unset)] or found:
             value = flat[name]
             if not _counts(rules, row, flat):
-                accounts.not_needed.setdefault(OFF, []).append(name)
+                told.not_needed.setdefault(OFF, []).append(name)
                 continue
-            if isinstance(value, Unset) or (isinstance(value, list) and any(isinstance(one, Unset) for one in value)):
-                unset = value if isinstance(value, Unset) else next(one for one in value if isinstance(one, Unset))
-                if row.to and row.to != ("=reward",):
-                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
-                continue
-            accounts.translated[name] = ", ".join(row.to) or row.why
-            written = f"{name}: {_short(value)}"
-            if not row.to:
-                if row.asks(value):
-                    told.missing[written] = row.why
-                continue
-            try:
-                if value is not None or (row.words and None in row.words):
-                    _set(values, row, value)
-            except (KeyError, TypeError):
-                told.missing[written] = row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
+            told.translated[name] = ", ".join(row.to) or row.why
+            parts = value if isinstance(value, list) else [value]
+            unset = next((part for part in parts if isinstance(part, Unset)), None)
+            if unset and row.to and row.to != ("=reward",):
+                raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
+            if not unset and (not _set(values, row, value) if row.to else row.asks(value)):
+                told.missing[f"{name}: {_short(value)}"] = row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
     return values
 
 
@@ -176,26 +134,31 @@ def _choices(row: Row) -> str:
     return ", ".join(dict.fromkeys(str(one) for one in (row.words or {}).values() if not isinstance(one, Mapping)))
 
 
-def _set(values: Values, row: Row, value: Any) -> None:
-    ours = row.ours(value)
+def _set(values: Values, row: Row, value: Any) -> bool:
+    """Whether a value of theirs, if it is one, has a counterpart, which is set."""
+    try:
+        ours = row.ours(value) if value is not None or None in (row.words or ()) else {}
+    except (KeyError, TypeError):
+        return False
     if isinstance(ours, Mapping):
         values.update(ours)
     elif row.spread and isinstance(ours, list):
         values.update(zip(row.to, ours, strict=False))
     else:
         values.update(dict.fromkeys(row.to, ours))
+    return True
 
 
 def _refuse_near(rules: Table, path: str, value: Any) -> None:
     """A key that is one of the table's but for a letter or two is a mistake."""
     if isinstance(value, Unset) and value.text == path and not rules.reason(path):
         raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out(path)}")
-    section, _, name = path.rpartition(".")
-    beside = [last(one) for row in rules.rows for one in row.names if one.rpartition(".")[0] == section]
+    name = last(path)
+    section = path.removesuffix(name)
+    beside = [last(one) for row in rules.rows for one in row.names if one.removesuffix(last(one)) == section]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
     if near and len(name) > SHORT:
-        dot = "." if section else ""
-        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{dot}{near[0]}?")
+        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{near[0]}?")
 
 
 def _fit_loss(values: Values) -> None:
@@ -215,7 +178,7 @@ def _nested(values: Values) -> dict[str, Any]:
             if not isinstance(inner.get(section), dict):
                 inner[section] = {"preset": inner[section]} if section in inner else {}
             inner = inner[section]
-        inner[name] = value
+        inner[name] = dict(value) if isinstance(value, dict) else value
     order = [CLUSTER, *(section.name for section in fields(Config))]
     return {section: mapping[section] for section in sorted(mapping, key=order.index)}
 
@@ -229,9 +192,9 @@ def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -
     if to.exists():
         raise TranslationError(f"{to} exists; name another file, or remove it")
     to.write_text(text)
-    needless = sum(map(len, made.accounts.not_needed.values()))
-    counts = f"{len(made.accounts.translated)} keys translated, {needless} not needed"
-    heads = [f"{to}: {counts}, {len(made.told.missing)} without a counterpart, {len(made.unknown)} unknown"]
-    heads += [f"  no counterpart: {key}" for key in made.told.missing]
-    heads += [f"  unknown: {key}" for key in made.unknown]
+    said = made.accounts
+    counts = f"{len(said.translated)} keys translated, {sum(map(len, said.not_needed.values()))} not needed"
+    heads = [f"{to}: {counts}, {len(said.missing)} without a counterpart, {len(said.unknown)} unknown"]
+    heads += [f"  no counterpart: {key}" for key in said.missing]
+    heads += [f"  unknown: {key}" for key in said.unknown]
     return "\n".join([*heads, f"next: megatron-rl plan {to} --on own", ""])

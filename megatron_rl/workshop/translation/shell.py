@@ -9,251 +9,316 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
-from megatron_rl.workshop.translation.shell_words import commands_of, expansions, pieces, words_of
 
-ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|\Z)")
+TOKEN = re.compile(
+    r"(?P<gap>(?:[^\S\n]|\\[ \t]*\r?(?:\n|\Z)|(?<!\S)#[^\n]*|\d*[<>]&[\d-]+)+)"
+    r"|(?P<redirection>(?:\d+|&)?(?:<<<|[<>]{1,2}\|?)[ \t]*)"
+    r"|(?P<operator>\n|;;|&&|\|\||[;&|()])"
+)
+WORD_ENDS = re.compile(r"[\s;&|<>()]|\\[ \t]*\r?(?:\n|\Z)")
+SEPARATORS = ("\n", ";", "&", ";;", ")")
+OPERATORS = (*SEPARATORS, "&&", "||", "|", "(")
+PIECE = re.compile(r"\\.|`[^`]*`|'[^']*'|\$\(|\$\{|\$(?:\w+|[@*#?!$-])|.", re.DOTALL)
+CLOSING = {"$(": ")", "${": "}", "(": ")", "{": "}", '"': '"', "'": "'", "`": "`"}
+SPLIT = "\0"  # a space that comes out of an expansion, and parts words
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 WHOLE_ARRAY = re.compile(r'"?\$(?:\{(\w+)\[[@*]\](?::?-)?\}|([@*]))"?')
-BRACED = re.compile(r"^(\w+|@|\*)(?:\[[@*]\])?(?:(:?[-=+]|##?|%%?)(.*))?$", re.DOTALL)
+BRACED = re.compile(r"(\w+|@|\*)(?:\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$0|\$\{0)")
 FROM_USER = ("HOME", "USER", "PWD")
 DECLARING = ("export", "local", "readonly", "declare", "typeset", "-a", "-x", "-r")
-NUMBERS: dict[str, Callable[[float, float], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge,
-}  # fmt: skip
+NUMBERS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 SUM = re.compile(r"[\d\s+*/%()-]{1,80}")
-
 
 Word = str | Unset
 Holds = bool | Unset
 
 
-@dataclass
-class Block:
-    """An `if`, a `case` or a loop: whether its present branch is taken, and whether one before it was."""
+def tokens(text: str) -> Iterator[str]:
+    """Words, still quoted, and operators; redirections and here-documents are left out."""
+    text, place = HERE_DOCUMENT.sub(r"\3", text), 0
+    while place < len(text):
+        found = TOKEN.match(text, place)
+        place = found.end() if found else place
+        if found and found["operator"]:
+            yield found[0]
+        elif not found or found["redirection"]:
+            start = place
+            while place < len(text) and not WORD_ENDS.match(text, place):
+                place = span(text, place)
+            yield from [] if found else [text[start:place]]
 
-    inside: Holds
-    taken: bool = False
-    subject: Word | None = None  # of a case
+
+def span(text: str, start: int, within: str = "") -> int:
+    """Behind the piece that begins here: quoted, an expansion, or one character; `within`: what closes those around."""
+    found = PIECE.match(text, start)
+    if found is None or (text[start] == "'" and '"' in within):
+        return start + 1
+    piece, place, closing = found[0], found.end(), CLOSING.get(found[0])
+    if closing is None or (piece in ("(", "{") and closing != within[-1:]):
+        return place
+    within = closing if piece == "$(" else within + closing
+    while text[place : place + 1] != closing:
+        if place >= len(text):
+            raise TranslationError(f"line {text.count(chr(10), 0, start) + 1}: a {piece} that nothing closes")
+        place = span(text, place, within)
+    return place + 1
+
+
+def _both(one: Holds, other: Holds) -> Holds:
+    if one is False or other is False:
+        return False
+    return one if isinstance(one, Unset) else other
+
+
+def _not(holds: Holds) -> Holds:
+    return holds if isinstance(holds, Unset) else not holds
+
+
+def _either(one: Holds, other: Holds) -> Holds:
+    return _not(_both(_not(one), _not(other)))
 
 
 @dataclass
 class Script:
-    """A script up to where it has been read. `given`: variables that the user has set, which stay as they are."""
+    """A script up to where it has been read. `given`: variables that the user has set, which stay as they are.
+
+    What is read under `live` takes place, does not, or may (`Unset`: in a loop, behind a test that is not known here).
+    """
 
     folder: Path
     given: Mapping[str, str]
     values: dict[str, list[Word]] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
     unread: bool = False  # whether it has taken over another script that is not here
+    _tokens: list[str] = field(default_factory=list)  # the next one is the last
 
-    def read(self, text: str) -> Script:
-        for raw in commands_of(text):
-            head, rest = raw[0], raw[1:]
-            if head == "if":
-                holds = self.holds(rest)
-                self.blocks.append(Block(holds, holds is True))
-            elif head in ("for", "while", "until"):
-                self.blocks.append(Block(Unset(" ".join(raw[:4]), (f"the loop `{' '.join(raw[:4])}`",))))
-            elif head == "case":
-                self.blocks.append(Block(False, subject=self.joined(rest[0] if rest else "")))
-            elif head in ("elif", "else") and self.blocks:
-                self._turn(True if head == "else" else self.holds(rest))
-                self._run(rest if head == "else" else [])
-            elif head in ("fi", "done", "esac") and self.blocks:
-                self.blocks.pop()
-            elif raw[-1] == ")" and self.blocks and self.blocks[-1].subject is not None:
-                self._turn(self._matches(raw[:-1]))
-            elif head == ";;" and self.blocks:
-                self.blocks[-1].inside = False
-            else:
-                self._run(rest if head in ("then", "do", "{", "}") else raw)
+    def read(self, text: str, live: Holds = True) -> Script:
+        outer, self._tokens = self._tokens, list(tokens(text))[::-1]
+        self._statements(live)
+        self._tokens = outer
         return self
 
-    def _turn(self, holds: Holds) -> None:
-        """To the next branch of the block: taken where none before it was, or may have been."""
-        block = self.blocks[-1]
-        holds = False if block.taken else holds
-        block.inside = block.inside if isinstance(block.inside, Unset) and holds is not False else holds
-        block.taken |= block.inside is True
+    def _take(self, *which: str) -> str:
+        """The next token, if it is one of these."""
+        return self._tokens.pop() if self._tokens and self._tokens[-1] in which else ""
 
-    def _matches(self, patterns: Sequence[str]) -> Holds:
-        subject = self.blocks[-1].subject
-        if isinstance(subject, Unset):
-            return subject
-        return any(fnmatchcase(subject or "", pattern.strip("\"'")) for pattern in patterns if pattern not in "(|")
+    def _until(self, end: str) -> list[str]:
+        """The tokens before this one, which goes with them."""
+        found = []
+        while self._tokens and (token := self._tokens.pop()) != end:
+            found.append(token)
+        return found
 
-    def _run(self, raw: Sequence[str], *, also: Holds = True) -> None:
-        conditions = [*(block.inside for block in self.blocks), also]
-        if not raw or any(holds is False for holds in conditions):
-            return
-        unsure = next((holds for holds in conditions if isinstance(holds, Unset)), None)
-        words = list(raw)
-        if words[0] in ("[", "[["):
-            return self._run_if(words)
+    def _statements(self, live: Holds, *ends: str, asked: bool = False) -> Holds:
+        holds: Holds = True
+        while self._tokens and self._tokens[-1] not in ends:
+            if not self._take(*SEPARATORS):
+                holds = self._list(live, asked)
+        return holds
+
+    def _list(self, live: Holds, asked: bool) -> Holds:
+        """`one && two || three`; of a plain command it is only asked in a test whether it succeeds."""
+        holds = self._one(live, asked)
+        while sign := self._take("&&", "||", "|"):
+            while self._take("\n"):
+                pass
+            then = {"&&": holds, "||": _not(holds), "|": True}[sign]
+            second = self._one(_both(live, then), asked)
+            holds = {"&&": _both, "||": _either, "|": lambda _, last: last}[sign](holds, second)
+        return holds
+
+    def _one(self, live: Holds, asked: bool) -> Holds:
+        if self._take("!"):
+            return _not(self._one(live, asked))
+        if bracket := self._take("[", "[["):
+            return self._test(self._until(bracket.replace("[", "]")))
+        if bracket := self._take("(", "{"):
+            end = {"(": ")", "{": "}"}[bracket]
+            holds = self._statements(live, end, asked=asked)
+            self._take(end)
+            return holds
+        if self._take("if"):
+            self._if(live)
+        elif self._take("case"):
+            self._case(live)
+        elif loop := self._take("for", "while", "until"):
+            words = " ".join([loop, *(word for word in self._until("do") if word not in SEPARATORS)][:4])
+            self._statements(_both(live, Unset(words, (f"the loop `{words}`",))), "done")
+            self._take("done")
+        else:
+            return self._command(live, asked)
+        return True
+
+    def _if(self, live: Holds) -> None:
+        holds = self._statements(live, "then", asked=True)
+        self._take("then")
+        self._statements(_both(live, holds), "elif", "else", "fi")
+        live = _both(live, _not(holds))
+        if self._take("elif"):
+            self._if(live)
+        elif self._take("else", "fi") == "else":
+            self._statements(live, "fi")
+            self._take("fi")
+
+    def _case(self, live: Holds) -> None:
+        subject = self.joined("".join(self._until("in")))
+        while self._tokens and not self._take("esac"):
+            if self._take(*SEPARATORS):
+                continue
+            patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
+            holds = subject if isinstance(subject, Unset) else any(fnmatchcase(subject, one) for one in patterns)
+            self._statements(_both(live, holds), ";;", "esac")
+            live = _both(live, _not(holds))
+
+    def _command(self, live: Holds, asked: bool) -> Holds:
+        words: list[str] = []
+        arrays: dict[str, list[str]] = {}
+        while self._tokens and self._tokens[-1] not in OPERATORS:
+            words.append(self._tokens.pop())
+            if words[-1].endswith("=") and self._take("("):
+                arrays[words[-1]] = [word for word in self._until(")") if word != "\n"]
+        if not words:
+            self._tokens.pop()
+        if live is False:
+            return True
         while words and words[0] in DECLARING:
-            words = words[1:]
-        while words and (found := ASSIGNMENT.match(words[0])):
-            name, more, value = found.groups()
-            self._assign(name, value, bool(more), unsure)
-            words = words[1:]
-        if words and words[0] in ("source", ".") and len(words) > 1:
-            self._source(self.joined(words[1]))
-        elif words and unsure is None:
-            self.commands.append([word for raw_word in words for word in self.expanded(raw_word)])
+            words.pop(0)
+        while words and (found := ASSIGNMENT.fullmatch(words[0])):
+            self._assign(found[1], bool(found[2]), found[3], arrays.get(words.pop(0)), live)
+        if len(words) > 1 and words[0] in ("source", "."):
+            script = self.folder / str(self.joined(words[1]))
+            self.unread |= not script.is_file()
+            self.read(script.read_text() if script.is_file() else "", live)
+        elif words and live is True:
+            self.commands.append([word for raw in words for word in self.expanded(raw)])
+        text = " ".join(words)
+        return Unset(text, (f"`{text}`",)) if words and asked else True
 
-    def _run_if(self, words: Sequence[str]) -> None:
-        """`[ test ] && one || other`."""
-        starts = [place + 1 for place, word in enumerate(words) if word in ("&&", "||")]
-        actions = [start for start in starts if words[start : start + 1] not in (["["], ["[["], ["!"])]
-        if actions:
-            holds = self.holds(words[: actions[0] - 1])
-            for start, end in zip(actions, [*(start - 1 for start in actions[1:]), len(words)], strict=True):
-                inverted = words[start - 1] == "||" and isinstance(holds, bool)
-                self._run(words[start:end], also=(not holds) if inverted else holds)
-
-    def _assign(self, name: str, value: str, more: bool, unsure: Unset | None) -> None:
+    def _assign(self, name: str, more: bool, value: str, array: list[str] | None, live: Holds) -> None:
         if name in self.given:
             return
-        if unsure is not None:
-            array = "[@]" if value.startswith("(") else ""
-            found: list[Word] = [Unset(f"${{{name}{array}}}", unsure.names)]
-        elif value.startswith("(") and value.endswith(")"):
-            found = [word for raw in words_of(value[1:-1]) for word in self.expanded(raw)]
+        if isinstance(live, Unset):
+            found: list[Word] = [Unset(f"${{{name}}}" if array is None else f"${{{name}[@]}}", live.names)]
+        elif array is not None:
+            found = [word for raw in array for word in self.expanded(raw)]
         else:
-            found = [_named(self.joined(value), name)]
+            word = self.joined(value)
+            if isinstance(word, Unset) and not all(re.fullmatch(r"\w+", one) for one in word.names):
+                word = Unset(word.text, (name,))  # for what a command's output would have been
+            found = [word]
         self.values[name] = [*self.values.get(name, []), *found] if more else found
 
-    def _source(self, path: Word) -> None:
-        if isinstance(path, str) and (self.folder / path).is_file():
-            self.read((self.folder / path).read_text())
-        else:
-            self.unread = True
-
-    def joined(self, raw: str) -> Word:
+    def joined(self, raw: str, between: str = " ") -> Word:
         """One word, whatever spaces its variables hold."""
-        words = self.expanded(raw, split=False)
-        return words[0] if words else ""
+        missing: list[str] = []
+        text = self._text(raw, missing).replace(SPLIT, between)
+        return Unset(raw.replace('"', ""), tuple(dict.fromkeys(missing))) if missing else text
 
-    def expanded(self, raw: str, split: bool = True) -> list[Word]:
+    def expanded(self, raw: str) -> list[Word]:
         """The words that one word becomes."""
         if whole := WHOLE_ARRAY.fullmatch(raw):
             name = whole[1]
             unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))]
             return list(self.values.get(name, unset if self.unread else [])) if name else []
-        text, spaced, quoted = "", False, False
-        missing: list[str] = []
-        for kind, inner in pieces(raw):
-            value = self._substituted(inner, missing) if kind in ('"', "") else inner
-            text += value
-            quoted |= kind != ""
-            spaced |= kind == "" and len(value.split()) > 1
-        if missing:
-            return [Unset(raw.replace('"', ""), tuple(dict.fromkeys(missing)))]
-        return list(text.split()) if spaced and split else [text] if text or quoted else []
+        word = self.joined(raw, SPLIT)
+        if isinstance(word, Unset):
+            return [word]
+        return [one for one in word.split(SPLIT) if one or "'" in raw or '"' in raw]
 
-    def _substituted(self, text: str, missing: list[str]) -> str:
-        found = ""
-        for literal, expansion in expansions(text):
-            found += literal
-            if expansion.startswith("$(("):
-                found += self._sum(expansion[3:-2], missing)
-            elif expansion.startswith(("$(", "`")):
-                own = OWN_FOLDER.search(expansion)
-                found += str(self.folder) if own else ""
-                missing += [] if own else [expansion]
-            elif expansion:
-                found += self._variable(expansion[1:].removeprefix("{").removesuffix("}"), missing)
-        return found
+    def _text(self, raw: str, missing: list[str], quoted: bool = False) -> str:
+        """Without its quotes and with what its expansions come to; `missing` gets the names of those not known."""
+        text, place = "", 0
+        while place < len(raw):
+            end = span(raw, place, '"' * quoted)
+            piece, place = raw[place:end], end
+            if len(piece) == 1:
+                text += piece
+            elif piece[0] == "'":
+                text += piece[1:-1]
+            elif piece[0] == '"':
+                text += self._text(piece[1:-1], missing, quoted=True)
+            elif piece[0] == "\\":
+                text += piece if quoted and piece[1] not in '"\\$`\n' else piece[1:].strip("\n")
+            elif piece.startswith("$(("):
+                text += self._sum(piece[3:-2], missing)
+            elif piece.startswith(("$(", "`")):
+                own = OWN_FOLDER.search(piece)
+                missing += [] if own else [piece]
+                text += str(self.folder) if own else ""
+            else:
+                value = self._variable(piece[1:].removeprefix("{").removesuffix("}"), missing, quoted)
+                text += value if quoted else re.sub(r"\s+", SPLIT, value)
+        return text
 
-    def _variable(self, text: str, missing: list[str]) -> str:
-        braced = BRACED.match(text)
+    def _variable(self, text: str, missing: list[str], quoted: bool = False) -> str:
+        braced = BRACED.fullmatch(text)
         if not braced:
             missing.append(f"${{{text}}}")
             return ""
-        name, how, other = braced[1], braced[2], braced[3] or ""
+        name, how, other = braced[1], braced[2] or "?", braced[3] or ""
         words: Sequence[Word] | None = [self.given[name]] if name in self.given else self.values.get(name)
-        if words is None and name in FROM_USER and name in os.environ:
-            words = [os.environ[name]]
         if words is None and (name.isdigit() or name in "@*"):
             words = []
-        unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
         value = " ".join(map(str, words or ()))
-        if how and how[-1] in "-=" and (words is None or (not value and ":" in how)):
-            value = self._plain(other, missing)
-            if how[-1] == "=" and not missing:
-                self.values[name] = [value]
+        absent = words is None or (not value and ":" in how)
+        if how[-1] == "?" or (how[-1] in "-=" and not absent):
+            unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
+            missing += [name] if words is None else unset
             return value
-        if how and how[-1] == "+":
-            return self._plain(other, missing) if value or (words and ":" not in how) else ""
-        missing += [name] if words is None else unset
-        if how in ("#", "##") and other == "*/":
-            return value.rsplit("/", 1)[-1] if how == "##" else value.split("/", 1)[-1]
-        return value.removesuffix(other) if how in ("%", "%%") else value
-
-    def _plain(self, raw: str, missing: list[str]) -> str:
-        return "".join(self._substituted(one, missing) if kind in ('"', "") else one for kind, one in pieces(raw))
+        if how[-1] == "+" and absent:
+            return ""
+        value = self._text(other, missing, quoted).replace(SPLIT, " ")
+        if how[-1] == "=" and not missing:
+            self.values[name] = [value]
+        return value
 
     def _sum(self, text: str, missing: list[str]) -> str:
-        plain = re.sub(
-            r"[A-Za-z_]\w*", lambda found: self._variable(found[0], missing), self._substituted(text, missing)
-        )
-        if missing or not SUM.fullmatch(plain) or "**" in plain:
-            missing += [] if missing else [f"$(({text}))"]
-            return ""
-        return str(int(eval(plain.replace("/", "//"), {"__builtins__": {}})))  # digits, signs and parentheses alone
+        names = re.compile(r"[A-Za-z_]\w*")
+        plain = names.sub(lambda found: self._variable(found[0], missing), self._text(text, missing, quoted=True))
+        if not missing and SUM.fullmatch(plain) and "**" not in plain:  # digits, signs and parentheses alone
+            with suppress(SyntaxError, ZeroDivisionError):
+                return str(int(eval(plain.replace("/", "//"), {"__builtins__": {}})))
+        missing += [] if missing else [f"$(({text}))"]
+        return ""
 
-    def holds(self, condition: Sequence[str]) -> Holds:
+    def _test(self, parts: Sequence[str]) -> Holds:
         """Whether a test holds; `Unset` where a running shell would have to say."""
-        for place, word in enumerate(condition):
-            if word in ("&&", "||"):
-                both = [self.holds(condition[:place]), self.holds(condition[place + 1 :])]
-                decides = word == "||"
-                if any(one is decides for one in both):
-                    return decides
-                return next((one for one in both if isinstance(one, Unset)), not decides)
-        parts = [part for part in condition if part not in ("{", "}")]
+        for sign, joins in (("||", _either), ("&&", _both)):
+            if sign in parts:
+                place = parts.index(sign)
+                return joins(self._test(parts[:place]), self._test(parts[place + 1 :]))
         if parts[:1] == ["!"]:
-            inner = self.holds(parts[1:])
-            return inner if isinstance(inner, Unset) else not inner
-        if len(parts) < 3 or parts[0] not in ("[", "[["):
-            return Unset(" ".join(condition), (f"`{' '.join(condition)}`",))
-        words = [self.joined(part) for part in parts[1:-1]]
+            return _not(self._test(parts[1:]))
+        words = [self.joined(part) for part in parts]
         unset = next((word for word in words if isinstance(word, Unset)), None)
-        return unset if unset is not None else _test([str(word) for word in words])
-
-
-def _named(word: Word, variable: str) -> Word:
-    """What a command's output would have been is asked for by the name of its variable."""
-    if isinstance(word, str) or all(re.fullmatch(r"\w+", name) for name in word.names):
-        return word
-    return Unset(word.text, (variable,))
-
-
-def _test(words: list[str]) -> Holds:
-    if words[:1] == ["!"]:
-        inner = _test(words[1:])
-        return inner if isinstance(inner, Unset) else not inner
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        return (words[1] == "") == (words[0] == "-z")
-    if len(words) == 3 and words[1] in ("=", "==", "!="):
-        return (words[0] == words[2]) == (words[1] != "!=")
-    if len(words) == 3 and words[1] in NUMBERS and all(re.fullmatch(r"-?\d+", words[place]) for place in (0, 2)):
-        return NUMBERS[words[1]](int(words[0]), int(words[2]))
-    return Unset(" ".join(words), (f"`[ {' '.join(words)} ]`",))
+        if unset is not None:
+            return unset
+        match [str(word) for word in words]:
+            case ["-z" | "-n" as sign, word]:
+                return (word == "") == (sign == "-z")
+            case [one, "=" | "==" | "!=" as sign, other]:
+                return (one == other) == (sign != "!=")
+            case [one, sign, other] if sign in NUMBERS and all(re.fullmatch(r"-?\d+", word) for word in (one, other)):
+                return bool(getattr(operator, sign[1:])(int(one), int(other)))
+        text = " ".join(map(str, words))
+        return Unset(text, (f"`[ {text} ]`",))
 
 
 def command_line(path: Path, text: str, entry: str, given: Mapping[str, str]) -> list[Word]:
     """The arguments behind the word that starts the training: of the only command of the script that does."""
     found: list[list[Word]] = []
-    for command in Script(path.parent, given).read(text).commands:
+    known = {name: os.environ[name] for name in FROM_USER if name in os.environ}
+    for command in Script(path.parent, {**known, **given}).read(text).commands:
         names = [place for place, word in enumerate(command) if isinstance(word, str) and re.search(entry, word)]
         if names:
             started_by = str(command[names[-1]]).rsplit("/", 1)[-1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,43 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.shell import Word, command_line, commands_with
+from megatron_rl.workshop.translation.table import Table
 
 ASSIGNED = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
 NUMBER = re.compile(r"^-[\d.]")
 DEEPEST = 16  # bases of bases
 # of the resolvers that projects register, those that are plain arithmetic
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "max": lambda a, b: max(a, b),
+    "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda a, b: max(a, b),
     "min": lambda a, b: min(a, b),
-}
+}  # fmt: skip
+FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell")
 
 
-def read_native(path: Path, entry: str, calls: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
-    """What a file says. `entry`: a pattern of the word that starts the training; `calls`: Python calls whose arguments
-    are settings, and the section that they make; `given`: variables and keys of the command line."""
-    form, read = "YAML", _yaml
+def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> Mapping[str, Any]:
+    """What a file says; `given`: variables and keys of the command line."""
+    form = FORMS.get(path.suffix, "YAML")
+    found: Any
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
-        if path.suffix == ".toml":
-            form, read = "TOML", _toml
-        elif path.suffix == ".py":
-            form, read = "Python", lambda path, text: _python(path, text, entry, calls, given)
-        elif path.suffix in (".sh", ".bash", ".sbatch", ".slurm") or text.startswith("#!"):
-            form, read = "shell", lambda path, text: arguments(command_line(path, text, entry, given))
-        return read(path, text)
+        if form == "TOML":
+            found = tomllib.loads(text)
+        elif form == "Python":
+            found = _python(path, text, rules, given)
+        elif form == "shell" or text.startswith("#!"):
+            found = arguments(command_line(path, text, rules.command, given))
+        else:
+            found = _layered(path, read_yaml(text), ())
+            found = _resolved(found) if "${" in text or "${" in str(found) else found
     except (OSError, UnicodeDecodeError) as error:
         raise TranslationError(f"{path}: not readable as text: {error}") from None
+    except TranslationError:
+        raise
     except (yaml.YAMLError, ValueError, SyntaxError) as error:
-        if isinstance(error, TranslationError):
-            raise
         raise TranslationError(f"{path}: not valid {form} ({error})") from None
+    if found is not None and not isinstance(found, Mapping):
+        raise TranslationError(f"{path}: expected keys and values, got {type(found).__name__}")
+    return found or {}
 
 
 def arguments(words: Iterable[Word]) -> dict[str, Any]:
@@ -92,15 +97,6 @@ def _value(word: Word, text: str) -> Any:
     return scalar(text) if isinstance(word, str) else Unset(text, word.names)
 
 
-def _toml(path: Path, text: str) -> Any:
-    return tomllib.loads(text)
-
-
-def _yaml(path: Path, text: str) -> Any:
-    mapping = _layered(path, read_yaml(text), ())
-    return mapping if "${" not in text and "${" not in str(mapping) else _resolved(mapping)
-
-
 def _layered(path: Path, mapping: Any, seen: tuple[Path, ...]) -> Any:
     """Over the files that its `defaults` names, where they are paths."""
     named = mapping.get("defaults") if isinstance(mapping, dict) else None
@@ -109,29 +105,24 @@ def _layered(path: Path, mapping: Any, seen: tuple[Path, ...]) -> Any:
         return mapping
     if path in seen or len(seen) > DEEPEST:
         raise TranslationError(f"{path}: defaults leads back to the file itself")
-    merged: dict[str, Any] = {}
-    for base in bases:
-        below = path.parent / base
-        if not below.is_file():
-            raise TranslationError(f"{path}: defaults names {base}, which is not at {below}; fetch that file too")
-        merged = _deep(merged, _layered(below, read_yaml(below.read_text()), (*seen, path)) or {})
-    return _deep(merged, {key: value for key, value in mapping.items() if key != "defaults"})
+    whole: dict[str, Any] = {}
+    for base in (path.parent / name for name in bases):
+        if not base.is_file():
+            raise TranslationError(f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too")
+        whole = merged(whole, _layered(base, read_yaml(base.read_text()), (*seen, path)) or {})
+    return merged(whole, {key: value for key, value in mapping.items() if key != "defaults"})
 
 
-def _deep(below: Any, above: Any) -> Any:
+def merged(below: Any, above: Any) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    return below | {key: _deep(below.get(key), value) for key, value in above.items()}
+    return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 
 def _resolved(mapping: Any) -> Any:
     for name, function in ARITHMETIC.items():
         OmegaConf.register_resolver(name, function, replace=True)
-    try:
-        return _plain(OmegaConf.create(mapping))
-    finally:
-        for name in ARITHMETIC:
-            OmegaConf.clear_resolver(name)
+    return _plain(OmegaConf.create(mapping))
 
 
 def _plain(node: Any) -> Any:
@@ -150,26 +141,22 @@ def _plain_item(node: Any, key: Any) -> Any:
         return Unset(text, (text,))
 
 
-def _python(path: Path, text: str, entry: str, calls: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Any]:
+def _python(path: Path, text: str, rules: Table, given: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of the calls that make a configuration; without any, the command line of the module's docstring."""
     tree = ast.parse(text)
     found: dict[str, Any] = {}
-    for name, call in _calls(tree):
-        if name in calls:
-            section = f"{calls[name]}." if calls[name] else ""
-            found |= {f"{section}{one.arg}": _literal(one.value) for one in call.keywords if one.arg}
-            if calls[name] and call.args:
-                found.setdefault(calls[name], _literal(call.args[0]))
-    if not any(name in calls and not calls[name] for name, _ in _calls(tree)):
-        lines = "\n".join(commands_with(ast.get_docstring(tree) or "", entry))
-        found |= arguments(command_line(path, lines, entry, given))
+    configured = False
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        if (section := rules.calls.get(name)) is not None:
+            configured |= section == ""
+            found |= {f"{section}.{one.arg}".strip("."): _literal(one.value) for one in call.keywords if one.arg}
+            if section and call.args:
+                found.setdefault(section, _literal(call.args[0]))
+    if not configured:
+        lines = "\n".join(commands_with(ast.get_docstring(tree) or "", rules.command))
+        found |= arguments(command_line(path, lines, rules.command, given))
     return found
-
-
-def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", ""), node
 
 
 def _literal(node: ast.expr) -> Any:

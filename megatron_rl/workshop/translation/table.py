@@ -4,7 +4,8 @@ A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `d
 `default` (theirs, where the file is silent), `words` (ours for each of their values), `instead` (for some of them),
 `part` (of a list), `spread` (a list over several keys), `when` or `unless` (another of their keys that has to be on or
 off), `former` (its names in other versions), or `why` there is no counterpart and the values (`fine`) for which that
-does not matter. `not_needed` lists, by reason, patterns of keys that change nothing of what is trained.
+does not matter. `not_needed` lists, by reason, patterns of keys that change nothing of what is trained; `correction`
+names the settings of a correction, which a module per project reads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,46 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Names:
+    """The settings of a correction by name."""
+
+    keys: tuple[str, ...]
+    section: str = ""  # that they are in, dotted; without one they are looked for everywhere
+    beside: tuple[str, ...] = ()  # of settings outside of it that are read too, in full
+    common: tuple[str, ...] = ()  # too short to look for typos of
+    former: Mapping[str, str] = field(default_factory=dict)  # in other versions -> today
+    removed: Mapping[str, str] = field(default_factory=dict)  # no longer there -> what has taken its place
+    others: tuple[str, ...] = ()  # that sound alike
+    says: Mapping[str, str] = field(default_factory=dict)  # what is said of them, by a word for it
+
+    @property
+    def outside(self) -> set[str]:
+        return {path.rpartition(".")[2] for path in self.beside}
+
+    def is_removed(self, path: str) -> bool:
+        """Whether it is a removed name; under the section of another loss it is that section's own."""
+        *sections, name = path.split(".")
+        return name in self.removed and set(self.others).isdisjoint(sections)
+
+
+@dataclass(frozen=True)
 class Table:
     project: str
     about: str
-    version: str  # of the project that the rows were read from
-    command: str  # a pattern of the word that starts its training
-    calls: Mapping[str, str]
-    rows: tuple[Row, ...]
-    always: Mapping[str, Any]  # of ours: what that project does without a key for it
-    not_needed: Mapping[str, tuple[str, ...]]
+    correction: Names
+    version: str = ""  # of the project that the rows were read from
+    command: str = ""  # a pattern of the word that starts its training
+    calls: Mapping[str, str] = field(default_factory=dict)  # in Python: whose arguments are settings -> their section
+    rows: tuple[Row, ...] = ()  # none where the correction alone is read
+    always: Mapping[str, Any] = field(default_factory=dict)  # of ours: what that project does without a key for it
+    not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        return {name: row for row in self.rows for name in row.names}
 
     def row(self, path: str) -> Row | None:
-        return _by_name(self.project).get(path)
+        return self._by_name.get(path)
 
     def reason(self, path: str) -> str | None:
         """Why a key is not needed here."""
@@ -80,29 +109,26 @@ class Table:
 
 
 @cache
-def table(project: str) -> Table:
-    read: dict[str, Any] = read_yaml((FOLDER / f"{project}.yaml").read_text(encoding="utf-8"))
-    needed = {why: tuple(keys.split()) for why, keys in read["not_needed"].items()}
-    rows = tuple(_rows(read["keys"]))
-    return Table(
-        project,
-        read["about"],
-        read["version"],
-        read["command"],
-        read.get("calls", {}),
-        rows,
-        read.get("always", {}),
-        needed,
-    )
-
-
-def projects() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+def shared() -> Mapping[str, Any]:
+    """`facts`: what a row may name after a =, and `others`: names that sound like a correction in most projects."""
+    return dict(read_yaml((FOLDER.parent / "shared.yaml").read_text(encoding="utf-8")))
 
 
 @cache
-def _by_name(project: str) -> dict[str, Row]:
-    return {name: row for row in table(project).rows for name in row.names}
+def table(project: str) -> Table:
+    read: dict[str, Any] = read_yaml((FOLDER / f"{project}.yaml").read_text(encoding="utf-8"))
+    rows = tuple(_rows(read.pop("keys", {})))
+    needless = {why: tuple(keys.split()) for why, keys in read.pop("not_needed", {}).items()}
+    words = {name: tuple(read["correction"].get(name, "").split()) for name in ("keys", "beside", "common", "others")}
+    words["others"] += tuple(shared()["others"].split())
+    names = Names(**{**read.pop("correction"), **words})
+    return Table(project, correction=names, rows=rows, not_needed=needless, **read)
+
+
+@cache
+def projects() -> list[str]:
+    """Whose recipes are read, of those whose corrections are."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml") if table(path.stem).rows)
 
 
 def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:

@@ -30,7 +30,7 @@ from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
 from megatron_rl.workshop.translation.sources import read_native, scalar
-from megatron_rl.workshop.translation.table import projects, table
+from megatron_rl.workshop.translation.table import table
 from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
 
@@ -70,34 +70,20 @@ def known_project(framework: str) -> str:
 
 def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
     """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes as comments."""
-    mapping = read_file(framework, path, given or {})
-    if mapping is not None and not isinstance(mapping, Mapping):
-        raise TranslationError(f"{path}: expected keys and values, got {type(mapping).__name__}")
-    config, notes, *_ = translate(framework, with_given(flatten(mapping or {}), given or {}))
-    if mapping and _is_ours(mapping) and config == translate(framework, {}).config:
-        raise TranslationError(
-            f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
-        )
+    mapping = read_native(path, table(known_project(framework)), given or {})
+    config, notes, *_ = translate(framework, with_given(flatten(mapping), given or {}))
+    # one that fits our own schema, in which presets and bases are names
+    ours = not any(misfits({key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)}, Config))
+    if mapping and ours and config == translate(framework, {}).config:
+        said = f"a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
+        raise TranslationError(f"{path}: this is {said}")
     lines = [f"{framework}: {path.name}", *notes]
     return "".join(f"{comment(line)}\n" for line in lines) + yaml_text(config)
-
-
-def read_file(framework: str, path: Path, given: Mapping[str, str]) -> Any:
-    name = known_project(framework)
-    if name not in projects():
-        return read_native(path, "", {}, given)
-    return read_native(path, table(name).command, table(name).calls, given)
 
 
 def with_given(flat: Mapping[str, Any], given: Mapping[str, str], known: Collection[str] = ()) -> dict[str, Any]:
     """Keys of the command line over the file's."""
     return {**flat, **{key: scalar(text) for key, text in given.items() if key in flat or key in known}}
-
-
-def _is_ours(mapping: Native) -> bool:
-    """Whether it fits our own schema; presets and bases are names there."""
-    known = {key: value for key, value in mapping.items() if key not in ("base", *PRESET_SECTIONS)}
-    return not any(misfits(known, Config))
 
 
 def comment(text: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNCAPPED, Keys, Native, Translation, opsm, weigh
-from megatron_rl.workshop.translation.settings import anywhere, flatten, last
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh
+from megatron_rl.workshop.translation.settings import flatten, last, settings
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
 LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
@@ -12,27 +12,20 @@ OLD_HIGH = "vllm_importance_sampling_cap"
 CORRECTION = "vllm_importance_sampling_correction"
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LOSS_LEVEL = "importance_sampling_level"
-COMMON = ("beta", "loss_type", LOSS_LEVEL)
 KL_KEY = "use_bias_correction_kl"
 GAMMA = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", KL_KEY, *GAMMA, *COMMON)
 # 0.23 to 0.25 know token truncation alone; these tell a file of a later version
 SINCE_0_26 = {MODE, LOW, HIGH, KL_KEY, MASK_KEY, "num_generations_eval", "log_unique_prompts", "vllm_max_model_length"}
-EARLY = f"without {MODE} read as TRL 0.23 to 0.25 do: token_truncate; since 0.26 it is sequence_mask, say which"
-LATER = (
-    f"without {MODE} read as TRL does since 0.26: sequence_mask; 0.23 to 0.25 cap tokens at {OLD_HIGH}, 2: say which"
-)
 
 
 def trl(mapping: Native) -> Translation:
-    keys = anywhere("trl", mapping, KEYS, COMMON)
+    keys = settings("trl", mapping)
     undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
     early = undated and keys.given(OLD_HIGH)
     weighs_kl = keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0
-    if weighs_kl and keys.choice(LOSS_LEVEL, "token", "token", "sequence") == "sequence":
-        raise keys.error(KL_KEY, f"with {LOSS_LEVEL}: sequence TRL weighs the KL by the row's ratio; set it to false")
     if weighs_kl:
-        keys.goes_with(kl_cap=UNCAPPED, kl_estimator="k3")
+        keys.refuse_if(keys.choice(LOSS_LEVEL, "token", "token", "sequence") == "sequence", KL_KEY, "row_kl")
+        keys.weigh_kl()
     by_vllm = keys.flag("use_vllm", True)
     weight, anchor = NO_WEIGHT, Anchor.prox
     if keys.text("loss_type") == "vespo":
@@ -40,47 +33,37 @@ def trl(mapping: Native) -> Translation:
         anchor = Anchor.sampler
     elif by_vllm and keys.flag(CORRECTION, True):
         weight = weigh(None, keys.positive(OLD_HIGH)) if early else _weight(keys)
-        if undated:
-            keys.note(EARLY if early else LATER)
+        keys.note_if(undated, "early" if early else "later")
     rules = []
     threshold = keys.positive(MASK_KEY)
     if threshold is not None:
         rules.append(opsm(threshold))
-        if anchor == Anchor.prox:
-            keys.note(f"{MASK_KEY}: judges by the proximal policy, TRL by the current one: the same with one update")
-        if not by_vllm:
-            keys.note(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
+        keys.note_if(anchor == Anchor.prox, "current")
+        keys.note_if(not by_vllm, "own_old")
         keys.note_kl("TRL")
-    if weight.level == Level.sequence:
-        keys.note("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
-    if weight.level != Level.none:
-        keys.taken_as_true("use_vllm", "without vLLM TRL corrects nothing")
+    keys.note_if(weight.level == Level.sequence, "row_ratio")
+    keys.taken_as_true(weight.level != Level.none, "use_vllm", "without vLLM TRL corrects nothing")
     return keys.translation(weight, rules, non_finite=NonFinite.one, anchor=anchor)
 
 
 def _vespo(keys: Keys, weighs_kl: bool, by_vllm: bool) -> None:
     """A weight of its own for the row's product of both ratios, pi / old and old / sampler."""
-    if not (by_vllm and keys.flag(CORRECTION, True)):
-        raise keys.error("loss_type", "the ratio of our vespo is to the sampler, which TRL leaves out without vLLM")
+    keys.refuse_if(not (by_vllm and keys.flag(CORRECTION, True)), "loss_type", "by_sampler")
     mode = keys.choice(MODE, None, *MODES)
-    if mode != "token_truncate":
-        found = "leaves masked tokens in the product as 1e-8" if mode == "token_mask" else "refuses it"
-        raise keys.error(MODE, f"with vespo TRL {found}; use token_truncate")
-    if weighs_kl:
-        raise keys.error(KL_KEY, "with vespo ours weighs the KL by pi over the sampler; set it to false")
-    keys.note("vespo: TRL bounds old / sampler of each token first: the same unless one is outside the bounds")
+    found = "leaves masked tokens in the product as 1e-8" if mode == "token_mask" else "refuses it"
+    keys.refuse_if(mode != "token_truncate", MODE, "product", found=found)
+    keys.refuse_if(weighs_kl, KL_KEY, "vespo_kl")
+    keys.note("bounds")
     k_pos, rate_pos, k_neg, rate_neg = (keys.positive(name, default) or default for name, default in GAMMA.items())
     keys.goes_with(name="vespo", gamma_positive=[k_pos, rate_pos], gamma_negative=[k_neg, rate_neg])
 
 
 def _weight(keys: Keys) -> WeightConfig:
     mode = keys.choice(MODE, "sequence_mask", *MODES)
-    if mode is None:
-        raise keys.error(MODE, f"expected one of {', '.join(MODES)}")
-    level, action = mode.split("_")
+    keys.refuse_if(mode is None, MODE, f"expected one of {', '.join(MODES)}")
+    level, action = str(mode).split("_")
     low, high = keys.lower(LOW), keys.positive(OLD_HIGH) or keys.positive(HIGH, 3.0)
     if high is None and low is None:
-        if action == "truncate":
-            raise keys.error(HIGH, f"TRL needs a bound with {mode}; set {HIGH} or {LOW}")
+        keys.refuse_if(action == "truncate", HIGH, f"TRL needs a bound with {mode}; set {HIGH} or {LOW}")
         action = "truncate"
     return weigh(low, high, level, mask=action == "mask")

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, weigh
-from megatron_rl.workshop.translation.settings import flatten, in_section
+from megatron_rl.workshop.translation.settings import flatten, settings
+from megatron_rl.workshop.translation.table import table
 
 NORMALIZE = "rollout_is_batch_normalize"
-KEYS = (
-    "rollout_is", "rollout_is_threshold", NORMALIZE, "rollout_rs", "rollout_rs_threshold",
-    "bypass_mode", "loss_type",
-)  # fmt: skip
 AGG, DRO = "loss_agg_mode", "dro_beta"
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-# what verl divides by, and whether it has the sampler's logprobs
-ACTOR = "actor_rollout_ref.actor"
-BESIDE = (
-    "trainer.use_v1", f"{ACTOR}.{AGG}", f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.policy_loss.{DRO}",
-    "actor_rollout_ref.rollout.calculate_log_probs",
-)  # fmt: skip
-COMMON = ("loss_type", "loss_mode")
 # the section that loss_mode bypass_mode reads, under the default trainer
-IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
+IN_LOSS = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 MODES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode")
 ROW_MODES = {"gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo"}  # a mean over rows, whatever loss_agg_mode says
-VETO = "verl has no veto now; write it as our rule {level: sequence, stat: ratio, reduce: min, low: ...}"
-REMOVED = {
-    "tis_imp_ratio_cap": "rollout_is: token with rollout_is_threshold: the cap does it",
-    "rollout_is_level": "rollout_is says it",
-    "rollout_is_mode": "rollout_is_threshold says it: a number truncates, lo_hi masks",
-    "rollout_is_threshold_lower": "lo_hi in rollout_is_threshold says it",
-    "rollout_rs_threshold_lower": "lo_hi in rollout_rs_threshold says it",
-    "rollout_is_veto_threshold": VETO,
-    "rollout_token_veto_threshold": VETO,
-    "bypass_old_logprob_for_rollout": "bypass_mode does it",
-    "use_policy_gradient": "loss_type: reinforce does it",
-    "use_pure_rollout_correction": "bypass_mode with loss_type: reinforce does it",
-    "debug_rollout_actor_probs": "verl compares the two whenever calculate_log_probs is set",
-}
 STATS = {"k1": Stat.ratio, "k2": Stat.k2, "k3": Stat.k3}
 RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, stat in STATS.items()} | {
     f"seq_{reduce.value}_{name}": RejectRule(stat=stat, reduce=reduce)
@@ -52,21 +29,19 @@ RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, sta
 def verl(mapping: Native) -> Translation:
     flat = flatten(mapping)
     in_loss = {path: flat.pop(path) for path in list(flat) if ".policy_loss.rollout_correction." in f".{path}."}
-    keys = in_section("verl", flat, "algorithm.rollout_correction", KEYS, BESIDE, common=COMMON, old=REMOVED)
+    keys = settings("verl", flat)
     if in_loss:
-        _read_in_loss(keys, in_section("verl", in_loss, IN_LOSS, KEYS, common=COMMON, old=REMOVED, bare=False))
-    if not keys.present:
-        keys.note("there is no algorithm.rollout_correction, so verl corrects nothing")
+        names = replace(table("verl").correction, section=IN_LOSS, beside=())
+        _read_in_loss(keys, settings("verl", in_loss, names, bare=False))
+    keys.note_if(not keys.present, "nothing")
     bypass = _bypasses(keys)
     weight, rules = _weight(keys), _rules(keys)
     reinforce = keys.choice("loss_type", "ppo_clip", "ppo_clip", "reinforce") == "reinforce"
     corrects = bool(rules) or weight.level != Level.none
-    if (corrects or bypass) and not keys.flag("calculate_log_probs", True):
-        raise keys.error("calculate_log_probs", "verl corrects nothing without it; set it, or leave the correction out")
-    if any(rule.level == Level.sequence for rule in rules):
-        keys.note("verl clamps each token's log-ratio to +-20 before summing a row: the same unless one exceeds that")
-    if keys.text(AGG) == "token-sum":
-        raise keys.error(AGG, "our losses have no plain sum over tokens; they divide by a count (loss.reduction)")
+    unseen = (corrects or bypass) and not keys.flag("calculate_log_probs", True)
+    keys.refuse_if(unseen, "calculate_log_probs", "no_logprobs")
+    keys.note_if(any(rule.level == Level.sequence for rule in rules), "clamps")
+    keys.refuse_if(keys.text(AGG) == "token-sum", AGG, "token_sum")
     keys.choice(AGG, "token-mean", *AGG_MODES)
     if keys.text("loss_mode") == "dro" and not (bypass and not keys.flag("use_v1", True)):  # which puts its loss there
         _dro(keys, weight)
@@ -74,66 +49,47 @@ def verl(mapping: Native) -> Translation:
         return _bypass(keys, weight, rules, reinforce)
     if corrects:
         keys.choice("loss_mode", None, *MODES, *ROW_MODES)
-    if weight.normalize and rules:
-        raise keys.error(NORMALIZE, "with rollout_rs verl's mean includes rejected tokens, ours never does")
+    keys.refuse_if(weight.normalize and bool(rules), NORMALIZE, "normalized")
     return keys.translation(weight, rules, _renormalize(keys, rules))
 
 
 def _dro(keys: Keys, weight: WeightConfig) -> None:
     """-(A pi - beta / 2 (pi - p)^2)."""
     beta = keys.positive(DRO)
-    if beta is None:
-        raise keys.error(DRO, "verl needs a number with loss_mode: dro")
-    if weight.level != Level.none:
-        raise keys.error("rollout_is", "verl weighs dro's squared log-ratio too, ours the rest alone")
+    keys.refuse_if(beta is None, DRO, "verl needs a number with loss_mode: dro")
+    keys.refuse_if(weight.level != Level.none, "rollout_is", "dro")
     keys.goes_with(name="reinforce", kl_to="anchor", kl_estimator="k2", kl_coef=beta)
 
 
 def _read_in_loss(keys: Keys, in_loss: Keys) -> None:
     """The settings inside the loss in place of the algorithm's, where verl reads them."""
     if keys.text("loss_mode") != "bypass_mode" or not keys.flag("use_v1", True):
-        keys.note(f"{IN_LOSS}: verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out")
+        keys.note("left_out")
         return
-    keys.replace(in_loss, [name for name in KEYS if name != "bypass_mode"])
-    if not keys.given("use_v1"):
-        keys.note(
-            "verl's default trainer (use_v1: true) reads policy_loss.rollout_correction, as here; with use_v1: false "
-            "it reads algorithm.rollout_correction instead"
-        )
+    keys.replace(in_loss, [name for name in table("verl").correction.keys if name != "bypass_mode"])
+    keys.note_if(not keys.given("use_v1"), "in_loss")
 
 
 def _bypasses(keys: Keys) -> bool:
     if keys.text("loss_mode") != "bypass_mode":
         return keys.flag("bypass_mode", False)
-    if not keys.flag("bypass_mode", True):
-        why = "without algorithm.rollout_correction.bypass_mode verl compares the learner with itself; set it"
-        raise keys.error("loss_mode", why)
-    if not keys.given("bypass_mode"):
-        said = "is not given and taken as true; without it verl compares the learner with itself"
-        keys.note(f"algorithm.rollout_correction.bypass_mode {said}")
+    keys.refuse_if(not keys.flag("bypass_mode", True), "loss_mode", "itself")
+    keys.note_if(not keys.given("bypass_mode"), "taken")
     return True
 
 
 def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool) -> Translation:
     """verl's new trainer only takes the sampler's logprobs as old ones, its loss reads its own section."""
     if (rules or reinforce) and not keys.replaced:
-        if keys.flag("use_v1", False):
-            name = "rollout_rs" if rules else "loss_type"
-            raise keys.error(
-                name,
-                "verl ignores it in bypass_mode with trainer.use_v1; leave one of the three out, or write it under "
-                "policy_loss.rollout_correction, beside loss_mode: bypass_mode",
-            )
-        if not keys.given("use_v1"):
-            keys.note("with trainer.use_v1, its default, verl ignores rollout_rs and loss_type in bypass_mode")
+        keys.refuse_if(keys.flag("use_v1", False), "rollout_rs" if rules else "loss_type", "v1_ignores")
+        keys.note_if(not keys.given("use_v1"), "v1_default")
     _refuse_mixed_denominators(keys, rules, _reduction(keys) if keys.flag("use_v1", True) else keys.text(AGG))
-    if weight.normalize:
-        raise keys.error(NORMALIZE, "with bypass_mode the mean depends on the micro-batch split")
+    keys.refuse_if(weight.normalize, NORMALIZE, "micro_batch")
     if reinforce:
         keys.goes_with(name="reinforce")
     elif weight.level != Level.none:
         weight = NO_WEIGHT
-        keys.note("verl computes rollout_is for its metrics only here: the ratio of the loss is the correction")
+        keys.note("metrics")
     return keys.translation(weight, rules, anchor=Anchor.sampler)
 
 
@@ -145,11 +101,7 @@ def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
     _refuse_mixed_denominators(keys, rules, reduction)
     if reduction.startswith("seq-mean"):
         return False
-    if not keys.given("use_v1"):
-        keys.note(
-            "verl's denominators count the tokens left, as here, with loss_agg_mode: token-mean and trainer.use_v1: "
-            "false; those of its default trainer (use_v1: true) count all: set renormalize: false for that"
-        )
+    keys.note_if(not keys.given("use_v1"), "legacy")
     return not keys.flag("use_v1", False)
 
 
@@ -158,23 +110,15 @@ def _reduction(keys: Keys) -> str:
     mode = keys.text("loss_mode")
     if mode not in ROW_MODES:
         return keys.text(AGG) or "token-mean"
-    micro_batch = ", those of a micro-batch" if mode == "geo_mean" else ""
-    keys.note(f"loss_mode {mode}: verl divides by all rows{micro_batch}, whatever {AGG} says")
+    keys.note("all_rows", mode=mode, micro_batch=", those of a micro-batch" if mode == "geo_mean" else "")
     keys.goes_with(name=ROW_MODES[mode], reduction="seq_mean_token_mean")
-    if mode == "gspo" and keys.text(AGG) != "seq-mean-token-mean":
-        keys.note(
-            f"verl 0.9.1 and before divide gspo as {AGG} says (by default token-mean), which ours cannot: there this "
-            f"is the same with {AGG}: seq-mean-token-mean only"
-        )
+    keys.note_if(mode == "gspo" and keys.text(AGG) != "seq-mean-token-mean", "old_gspo")
     return "seq-mean-token-mean"
 
 
 def _refuse_mixed_denominators(keys: Keys, rules: list[RejectRule], reduction: str | None) -> None:
-    if reduction == "seq-mean-token-mean" and any(rule.level == Level.token for rule in rules):
-        raise keys.error(
-            "loss_mode" if keys.text("loss_mode") in ROW_MODES else AGG,
-            "with token rules verl divides a row by its tokens left, but counts all rows: ours does not",
-        )
+    mixed = reduction == "seq-mean-token-mean" and any(rule.level == Level.token for rule in rules)
+    keys.refuse_if(mixed, "loss_mode" if keys.text("loss_mode") in ROW_MODES else AGG, "mixed")
 
 
 def _weight(keys: Keys) -> WeightConfig:
@@ -183,18 +127,16 @@ def _weight(keys: Keys) -> WeightConfig:
     level = keys.choice("rollout_is", None, "token", "sequence")
     if level is None:
         return NO_WEIGHT
-    if keys.null(name):
+    if keys.raw(name, "") is None:
         keys.note(f"verl computes no weight where {name} is null")
         return NO_WEIGHT
     normalize = keys.flag(NORMALIZE, False)
-    text = keys.text(name)
-    if text is not None and "_" in text:
-        _note_unquoted(keys, name, text)
-        low, high = (keys.as_number(name, part) for part in text.split("_", 1))
-        if not 0 < low < high:
-            raise keys.error(name, "expected lo_hi with 0 < lo < hi")
-        return replace(weigh(low, high, level, mask=True), normalize=normalize)
-    return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
+    if "_" not in (text := keys.text(name) or ""):
+        return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
+    _note_unquoted(keys, name, text)
+    low, high = (keys.as_number(name, part) for part in text.split("_", 1))
+    keys.refuse_if(not 0 < low < high, name, "expected lo_hi with 0 < lo < hi")
+    return replace(weigh(low, high, level, mask=True), normalize=normalize)
 
 
 def _rules(keys: Keys) -> list[RejectRule]:
@@ -202,27 +144,20 @@ def _rules(keys: Keys) -> list[RejectRule]:
     if not keys.given("rollout_rs"):
         return []
     names = list(dict.fromkeys(_words(keys, "rollout_rs")))
-    unknown = [name for name in names if name not in RULES]
-    if unknown or not names:
-        found = f"no rule {unknown[0]}" if unknown else "no rule"
-        raise keys.error("rollout_rs", f"{found}; known are {', '.join(RULES)}")
+    for name in names or ["at all"]:
+        keys.refuse_if(name not in RULES, "rollout_rs", f"no rule {name}; known are {', '.join(RULES)}")
     bounds = _words(keys, "rollout_rs_threshold")
     _note_unquoted(keys, "rollout_rs_threshold", ",".join(bounds))
-    if len(bounds) == 1:
-        bounds *= len(names)
-    if len(bounds) != len(names):
-        raise keys.error("rollout_rs_threshold", f"expected one threshold, or {len(names)} for {', '.join(names)}")
+    bounds *= len(names) if len(bounds) == 1 else 1
+    expected = f"expected one threshold, or {len(names)} for {', '.join(names)}"
+    keys.refuse_if(len(bounds) != len(names), "rollout_rs_threshold", expected)
     return [_rule(keys, name, bound) for name, bound in zip(names, bounds, strict=True)]
 
 
 def _note_unquoted(keys: Keys, name: str, text: str) -> None:
     """Two bounds that YAML may take for digits of one number."""
-    try:
-        number = float(text) if "_" in text else None
-    except ValueError:
-        return
-    if number is not None:
-        keys.note(f"{name}: {text} is read as two bounds; without quotes it is {number:g} to verl")
+    with suppress(ValueError):
+        keys.note_if("_" in text, "two_bounds", name=name, text=text, number=float(text))
 
 
 def _words(keys: Keys, name: str) -> list[str]:
@@ -234,13 +169,10 @@ def _words(keys: Keys, name: str) -> list[str]:
 
 def _rule(keys: Keys, name: str, bound: str) -> RejectRule:
     parts = [keys.as_number("rollout_rs_threshold", part) for part in bound.split("_", 1)]
-    if min(parts) <= 0:
-        raise keys.error("rollout_rs_threshold", "expected numbers above 0")
+    keys.refuse_if(min(parts) <= 0, "rollout_rs_threshold", "expected numbers above 0")
     if name.endswith("k1"):
         low, high = parts if len(parts) == 2 else (1.0 / parts[0], parts[0])
-        if low >= high:
-            raise keys.error("rollout_rs_threshold", f"{name} would keep nothing: {low:g} is not below {high:g}")
+        keys.refuse_if(low >= high, "rollout_rs_threshold", f"{name} would keep nothing: {low:g} is not below {high:g}")
         return replace(RULES[name], low=1.0 / high, high=1.0 / low)
-    if len(parts) == 2:
-        raise keys.error("rollout_rs_threshold", f"{name} takes one upper bound, not {bound}")
+    keys.refuse_if(len(parts) == 2, "rollout_rs_threshold", f"{name} takes one upper bound, not {bound}")
     return replace(RULES[name], high=parts[0])

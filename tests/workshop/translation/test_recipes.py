@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from translation_cases import ALL
 
 from megatron_rl import cli
 from megatron_rl.config import all_keys, load
-from megatron_rl.workshop.translation.derived import FACTS
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.recipe import recipe, translated
 from megatron_rl.workshop.translation.settings import flatten, last
 from megatron_rl.workshop.translation.shell import Script
-from megatron_rl.workshop.translation.table import projects, table
+from megatron_rl.workshop.translation.table import projects, shared, table
 from megatron_rl.workshop.translation.translate import translate
 
 ROOT = Path(__file__).parents[3]
@@ -105,9 +105,8 @@ SKYRL = """
 : "${NUM_GPUS:=4}"
 uv run --isolated -m skyrl.train.entrypoints.main_base trainer.policy.model.path=Qwen/Qwen2.5-1.5B \\
   trainer.algorithm.policy_loss_type=cispo trainer.algorithm.cispo.cispo_eps_clip_high=3.0 \\
-  trainer.train_batch_size=64 \\
   trainer.placement.policy_num_gpus_per_node=$NUM_GPUS generator.inference_engine.tensor_parallel_size=1 \\
-  trainer.policy_mini_batch_size=32 trainer.algorithm.use_kl_loss=false
+  trainer.train_batch_size=64 trainer.policy_mini_batch_size=32 trainer.algorithm.use_kl_loss=false
 """
 AREAL = """
 actor: {path: Qwen/Qwen3-1.7B, backend: "megatron:d2p1t2", ppo_n_minibatches: 2, eps_clip: 0.4,
@@ -203,7 +202,7 @@ def test_a_recipe_of_each_project(project: str, tmp_path: Path, capsys: pytest.C
         assert found == value, key
     made = recipe(project, source, {})
     needless = [key for keys in made.accounts.not_needed.values() for key in keys]
-    counted = [*made.accounts.translated, *needless, *made.unknown]
+    counted = [*made.accounts.translated, *needless, *made.accounts.unknown]
     assert len(counted) == len(set(counted))
     assert cli.main(["translate", project, str(source), "-o", str(out)]) == 2  # nothing is overwritten
 
@@ -230,11 +229,7 @@ def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     [
         ("verl", "\npython -m verl.trainer.main_ppo a.b=1", "2 commands"),
         ("nemo_rl", "\nloss_fn: {ratio_clip_mn: 0.1}", "ratio_clip_mn: unknown; did you mean loss_fn.ratio_clip_min"),
-        (
-            "skyrl",
-            "  trainer.policy.optimizer_config.lr=$LR",
-            "needs LR, which the file does not set; add LR=...",
-        ),
+        ("skyrl", "  trainer.policy.optimizer_config.lr=$LR", "needs LR, which the file does not set; add LR=..."),
         ("slime", "  $REST", "is .REST: it needs REST, which the file does not set; add REST="),
         ("openrlhf", "  --vllm_enable_is_correction", "nearest that is known is enable_vllm_is_correction"),
         ("areal", "\nvalid_dataset: {pth: a}", None),
@@ -243,19 +238,26 @@ def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(project: str, more: str, words: str | None, tmp_path: Path) -> None:
     source, text = written(project, tmp_path), CASES[project][1]
     source.write_text(text.rstrip() + (" \\\n" if more.startswith("  ") else "") + more + "\n")
-    if words is None:
-        recipe(project, source, {})
-        return
-    with pytest.raises(TranslationError, match=words):
+    with nullcontext() if words is None else pytest.raises(TranslationError, match=words):
         recipe(project, source, {})
 
 
 def test_what_the_command_line_gives_stands_over_the_file(tmp_path: Path) -> None:
     given = {"PP": "1", "DEVICE": "npu", "data.train_batch_size": "256", "HUB": "/models"}
-    made = recipe("verl", written("verl", tmp_path), given)
-    assert made.mapping["learner"]["pipeline_parallel"] == 1
-    assert made.mapping["rollout"]["prompts_per_step"] == 256
-    assert made.mapping["model"] == "Qwen3-8B"
+    given["data.apply_chat_template_kwargs.enable_thinking"] = "true"  # which is not the next recipe's
+    made = recipe("verl", written("verl", tmp_path), given).mapping
+    assert (made["learner"]["pipeline_parallel"], made["rollout"]["prompts_per_step"]) == (1, 256)
+    templates = (made["data"]["template"], table("verl").always["data.template"])
+    assert (made["model"], *templates) == ("Qwen3-8B", {"enable_thinking": True}, {})
+
+
+def test_sizes_that_do_not_fit_are_the_planner_s(tmp_path: Path) -> None:
+    """Eight billion parameters and their reference are too much for each GPU: others are said, and have a plan."""
+    out, actor = tmp_path / "ours.yaml", "actor_rollout_ref.actor"
+    given = ["PP=1", f"{actor}.use_kl_loss=true", f"{actor}.megatron.tensor_model_parallel_size=1", "-o", str(out)]
+    assert cli.main(["translate", "verl", str(written("verl", tmp_path)), *given]) == 0
+    assert "are the first that `megatron-rl plan --suggest` names for 1n8g" in out.read_text()
+    assert cli.main(["plan", str(out), "--on", "own"]) == 0
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
@@ -263,11 +265,8 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     script = f"X=$(touch {mark}; echo 1)\nif test -e /; then Y=2; fi\nfor i in 1 2; do Z=$i; done\nrun $X ${{Y}} $Z"
     command = Script(tmp_path, {}).read(script).commands[-1]
-    assert [word.names if isinstance(word, Unset) else word for word in command[1:]] == [
-        ("X",),
-        ("`test -e /`",),
-        ("the loop `for i in 1`",),
-    ]
+    names = [word.names if isinstance(word, Unset) else word for word in command[1:]]
+    assert names == [("X",), ("`test -e /`",), ("the loop `for i in 1`",)]
     assert not mark.exists()
 
 
@@ -297,12 +296,12 @@ def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
             made = translated(table(project), {wrong if one == key else one: v for one, v in settings.items()})
         except TranslationError:
             continue
-        assert wrong in made.unknown, (project, wrong)
+        assert wrong in made.accounts.unknown, (project, wrong)
 
 
 def test_tables_are_sound() -> None:
     """Each row names keys of ours or facts that are explained; no key has two rows."""
-    known = {*all_keys(), *SECTIONS, *(f"={fact}" for fact in FACTS)}
+    known = {*all_keys(), *SECTIONS, *(f"={fact}" for fact in shared()["facts"])}
     used = set()
     for rules in map(table, projects()):
         names = [name for row in rules.rows for name in row.names]
@@ -313,7 +312,7 @@ def test_tables_are_sound() -> None:
                 assert key in known or key.startswith(MAPS), (rules.project, row.theirs, key)
                 used.add(key)
             assert row.to or row.why, (rules.project, row.theirs)
-    assert {key[1:] for key in used if key.startswith("=")} == FACTS.keys()
+    assert {key[1:] for key in used if key.startswith("=")} == shared()["facts"].keys()
 
 
 def test_the_page_is_current() -> None:

@@ -22,7 +22,8 @@ from translation_cases import (
 )
 
 from megatron_rl.workshop.translation.keys import Native
-from megatron_rl.workshop.translation.settings import LEFT_OUT_NAMES, may_correct
+from megatron_rl.workshop.translation.settings import may_correct
+from megatron_rl.workshop.translation.table import table
 from megatron_rl.workshop.translation.translate import FRAMEWORKS, TranslationError, translate
 
 
@@ -198,5 +199,4 @@ def test_words_of_a_name() -> None:
     suspects = ("use_tis", "useTisNow", "TISCap", "vllm-is", "masked_tokens")
     names = (*suspects, "history", "params", "rsync", "this_misc", "klein")
     assert tuple(filter(may_correct, names)) == suspects
-    assert LEFT_OUT_NAMES.keys() == FRAMEWORKS.keys()
-    assert all(may_correct(name) for names in LEFT_OUT_NAMES.values() for name in names)
+    assert all(may_correct(name) for framework in FRAMEWORKS for name in table(framework).correction.others)
