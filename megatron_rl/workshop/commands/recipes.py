@@ -84,12 +84,13 @@ def _add_toy(commands: Any) -> None:
 
 
 def _toy(options: argparse.Namespace) -> int:
-    from megatron_rl.data import own_task, toy
+    from megatron_rl.data import toy
+    from megatron_rl.models.tiny import write_own
     from megatron_rl.preflight.files import read_card
 
     like = read_card(options.like, "--like") if options.like else None
     if options.tokenizer:
-        print(own_task.write_own(options.folder, options.tokenizer, like))
+        print(write_own(options.folder, options.tokenizer, like))
         return 0
     counts = toy.write_toy(options.folder, like=like)
     print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")

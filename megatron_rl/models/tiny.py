@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,18 +82,24 @@ def _of_the_tokenizer(model: Path) -> dict[str, Any]:
 
 
 def write_characters(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A tokenizer of characters with a chat template: those of ASCII and of the rows; bytes stand for all others."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+    """A tokenizer with a chat template and a token for each byte, which is a character of ASCII; what the rows have of
+    other characters is merged to a token each. It is of the kind that every family's own class reads.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     special = (toy.TEXT_END, toy.TURN_START, toy.TURN_END)
     seen = {character for row in rows for character in json.dumps(row, ensure_ascii=False, default=str)}
-    characters = sorted(seen.union(string.printable))
-    tokens = [*special, *ROLES, *characters, *(f"<0x{byte:02X}>" for byte in range(256))]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = dict.fromkeys([*special, *ROLES, *sorted(as_bytes.alphabet())])
+    merges = dict[tuple[str, str], None]()
+    for character in sorted(seen):
+        ((spelled, _),) = as_bytes.pre_tokenize_str(character)
+        merges |= {(spelled[:end], spelled[end]): None for end in range(1, len(spelled))}
+    tokens |= dict.fromkeys(one + other for one, other in merges)
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
+    tokenizer.pre_tokenizer, tokenizer.decoder = as_bytes, decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
     tokenizer.add_tokens([AddedToken(one, single_word=True, normalized=False) for one in ROLES])
-    toy.save_tokenizer(
-        tokenizer, folder, pad_token=toy.TEXT_END, eos_token=toy.TURN_END, chat_template=toy.CHAT_TEMPLATE
-    )
+    settings = {"pad_token": toy.TEXT_END, "eos_token": toy.TURN_END, "chat_template": toy.CHAT_TEMPLATE}
+    toy.save_tokenizer(tokenizer, folder, **settings)
