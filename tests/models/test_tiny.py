@@ -43,7 +43,7 @@ def made(command: Command, tokenizer: Path, *words: str) -> tuple[FolderTokenize
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_comes_back_from_a_tokenizer_of_rows(rows: Path, command: Command, text: str) -> None:
-    tokenizer = made(command, rows)[0]
+    tokenizer, _ = made(command, rows)
     assert tokenizer.decode([tokenizer.encode(text)]) == [text]
 
 
@@ -54,8 +54,7 @@ def test_the_rows_characters_are_a_token_each_and_so_are_roles(rows: Path, comma
     assert len(tokenizer.encode("й")) == 2  # in no row: bytes
     assert len(tokenizer.encode([{"role": "user", "content": "日"}])) == 9  # eight are the template's
     assert tokenizer.stop_token_ids == (tokenizer.encode("<|im_end|>")[0],)
-    assert model.shape.vocab == 320
-    assert model.hf_config["max_position_embeddings"] == 2048
+    assert (model.shape.vocab, model.hf_config["max_position_embeddings"]) == (320, 2048)
 
 
 def test_rows_of_either_file_give_the_same_tokenizer(rows: Path, command: Command) -> None:
@@ -81,11 +80,12 @@ def test_a_published_tokenizer_is_taken_as_it_is(published: Path, command: Comma
 def test_a_model_of_every_family_loads_in_transformers(rows: Path, command: Command, card: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    _, model = made(command, rows, "--like", card)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("own/model"))
-    assert theirs.num_parameters() == parameters(model.shape)
-    said = AutoTokenizer.from_pretrained("own/model").apply_chat_template(ROWS[1]["prompt"])["input_ids"]
-    assert len(said) == 6
+    tokenizer, model = made(command, rows, "--like", card)
+    config = AutoConfig.from_pretrained("own/model")
+    assert AutoModelForCausalLM.from_config(config).num_parameters() == parameters(model.shape)
+    said = [{"role": "user", "content": "abuser's züge äste 日 й 12\n"}]  # each family's own class splits it otherwise
+    ids = AutoTokenizer.from_pretrained("own/model").apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer.encode(said)
 
 
 def test_what_cannot_be_made_is_named_with_the_way_out(rows: Path, published: Path, command: Command) -> None:
@@ -93,15 +93,14 @@ def test_what_cannot_be_made_is_named_with_the_way_out(rows: Path, published: Pa
         return command("toy", "own", "--tokenizer", tokenizer, *words, status=2)
 
     Path("rows.csv").touch()
-    Path("odd").mkdir()
-    Path("odd/config.json").write_text('{"model_type": "gpt2"}')
     write_tokenizer(Path("bare"))
-    assert "--tokenizer: 'nowhere' is neither a folder with" in refused("nowhere")
-    assert "nor a file of rows (.parquet, .jsonl, .arrow)" in refused("rows.csv")
-    assert "--tokenizer: odd holds no tokenizer.json; save one there" in refused("odd")
+    Path("bare/config.json").write_text('{"model_type": "gpt2"}')
+    assert "'nowhere' is neither a folder with a tokenizer.json nor a file of rows (.parquet," in refused("nowhere")
+    assert "'rows.csv' is neither a folder with a tokenizer.json nor a file of rows (.parquet," in refused("rows.csv")
+    assert "--tokenizer: . holds no tokenizer.json; save one there" in refused(".")
     assert "--tokenizer: bare has no chat template; save one there as chat_template.jinja" in refused("bare")
     assert "--like: no config.json in 'Qwen9', and no card in conf/model/" in refused("rows.jsonl", "--like", "Qwen9")
-    assert "--like: model_type 'gpt2' is not supported" in refused("rows.jsonl", "--like", "odd")
+    assert "--like: model_type 'gpt2' is not supported" in refused("rows.jsonl", "--like", "bare")
     (published / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     assert "--tokenizer: the chat template of published does not take" in refused("published")
     (published / "tokenizer.json").write_text("{")
