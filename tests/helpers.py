@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -84,6 +85,37 @@ def file_system(path: Path, size: str) -> Iterator[Path]:
     finally:
         if mounted.returncode == 0:
             subprocess.run(["umount", "-l", path], check=True)
+
+
+# what stands in the recipes that a page's begin with, made small
+SMALL = """\
+base: {base}
+run: {{steps: 2}}
+rollout: {{prompts_per_step: 8, samples_per_prompt: {samples}, max_gen_batches: 1}}
+learner: {{n_minibatches: 1}}
+eval: {{max_prompts: 8}}
+log: {{record_every: 1}}
+"""
+
+
+def small_recipes(folder: Path, **samples: int) -> None:
+    """Recipes of those names that take two small steps, with so many answers to a prompt."""
+    (folder / "recipes").mkdir()
+    for name, count in samples.items():
+        base = Path(__file__).parents[1] / "recipes" / f"{name}.yaml"
+        (folder / "recipes" / f"{name}.yaml").write_text(SMALL.format(base=base, samples=count))
+
+
+def block(page: Path, language: str, number: int = 0) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)[number]
+
+
+def typed(place: Path, line: str) -> str:
+    """What a line of a page says, in a shell that finds this environment's programs."""
+    around = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", line], cwd=place, env=around, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
 
 
 # what puts a one-node recipe that learns and samples in turns on four GPUs and four

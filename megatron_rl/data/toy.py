@@ -88,8 +88,8 @@ class ToyShape:
 def write_counting(folder: Path) -> dict[str, int]:
     """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips, to be imitated."""
     counts, draw = write_toy(folder, COUNTING), random.Random(COUNTING.seed)
-    with (folder / "train.jsonl").open() as rows, (folder / "slips.jsonl").open("w") as slips:
-        slips.writelines(json.dumps(with_slips(json.loads(row), SLIPS, draw)) + "\n" for row in rows)
+    rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    write_rows(folder, slips=[with_slips(row, SLIPS, draw) for row in rows])
     return counts
 
 
@@ -103,18 +103,19 @@ def write_toy(
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
     test, train = problems[: task.held_out], problems[task.held_out :]
-    counts = write_rows(folder, train, test)
+    counts = write_rows(folder, train=train, test=test)
     write_tokenizer(folder / "model")
     config = hf_config(shape) if like is None else shrunk(like)
     (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return counts
 
 
-def write_rows(folder: Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Writes NAME.jsonl of each, and counts its rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("test", test)):
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"train": len(train), "test": len(test)}
+    return {name: len(rows) for name, rows in files.items()}
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def write_reasoning(folder: Path) -> dict[str, int]:
         rows.setdefault(entry["question"], {"prompt": entry["question"], **entry})
     test, train = list(rows.values())[:HELD_OUT], list(rows.values())[HELD_OUT:]
     write_chat_tokenizer(folder / "model", (f"user\n{row['question']}\nassistant\n{row['answer']}" for row in train))
-    return write_rows(folder, train, test)
+    return write_rows(folder, train=train, test=test)
 
 
 def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:

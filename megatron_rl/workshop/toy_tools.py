@@ -57,10 +57,9 @@ def write_tools(folder: Path) -> dict[str, int]:
     pairs = [(SMALLEST + one // width, SMALLEST + one % width) for one in drawn]
     rows = [{"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in pairs]
     test, train = rows[:HELD_OUT], rows[HELD_OUT:]
-    _write(folder / "warm.jsonl", [row for one in train for row in _imitated(one, draw)])
-    _write(folder / "read.jsonl", [_with_result(one) for one in test])
+    warm = [row for one in train for row in _imitated(one, draw)]
     write_tool_tokenizer(folder / "model")
-    return write_rows(folder, train, test)
+    return write_rows(folder, train=train, test=test, warm=warm, read=[_with_result(one) for one in test])
 
 
 def _imitated(row: dict[str, str], draw: random.Random) -> Iterator[dict[str, Any]]:
@@ -77,11 +76,6 @@ def _with_result(row: dict[str, str]) -> dict[str, Any]:
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     result = {"role": "tool", "name": "calculate", "content": row["answer"]}
     return {**row, "prompt": [{"role": "user", "content": row["prompt"]}, call, result]}
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_tool_tokenizer(folder: Path) -> None:

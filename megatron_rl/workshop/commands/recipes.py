@@ -78,14 +78,21 @@ def _add_toy(commands: Any) -> None:
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
     toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
+    own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
+    toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)
     toy.set_defaults(run=_toy)
 
 
 def _toy(options: argparse.Namespace) -> int:
-    from megatron_rl.data.toy import write_toy
+    from megatron_rl.data import toy
+    from megatron_rl.models.tiny import write_own
     from megatron_rl.preflight.files import read_card
 
-    counts = write_toy(options.folder, like=read_card(options.like) if options.like else None)
+    like = read_card(options.like, "--like") if options.like else None
+    if options.tokenizer:
+        print(write_own(options.folder, options.tokenizer, like))
+        return 0
+    counts = toy.write_toy(options.folder, like=like)
     print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
     return 0
 
