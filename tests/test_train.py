@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +15,11 @@ from megatron_rl import train
 from megatron_rl.config import load
 from megatron_rl.config.schema import Config, EvalSection, LossConfig, SyncSection
 from megatron_rl.driver import Driver
+from megatron_rl.learner import router_replay
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
 from megatron_rl.runs.progress import Standing, reached
 from megatron_rl.survival.stop_request import StepGivenUp
-from megatron_rl.types import Prompt, Rollout, Scored, collate
+from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored, collate
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,6 +109,30 @@ def test_when_to_evaluate_and_to_publish() -> None:
     assert [step for step in range(1, 8) if train.publish(step, 7, section, driver, learner, sync)] == [3, 6, 7]
     # also where the engine wakes without a sync
     assert log[:6] == [*["room made"] * 3, "push 3", "awake ended: None", "room made"]
+
+
+def test_experts_are_gathered_and_those_of_a_silent_engine_are_marked() -> None:
+    told = answer(0)
+    read = len(told.prompt.token_ids) + len(told.token_ids) - 1
+    told = replace(told, experts_SLK=np.full((read, 3, 2), 255, np.uint8))
+    batch = collate([Scored(told, 1.0), Scored(answer(1), 0.0)])
+    assert batch.experts_BSLK.shape[1:] == (batch.tokens_BS.shape[1], 3, 2)
+    assert (batch.experts_BSLK[0, :read] == 255).all(), "an expert's number, not a mark"
+    assert (batch.experts_BSLK[0, read:] == NO_EXPERT).all() and (batch.experts_BSLK[1] == NO_EXPERT).all()
+    assert batch.rows(torch.tensor([1, 0])).experts_BSLK[1, 0, 0, 0] == 255
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"router/replayed": 0.0, "router/flips": 0.0}, "has gone to an expert that the sampler has told"),
+        ({"router/replayed": 1.0, "router/flips": 0.6}, "would have sent 60% of the tokens elsewhere"),
+    ],
+)
+def test_a_replay_that_is_none_ends_the_run(found: dict[str, float], said: str) -> None:
+    with pytest.raises(router_replay.ReplayError, match=said):
+        router_replay.check(found)
+    assert router_replay.check({"router/replayed": 0.9, "router/flips": 0.1}) and router_replay.check({}) == {}
 
 
 @pytest.mark.parametrize("preset", ["tis", "bypass"])

@@ -51,7 +51,7 @@ class RouterReplay:
         for layer, block in enumerate(model.decoder.layers, first_layer):  # type: ignore[arg-type, union-attr]
             for module in block.modules():
                 if isinstance(module, TopKRouter):
-                    module.router_replay = _Layer(self, layer, shard, passing)  # type: ignore[assignment]
+                    module.router_replay = _Layer(self, layer, shard, passing)
 
     @contextmanager
     def resting(self) -> Iterator[None]:

@@ -100,7 +100,7 @@ def test_the_policy_versions_of_an_answer() -> None:
 
 
 def test_experts_that_a_device_engine_tells_step_by_step_come_with_the_answer() -> None:
-    """vLLM tells those of what a step has read, [tokens, layers, experts of a token]; of the last token there are none."""
+    """vLLM tells those of what a step has read, [tokens, layers, experts of a token]."""
     sample = Sample(5, 0, {"tokens": [1, 2, 3]})
     steps = [np.arange(12, dtype=np.uint8).reshape(3, 2, 2), np.full((1, 2, 2), 7, np.uint8)]
     for token, experts in zip((4, 5), steps, strict=True):

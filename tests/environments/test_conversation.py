@@ -1,8 +1,10 @@
 """Exact tokens of conversations: requests grow by what was added, or fork; every sampled token is trained on once."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from environments.chats import (
     ALWAYS_OPENS,
@@ -137,6 +139,20 @@ def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokeniz
     (row,) = conversation.rows()
     own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]
     assert own == [3] + [4] * (len(ids) - 1) + [5]
+
+
+def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(tokenizers: dict[str, FolderTokenizer]) -> None:
+    """A later turn may have read the conversation anew, with other weights."""
+    conversation = Conversation(tokenizers["appends"])
+    first = conversation.request([{"role": "user", "content": "Hm?"}])
+    answer, ids = {"role": "assistant", "content": "the"}, tokenizers["appends"].encode("the answer")
+    read = len(first.tokens) + len(ids) - 1
+    conversation.answered(first, replace(completion(ids), experts_SLK=np.full((read, 2, 1), 1, np.uint8)), answer)
+    then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
+    later = replace(completion([5]), experts_SLK=np.full((len(then.tokens), 2, 1), 2, np.uint8))
+    conversation.answered(then, later, answer)
+    (row,) = conversation.rows()
+    assert row.experts_SLK[:, 0, 0].tolist() == [1] * read + [2] * (len(then.tokens) - read)
 
 
 def test_templates_are_told_apart(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted_engine import until
 from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, sampled, told
@@ -142,6 +143,17 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
         ({"kept_counts": None}, "is missing"),
     ):
         assert why in lied(SAMPLE | kept | change, params)
+
+
+def test_experts_are_those_of_all_tokens_that_were_read() -> None:
+    """Two of the prompt and the first of two sampled; of the last nothing was read."""
+    experts = {"experts": bytes(range(12)), "experts_shape": (2, 2)}
+    one = told(lambda frames: replied(frames, SAMPLE | experts), generate)
+    assert one.experts_SLK.shape == (3, 2, 2) and one.experts_SLK.dtype == np.uint8
+    wide = np.arange(12, dtype=np.int16) + 300
+    two = told(lambda frames: replied(frames, SAMPLE | experts | {"experts": wide.tobytes()}), generate)
+    assert two.experts_SLK.ravel().tolist() == wide.tolist()
+    assert "do not add up for 3 tokens" in lied(SAMPLE | experts | {"experts": bytes(11)}, PARAMS)
 
 
 def test_what_an_engine_refuses_is_no_dead_engine() -> None:
