@@ -36,16 +36,19 @@ venv() {
 says() {
   local teller= status=0
   if [[ ! -t 2 ]]; then
+    set +e  # what it counts comes and goes meanwhile
     while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-      compiled=$(find "$VENV"/lib/python*/site-packages -name '*.pyc' | wc -l)
-      echo "  ... $SECONDS s; $(find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l) packages are there, $compiled files compiled" >&2
+      echo "  ... $SECONDS s; $(count '*.dist-info') packages are there, $(count '*.pyc') files compiled" >&2
     done &
     teller=$!
+    set -e
   fi
   "$@" || status=$?
-  if [[ -n $teller ]]; then kill "$teller"; wait "$teller" 2>/dev/null || true; fi
+  if [[ -n $teller ]]; then { kill "$teller" && wait "$teller"; } 2>/dev/null || true; fi
   return "$status"
 }
+
+count() { find "$VENV"/lib/python*/site-packages -name "$1" 2>/dev/null | wc -l; }
 
 # uv does not read pip's configuration: hand over pip's wheel folders where they hold torch for this
 # interpreter, else take torch from PyTorch's own CPU index. The +cpu pin refuses a CUDA build either way.
