@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from megatron_rl.models.points import Kind, Point
+from megatron_rl.types import NO_EXPERT
 
 # names of vLLM's modules in its models of all families; {L} is a layer
 OUTPUTS = {
@@ -38,8 +39,7 @@ OUTPUTS = {
     "logits_processor": Kind.lm_head,
 }
 EXPERTS = ("model.layers.{L}.mlp", "model.layers.{L}.block_sparse_moe")
-NO_EXPERT = -1  # of layers without experts
-NO_EXPERT_BYTE = 255  # where one byte is an expert
+ONE_BYTE = 256  # experts that a byte can name
 
 
 class ModuleOutputs:
@@ -134,7 +134,7 @@ class KeptChoices:
         self._runner, self._layers = runner, layers
         self._table = runner.input_batch.block_table[0]
         self._slots = runner.kv_cache_config.num_blocks * self._table.block_size
-        self._dtype = torch.uint8 if experts <= NO_EXPERT_BYTE else torch.int16
+        self._dtype = torch.uint8 if experts <= ONE_BYTE else torch.int16
         self._kept_SLK: torch.Tensor | None = None
         self._seen: dict[int, list[torch.Tensor]] = {}
         for module in runner.model.modules():

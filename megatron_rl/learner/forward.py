@@ -228,8 +228,10 @@ class ForwardPasses(Policy):
         """
         if self._replay is None:
             return {}
-        found_L3 = self.ranks.sum(self._replay.take())
-        by_layer = {layer: counts for layer, counts in enumerate(found_L3.tolist()) if counts[0]}
+        experts_at = [layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers]
+        found_L3 = self.ranks.sum(self._replay.take())[experts_at]
+        found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
+        by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
         read, replayed, other = found_L3.sum(0).tolist()
         if not read:
             return {}
@@ -263,8 +265,6 @@ class ForwardPasses(Policy):
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
         if self._as_sampler is not None:
             self._as_sampler.use_arithmetic(self._arithmetic)
-        if self._replay is not None:
-            self._replay.trains = not forward_only
         plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -274,13 +274,14 @@ class ForwardPasses(Policy):
                 logits_NV = model(pack=mine, **plain)
             return logits_NV, partial(loss_function, mine)
 
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(packs) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(packs),
-            seq_length=1,  # the schedule asks each sender for the real shape
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with self._replay.passing(trains=not forward_only) if self._replay is not None else nullcontext():
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(packs) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(packs),
+                seq_length=1,  # the schedule asks each sender for the real shape
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )

@@ -24,8 +24,7 @@ from torch import Tensor
 from megatron_rl.learner.packing import Pack
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
-
-NO_EXPERT = -1
+from megatron_rl.types import NO_EXPERT
 
 
 class Amax:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.learner.observers import passing_pack
 from megatron_rl.learner.packing import Pack
 from megatron_rl.types import NO_EXPERT
 
@@ -38,20 +38,27 @@ class RouterReplay:
     def __init__(self, layers: int, device: torch.device) -> None:
         self.active = True
         self.trains = False  # in a pass whose activations may be computed again
+        self._routers: list[_Layer] = []
         self.counts_L3 = torch.zeros(layers, 3, device=device)  # read tokens, replayed, and own choice another
 
     def watch(self, model: torch.nn.Module, first_layer: int, shard: int | None) -> None:
         """`shard`: this rank's number where the positions of a pack are split over ranks."""
-        passing: list[Pack] = []
-
-        def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            passing[:] = [kwargs["pack"]]
-
-        model.register_forward_pre_hook(remember, with_kwargs=True)
+        passing, _ = passing_pack(model)
         for layer, block in enumerate(model.decoder.layers, first_layer):  # type: ignore[arg-type, union-attr]
             for module in block.modules():
                 if isinstance(module, TopKRouter):
-                    module.router_replay = _Layer(self, layer, shard, passing)
+                    self._routers.append(_Layer(self, layer, shard, passing))
+                    module.router_replay = self._routers[-1]
+
+    @contextmanager
+    def passing(self, trains: bool) -> Iterator[None]:
+        """A pass over packs: what is to be computed again in it has to be."""
+        self.trains = trains
+        for router in self._routers:
+            router.again.clear()  # of a pass that has failed
+        yield
+        if any(router.again for router in self._routers):
+            raise ReplayError("learner.router: replay, but activations were not computed again with the same experts")
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -89,7 +96,7 @@ class _Layer:
 
     def __init__(self, replay: RouterReplay, layer: int, shard: int | None, passing: list[Pack]) -> None:
         self._replay, self._layer, self._shard, self._passing = replay, layer, shard, passing
-        self._again: deque[Pack] = deque()  # whose activations are still to be computed again, in their order
+        self.again: deque[Pack] = deque()  # whose activations are still to be computed again, in their order
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
@@ -108,7 +115,8 @@ class _Layer:
         told_SK = pack.experts_SLK[here, self._layer]
         if told_SK.shape[1] != topk:
             raise ValueError(f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses {topk}")
-        told_S1 = (told_SK != NO_EXPERT).all(1, keepdim=True)
+        in_order_SK = told_SK.sort(1).values  # one expert twice is what was never written
+        told_S1 = ((told_SK != NO_EXPERT).all(1) & (in_order_SK.diff(dim=1) > 0).all(1))[:, None]
         chosen_SK = torch.where(told_S1, told_SK.long(), own_SK)
         if first_time:
             own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
@@ -118,10 +126,8 @@ class _Layer:
 
     def _pack(self) -> tuple[Pack, bool]:
         """What passes through, and whether it does so for the first time."""
-        if not self._replay.trains:
-            self._again.clear()
-        elif not torch.is_grad_enabled():  # a checkpoint keeps none of it: it will come again
-            self._again.append(self._passing[0])
-        elif self._again:
-            return self._again.popleft(), False
+        if self._replay.trains and not torch.is_grad_enabled():  # a checkpoint keeps none of it: it will come again
+            self.again.append(self._passing[0])
+        elif self.again:
+            return self.again.popleft(), False
         return self._passing[0], True

@@ -21,6 +21,7 @@ from megatron_rl.config.schema import (
     Offload,
     QuantizationSection,
     RolloutSection,
+    Router,
     SamplerSection,
     Sleep,
     SyncSection,
@@ -63,6 +64,15 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
             f"quantization.format: {format} experts have no kernel on hosts; add {EXPERTS_PATTERN!r} to "
             "quantization.ignore (the experts stay in BF16, everything else is quantized), or use format none"
         )
+
+
+def routed(shape: ModelShape, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
+    if shape.experts:
+        return
+    if learner.router is Router.replay:
+        yield f"learner.router: replay, but a {shape.family} model has no experts; use own"
+    if sampler.routed_experts:
+        yield f"sampler.routed_experts: true, but a {shape.family} model has no experts; use false"
 
 
 def watched(
@@ -210,4 +220,4 @@ def support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection)
         )
 
 
-RULES = (support, experts, ignored, watched, arguments, cache, several, sleep, transport)
+RULES = (support, experts, routed, ignored, watched, arguments, cache, several, sleep, transport)

@@ -211,6 +211,21 @@ def test_where_the_learner_cannot_compute_as_the_sampler(recipe: Path, overrides
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampler.routed_experts=false", "nobody tells the sampler's choices; set sampler.routed_experts=true"),
+        ("rollout.source=dataset", "come from no sampler; use own"),
+        ("learner.megatron={moe_aux_loss_coeff: 0.01}", "which nobody takes; use 0"),
+        ("learner.megatron={moe_router_fusion: true}", "which asks nobody; use false"),
+    ],
+)
+def test_where_the_sampler_s_experts_cannot_be_taken(recipe: Path, override: str, said: str) -> None:
+    given = ["sampler.routed_experts=true", "learner.router=replay"]
+    assert load(recipe, given).learner.router == "replay"
+    assert said in refusal(load, recipe, [*given, override])
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["update_check.rows=0", "update_check.refuse=0.5"], "nothing is looked at; set update_check.rows, such as 32"),

@@ -15,7 +15,9 @@ LAYERS, EXPERTS, CHOSEN = 4, 4, 2
 
 
 def routed_batch(silent: int | None = None) -> Batch:
-    """Two of four experts at random for all tokens but each row's last; nothing is told of the row `silent`."""
+    """Two of four experts at random for all tokens but each row's last. Nothing is told of the row `silent`, but for
+    one expert twice, as an engine's memory is before anything is written there.
+    """
     batch, random = make_batch(), torch.Generator().manual_seed(5)
     lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
     shape = (len(batch), int(lengths_B.max()), LAYERS, EXPERTS)
@@ -23,6 +25,7 @@ def routed_batch(silent: int | None = None) -> Batch:
     chosen_BSLK[torch.arange(shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
     if silent is not None:
         chosen_BSLK[silent] = NO_EXPERT
+        chosen_BSLK[silent, :2] = 0
     return replace(batch, experts_BSLK=chosen_BSLK)
 
 

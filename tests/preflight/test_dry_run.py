@@ -52,6 +52,8 @@ def with_model(place: Path, **changes: object) -> None:
         ({}, ["learner.tensor_parallel=8"], ["learner.tensor_parallel=8", "attention heads", "nearest valid"]),
         ({}, ["sampler.tensor_parallel=3"], ["sampler.tensor_parallel=3", "attention heads", "nearest valid"]),
         ({}, ["learner.expert_parallel=2"], ["learner.expert_parallel=2", "no experts", "take 1"]),
+        ({}, ["learner.router=replay"], ["learner.router: replay", "no experts", "use own"]),
+        ({}, ["sampler.routed_experts=true"], ["sampler.routed_experts: true", "no experts", "use false"]),
         ({}, ["learner.megatron.num_layers=2"], ["learner.megatron.num_layers", "config.json", "remove it"]),
         ({}, ["learner.megatron.bf16=false"], ["learner.megatron.bf16", "learner.precision"]),
         ({}, ["learner.megatron.context_parallel_size=2"], ["learner.megatron.context_parallel_size", "remove it"]),
