@@ -34,7 +34,7 @@ venv() {
 
 # says COMMAND...: runs it and says every ten seconds that it does, where uv shows no progress of its own (no terminal).
 says() {
-  local teller= status=0
+  local teller='' status=0
   if [[ ! -t 2 ]]; then
     set +e  # what it counts comes and goes meanwhile
     while sleep 10 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
