@@ -93,7 +93,7 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     table = read_rollouts(folder / "rollouts" / "step_2.parquet")
     assert table.num_rows == lines[-1]["rollout/n_trained"]
     assert table.column("prox_logprobs").null_count == 0
-    assert (folder / "report.html").stat().st_size > 100_000
+    assert (folder / "report.html").stat().st_size > 50_000
     assert len(said.splitlines()) < 40  # a person reads this
 
 
