@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -207,9 +208,9 @@ class ForwardPasses(Policy):
         hooks: list[Any] = []
         try:
             for first_layer, module in self.numbered_modules:
-                hooks += count_flips(module, first_layer, self.positions_shard, chosen_BSLK, counts_L2)
+                hooks += count_flips(module, first_layer, self.positions_shard, counts_L2)
             with self._replay.resting() if self._replay is not None else nullcontext():
-                self.logprobs_unseen(batch)
+                self.logprobs_unseen(replace(batch, experts_BSLK=chosen_BSLK))
         finally:
             for hook in hooks:
                 hook.remove()

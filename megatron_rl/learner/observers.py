@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,36 +129,23 @@ def passing_pack(model: torch.nn.Module) -> tuple[list[Pack], Any]:
     return passing, model.register_forward_pre_hook(remember, with_kwargs=True)
 
 
-def count_flips(
-    model: Any, first_layer: int, shard: int | None, chosen_BSLK: Tensor, counts_L2: Tensor
-) -> Iterator[Any]:
-    """Hooks on one chunk of the pipeline that count tokens, and those sent to other experts than the engine chose."""
+def count_flips(model: Any, first_layer: int, shard: int | None, counts_L2: Tensor) -> Iterator[Any]:
+    """Hooks on one chunk of the pipeline that count tokens, and those sent to other experts than their packs have."""
     passing, hook = passing_pack(model)
     yield hook
     for layer, block in enumerate(model.decoder.layers, first_layer):
         for module in block.modules():
             if isinstance(module, TopKRouter):
-                count = partial(_count, chosen_BSLK[:, :, layer], counts_L2[layer], passing, shard)
-                yield module.register_forward_hook(count)
+                yield module.register_forward_hook(partial(_count, layer, counts_L2[layer], passing, shard))
 
 
 def _count(
-    chosen_BSK: Tensor, counts_2: Tensor, passing: list[Pack], shard: int | None, module: Any, args: Any, output: Any
+    layer: int, counts_2: Tensor, passing: list[Pack], shard: int | None, module: Any, args: Any, output: Any
 ) -> None:
     (pack,), (_, chosen_SE) = passing, output
     here = len(chosen_SE)
-    wanted_SK = _of_pack(pack, chosen_BSK)[(shard or 0) * here :][:here].to(chosen_SE.device)
+    assert pack.experts_SLK is not None
+    wanted_SK = pack.experts_SLK[(shard or 0) * here :, layer][:here].long()
     real_S = (wanted_SK != NO_EXPERT).all(1)
     same_S = chosen_SE.gather(1, wanted_SK.clamp(min=0)).bool().all(1)
     counts_2 += torch.stack([(real_S & ~same_S).sum(), real_S.sum()]).cpu()
-
-
-def _of_pack(pack: Pack, chosen_BSK: Tensor) -> Tensor:
-    """The engine's choices at the positions of a pack, -1 at its filler."""
-    starts = pack.starts.tolist()
-    spans = [end - start for start, end in pairwise(starts)][: len(pack.rows)]
-    if spans:
-        spans[-1] -= len(pack.tokens_S) - pack.tokens
-    parts = [chosen_BSK[row, :span].long() for row, span in zip(pack.rows, spans, strict=True)]
-    filler = torch.full((len(pack.tokens_S) - pack.tokens, chosen_BSK.shape[2]), NO_EXPERT)
-    return torch.cat([*parts, filler])
