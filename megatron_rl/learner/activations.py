@@ -151,9 +151,11 @@ class Activations:
         one = _Pass(values, replace, self._learner.place.tp)
         hooks = [policy.register_forward_pre_hook(one.begin, with_kwargs=True) for policy in self._learner.modules]
         try:
+            self._hold_logits(True)
             hooks += [self._watch(port, one) for port in self._ports if only in (None, port.point)]
             yield one.seen
         finally:
+            self._hold_logits(bool(self._stilled))
             for hook in hooks:
                 hook.remove()
 
@@ -161,6 +163,7 @@ class Activations:
         """Fix this point at the engine's values of the last replacing pass until `release`: its module computes
         nothing.
         """
+        self._hold_logits(True)
         for port in self._ports:
             if port.point != point:
                 continue
@@ -177,6 +180,11 @@ class Activations:
         for module in self._stilled:
             del module.forward
         self._hooks, self._stilled = [], []
+        self._hold_logits(False)
+
+    def _hold_logits(self, whole: bool) -> None:
+        for policy in self._learner.modules:
+            policy.holds_logits = whole
 
     def _watch(self, port: Port, one: _Pass) -> Any:
         def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

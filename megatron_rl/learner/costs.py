@@ -1,4 +1,4 @@
-"""Costs of a token to the learner: operations of its forward pass, and rows of logits copied in FP32 at once."""
+"""Costs of a token to the learner: operations of its forward pass; columns of logits made, and rows copied, at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from megatron_rl.learner import limits
 from megatron_rl.models.model import Model
 
-# of logits worked on in FP32 at once: 4 MiB stay in a host's cache; 64 MiB take a GPU ten times as long as a launch
+# of logits worked on in FP32 at once: 4 MiB stay in a host's cache; 16 MiB in a GPU's, and take it longer than a launch
 HOST_BYTES = 4 << 20
-DEVICE_BYTES = 64 << 20
+DEVICE_BYTES = 16 << 20
+# logits of a pack that are held whole; of others so many bytes exist at once, but for columns too few to multiply well
+LOGIT_BYTES = 96 << 20
+LEAST_COLUMNS = 1024
 FP32 = 4
 COPIES = 4  # alive at most: a chunk, probabilities, what entropy adds, and the next chunk
 
@@ -58,3 +61,12 @@ def chunk_bytes(host: bool) -> int:
 def chunk_rows(columns: int, host: bool) -> int:
     """How many rows of logits with so many columns are a chunk; one at least."""
     return max(1, chunk_bytes(host) // (FP32 * max(1, columns)))
+
+
+def logit_columns(rows: int, columns: int, width: int, wide: bool) -> int:
+    """How many columns of logits are made at once: all of them where they are held. `width`: bytes of a weight.
+
+    Of logits wider than the weight there is a rounded gradient too, and on hosts FP32 copies of what is multiplied.
+    """
+    fitting = LOGIT_BYTES // (max(1, rows) * (2 * FP32 if wide else width))
+    return columns if fitting >= columns else max(fitting, LEAST_COLUMNS)

@@ -1,7 +1,7 @@
 """Forward passes of the learner over a batch: logprobs by its own weights, the reference's or re-rounded ones, or as
 the sampler computes; and what passes show: maxima for the sync's scales, router flips.
 
-B rows of the batch, T response positions, N response tokens of a pack, V columns of the vocabulary share, L layers.
+B rows of the batch, T response positions, N response tokens of a pack, L layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.costs import attention_share
 from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.fake_quantized import Engine, fake_quantized
-from megatron_rl.learner.logprobs import logprobs_alone
+from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.router_replay import RouterReplay
@@ -175,12 +175,15 @@ class ForwardPasses(Policy):
     def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
         with torch.no_grad():
-            results = self._run(packs, partial(self._collect, batch), forward_only=True)
+            results = self._run(packs, self._asked(entropy=False), partial(self._collect, batch), forward_only=True)
         return self._gathered(batch, packs, results)
 
-    def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
-        logprobs_N = logprobs_alone(logits_NV, mine.labels_N, self.share, self.rollout.temperature, mine.kept_NK)
-        return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
+    def _asked(self, entropy: bool = True) -> Asked:
+        rollout = self.rollout
+        return Asked(self.share, rollout.temperature, entropy, rollout.top_k if entropy else None, rollout.top_p)
+
+    def _collect(self, batch: Batch, mine: Pack, found: Scores) -> Tensor:
+        return mine.matrix(found.logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _gathered(self, batch: Batch, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
         """Values of all replicas' packs, on every rank: [B, T], 0 where no pack has a token."""
@@ -262,7 +265,9 @@ class ForwardPasses(Policy):
         mine = shares[self.place.dp]
         return [pack(batch, [rows[index] for index in group], multiple).to(self.device) for group in mine]
 
-    def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
+    def _run(
+        self, packs: Sequence[Pack], asked: Asked, loss_function: Callable[..., Any], forward_only: bool = False
+    ) -> list[Any]:
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
         if self._as_sampler is not None:
             self._as_sampler.use_arithmetic(self._arithmetic)
@@ -272,8 +277,9 @@ class ForwardPasses(Policy):
             mine = next(iterator)
             mark()
             with self._forward_clock.running():
-                logits_NV = model(pack=mine, **plain)
-            return logits_NV, partial(loss_function, mine)
+                found = model(pack=mine, asked=asked, **plain)
+            # megatron-core wants a tensor
+            return found.logprobs_N if isinstance(found, Scores) else found, lambda *_, **__: loss_function(mine, found)
 
         with self._replay.passing(trains=not forward_only) if self._replay is not None else nullcontext():
             return get_forward_backward_func()(

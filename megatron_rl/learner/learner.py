@@ -3,14 +3,13 @@
 The loss is divided by counts over the whole minibatch, known before the step: micro-batches, packs and data-parallel
 ranks add up, and nothing is averaged anywhere.
 
-B rows of the batch, b rows of a micro-batch, T response positions, N response tokens of a pack, V columns of the
-vocabulary share.
+B rows of the batch, b rows of a micro-batch, T response positions, N response tokens of a pack.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.learner.forward import ForwardPasses
-from megatron_rl.learner.logprobs import logprobs_and_entropy, truncation
+from megatron_rl.learner.head import Scores
+from megatron_rl.learner.logprobs import Truncation
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
 from megatron_rl.learner.packing import Pack, in_one_copy
@@ -68,7 +68,7 @@ class Learner(ForwardPasses):
         anchored = targets.anchor_logprobs_BT is not None
         self._forward_clock.take()
         with nullcontext() if anchored else self._activations.looking(True):
-            results = self._run(packs, partial(self._loss, targets, totals, tokens))
+            results = self._run(packs, self._asked(), partial(self._loss, targets, totals, tokens))
         if not anchored:
             logprobs_BT = self._gathered(targets.batch, packs, [logprobs_bT for _, logprobs_bT in results])
             logprobs_BT[~seen_BT.any(dim=1)] = math.nan
@@ -85,38 +85,24 @@ class Learner(ForwardPasses):
         return taken
 
     def _loss(
-        self, targets: Targets, totals: Totals, tokens: int, mine: Pack, logits_NV: Tensor
+        self, targets: Targets, totals: Totals, tokens: int, mine: Pack, scores: Scores
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
         """The micro-batch's share of the loss, a count megatron-core wants and we do not use, metrics and logprobs."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
         if not mine.rows:
             # a replica without rows still takes part in every collective
-            return logits_NV.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
-        with self._forward_clock.running():
-            picked = (mine.labels_N, self.share, self.rollout.temperature, mine.kept_NK)
-            logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, *picked)
-        entropy_bT, logprobs_bT = mine.matrix(entropy_N), mine.matrix(logprobs_N)
+            return scores.logprobs_N.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
+        assert scores.entropy_N is not None
+        entropy_bT, logprobs_bT = mine.matrix(scores.entropy_N), mine.matrix(scores.logprobs_N)
         inputs = loss_inputs(targets, mine, logprobs_bT, self.device)
         if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
         loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
-        support = self._truncation(logits_NV, logprobs_N, mine, inputs.mask_BT)
-        found |= {name: value / tokens for name, value in support.items()}
+        if scores.truncation is not None:
+            found |= {name: value / tokens for name, value in _sums(scores.truncation, mine, inputs.mask_BT)}
         return loss, unused, (found, logprobs_bT.detach())
-
-    def _truncation(self, logits_NV: Tensor, logprobs_N: Tensor, mine: Pack, mask_bT: Tensor) -> dict[str, Tensor]:
-        """Sums over the tokens that are trained on; nothing where they were drawn among all."""
-        rollout = self.rollout
-        if mine.kept_NK is None or rollout.top_k is None:
-            return {}
-        detached = (logits_NV.detach(), mine.labels_N, logprobs_N.detach())
-        found = truncation(*detached, self.share, rollout.temperature, rollout.top_k, rollout.top_p)
-        return {
-            OUTSIDE_SUPPORT: (mine.matrix(found.outside_N.float()) * mask_bT).sum(),
-            KEPT_LOG_MASS: (mine.matrix(found.log_mass_N) * mask_bT).sum(),
-        }
 
     def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
@@ -143,6 +129,12 @@ class Learner(ForwardPasses):
             "optim/skipped": float(not finite),
             "optim/clipped": float(finite and 0 < self.clip_grad < norm),
         }
+
+
+def _sums(found: Truncation, mine: Pack, mask_bT: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Over the tokens that are trained on."""
+    yield OUTSIDE_SUPPORT, (mine.matrix(found.outside_N.float()) * mask_bT).sum()
+    yield KEPT_LOG_MASS, (mine.matrix(found.log_mass_N) * mask_bT).sum()
 
 
 def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:

@@ -182,6 +182,10 @@ def widen(layer: ColumnParallelLinear) -> None:
     layer._forward_impl = _product
 
 
+def is_wide(layer: ColumnParallelLinear) -> bool:
+    return layer._forward_impl is _product
+
+
 def _product(input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, tp_group: Any, **_: Any) -> Tensor:
     return _Wide.apply(input, weight, tp_group if allreduce_dgrad else None)
 

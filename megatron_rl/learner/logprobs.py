@@ -39,42 +39,65 @@ class VocabShare:
         held = (local >= 0) & (local < self.real)
         return torch.where(held, local, 0), held
 
+    def parts(self, columns: int) -> Iterator[tuple[slice, VocabShare]]:
+        """The share in pieces of so many columns, each a share that no other rank has a part in; padding is in none."""
+        for first in range(0, max(self.real, 1), columns):
+            real = min(self.real - first, columns)
+            yield slice(first, first + real), VocabShare(self.start + first, real, None)
+
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool
     ) -> Any:
-        local_N, held_N = share.places(labels_N)
-        stats_SN = torch.empty(3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device)
-        for rows, scaled in chunks(logits_NV, share, temperature):
-            stats_SN[:, rows] = _local_stats(scaled, local_N[rows], held_N[rows], entropy)
+        stats_SN = local_stats(logits_NV, labels_N, share, temperature, entropy)
         log_norm_N, label_N, mean_N = combined(stats_SN, share.group)
-        ctx.save_for_backward(logits_NV, local_N, held_N, log_norm_N, mean_N)
+        ctx.save_for_backward(logits_NV, labels_N, log_norm_N, mean_N)
         ctx.share, ctx.temperature = share, temperature
         ctx.set_materialize_grads(False)
         return label_N - log_norm_N, None if mean_N is None else log_norm_N - mean_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        logits_NV, local_N, held_N, log_norm_N, mean_N = ctx.saved_tensors
+        logits_NV, labels_N, log_norm_N, mean_N = ctx.saved_tensors
+        grads = Gradients(grad_logprobs_N, grad_entropy_N, log_norm_N, mean_N)
         grad_NV = torch.zeros_like(logits_NV)
-        if grad_logprobs_N is None:
-            grad_logprobs_N = torch.zeros_like(log_norm_N)
-        for rows, scaled in chunks(logits_NV, ctx.share, ctx.temperature):
-            prob = (scaled - log_norm_N[rows, None]).exp_()
-            factor = -grad_logprobs_N[rows, None]
-            if grad_entropy_N is not None:
-                # dH/dx = -p (x - E[x])
-                factor = (scaled - mean_N[rows, None]).mul_(-grad_entropy_N[rows, None]).add_(factor)
-            grad = prob.mul_(factor)
-            if ctx.share.real:
-                at_label = torch.where(held_N[rows], grad_logprobs_N[rows], 0.0)
-                grad.scatter_add_(1, local_N[rows, None], at_label[:, None])
-            if ctx.temperature != 1:
-                grad.div_(ctx.temperature)
-            grad_NV[rows, : ctx.share.real] = grad.to(grad_NV.dtype)
+        write_gradient(grad_NV, logits_NV, labels_N, grads, ctx.share, ctx.temperature)
         return grad_NV, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a loss asks of each token, and what the forward pass has found of its distribution."""
+
+    logprobs_N: Tensor | None
+    entropy_N: Tensor | None
+    log_norm_N: Tensor
+    mean_N: Tensor | None  # expected logit
+
+
+def write_gradient(
+    grad_NV: Tensor, logits_NV: Tensor, labels_N: Tensor, grads: Gradients, share: VocabShare, temperature: float
+) -> None:
+    """The gradient of the share's real columns, into a place that may be the logits' own: these are read before."""
+    local_N, held_N = share.places(labels_N)
+    log_norm_N, mean_N = grads.log_norm_N, grads.mean_N
+    of_logprobs_N = torch.zeros_like(log_norm_N) if grads.logprobs_N is None else grads.logprobs_N
+    for rows, scaled in chunks(logits_NV, share, temperature):
+        prob = (scaled - log_norm_N[rows, None]).exp_()
+        factor = -of_logprobs_N[rows, None]
+        if grads.entropy_N is not None:
+            assert mean_N is not None
+            # dH/dx = -p (x - E[x])
+            factor = (scaled - mean_N[rows, None]).mul_(-grads.entropy_N[rows, None]).add_(factor)
+        grad = prob.mul_(factor)
+        if share.real:
+            at_label = torch.where(held_N[rows], of_logprobs_N[rows], 0.0)
+            grad.scatter_add_(1, local_N[rows, None], at_label[:, None])
+        if temperature != 1:
+            grad.div_(temperature)
+        grad_NV[rows, : share.real] = grad.to(grad_NV.dtype)
 
 
 def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
@@ -86,6 +109,17 @@ def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator
         if temperature != 1:
             chunk = chunk / temperature if logits_NV.dtype == torch.float32 else chunk.div_(temperature)
         yield rows, chunk
+
+
+def local_stats(
+    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool = True
+) -> Tensor:
+    """The statistics of `_local_stats` of all rows: [S, N]."""
+    local_N, held_N = share.places(labels_N)
+    stats_SN = torch.empty(3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device)
+    for rows, scaled in chunks(logits_NV, share, temperature):
+        stats_SN[:, rows] = _local_stats(scaled, local_N[rows], held_N[rows], entropy)
+    return stats_SN
 
 
 def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool = True) -> Tensor:
@@ -103,10 +137,14 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool 
 
 def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log of the sum of exponentials, label's logit, and, where it is asked for, expected logit, over all ranks."""
-    all_RSN = gathered(stats_SN, group)
-    asked = len(stats_SN) > 2
+    return together(gathered(stats_SN, group))
+
+
+def together(all_RSN: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same of shares of the vocabulary, whoever holds them."""
+    asked = all_RSN.shape[1] > 2
     if len(all_RSN) == 1:
-        return stats_SN[0], stats_SN[1], stats_SN[2] if asked else None
+        return all_RSN[0, 0], all_RSN[0, 1], all_RSN[0, 2] if asked else None
     log_norm_N = all_RSN[:, 0].logsumexp(0)
     parts_RN = (all_RSN[:, 0] - log_norm_N).exp()
     return log_norm_N, all_RSN[:, 1].sum(0), (parts_RN * all_RSN[:, 2]).sum(0) if asked else None
@@ -128,36 +166,55 @@ class _KeptLogprobs(torch.autograd.Function):
     ) -> Any:
         local_NK, held_NK = share.places(kept_NK)
         scaled_NK = (logits_NV.gather(1, local_NK).float() / temperature).masked_fill_(~held_NK, -torch.inf)
-        at_label_NK = held_NK & (kept_NK == labels_N[:, None])
-        label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
-        log_sum_N = scaled_NK.logsumexp(1)
-        mean_N = _mean(scaled_NK, log_sum_N)
-        log_norm_N, label_N, expected_N = combined(torch.stack((log_sum_N, label_N, mean_N)), share.group)
-        assert expected_N is not None
-        ctx.save_for_backward(scaled_NK, local_NK, at_label_NK, log_norm_N, expected_N)
+        logprobs_N, entropy_N, found = of_kept(scaled_NK, kept_NK, labels_N, share.group)
+        ctx.save_for_backward(local_NK, *found)
         ctx.columns, ctx.dtype, ctx.temperature = logits_NV.shape[1], logits_NV.dtype, temperature
         ctx.set_materialize_grads(False)
-        return label_N - log_norm_N, log_norm_N - expected_N
+        return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        scaled_NK, local_NK, at_label_NK, log_norm_N, mean_N = ctx.saved_tensors
-        prob_NK = (scaled_NK - log_norm_N[:, None]).exp()
-        grad_NK = torch.zeros_like(prob_NK)
-        if grad_logprobs_N is not None:
-            grad_NK += grad_logprobs_N[:, None] * (at_label_NK.float() - prob_NK)
-        if grad_entropy_N is not None:
-            centred_NK = scaled_NK.masked_fill(prob_NK == 0, 0.0) - mean_N[:, None]
-            grad_NK -= grad_entropy_N[:, None] * prob_NK * centred_NK
-        grad_NV = torch.zeros(len(scaled_NK), ctx.columns, dtype=ctx.dtype, device=scaled_NK.device)
+        local_NK, *found = ctx.saved_tensors
+        grad_NK = kept_gradient(found, grad_logprobs_N, grad_entropy_N) / ctx.temperature
+        grad_NV = torch.zeros(len(grad_NK), ctx.columns, dtype=ctx.dtype, device=grad_NK.device)
         # each kept token once; places that hold none add their zero to column 0
-        return grad_NV.scatter_add_(1, local_NK, (grad_NK / ctx.temperature).to(ctx.dtype)), None, None, None, None
+        return grad_NV.scatter_add_(1, local_NK, grad_NK.to(ctx.dtype)), None, None, None, None
+
+
+def of_kept(
+    scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Logprob and entropy among kept tokens, and what `kept_gradient` needs. `scaled_NK`: -inf where another rank's."""
+    at_label_NK = ~scaled_NK.isneginf() & (kept_NK == labels_N[:, None])
+    label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
+    log_sum_N = scaled_NK.logsumexp(1)
+    mean_N = _mean(scaled_NK, log_sum_N)
+    log_norm_N, label_N, expected_N = combined(torch.stack((log_sum_N, label_N, mean_N)), group)
+    assert expected_N is not None
+    return label_N - log_norm_N, log_norm_N - expected_N, [scaled_NK, at_label_NK, log_norm_N, expected_N]
+
+
+def kept_gradient(found: list[Tensor], grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Tensor:
+    scaled_NK, at_label_NK, log_norm_N, mean_N = found
+    prob_NK = (scaled_NK - log_norm_N[:, None]).exp()
+    grad_NK = torch.zeros_like(prob_NK)
+    if grad_logprobs_N is not None:
+        grad_NK += grad_logprobs_N[:, None] * (at_label_NK.float() - prob_NK)
+    if grad_entropy_N is not None:
+        centred_NK = scaled_NK.masked_fill(prob_NK == 0, 0.0) - mean_N[:, None]
+        grad_NK -= grad_entropy_N[:, None] * prob_NK * centred_NK
+    return grad_NK
 
 
 def _mean(scaled_NK: Tensor, log_sum_N: Tensor) -> Tensor:
     """The expected logit among this rank's tokens, 0 where it has none."""
     prob_NK = (scaled_NK - log_sum_N[:, None]).exp().nan_to_num(0.0)
     return (prob_NK * scaled_NK.masked_fill(scaled_NK.isinf(), 0.0)).sum(1)
+
+
+def check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"rollout.temperature={temperature}: a policy gradient needs a temperature above 0")
 
 
 def logprobs_and_entropy(
@@ -167,8 +224,7 @@ def logprobs_and_entropy(
 
     `kept_NK`: among these tokens alone (-1: none), of which the label is one.
     """
-    if not temperature > 0:
-        raise ValueError(f"rollout.temperature={temperature}: a policy gradient needs a temperature above 0")
+    check_temperature(temperature)
     if kept_NK is not None:
         return _KeptLogprobs.apply(logits_NV, labels_N, kept_NK, share, temperature)
     return _Logprobs.apply(logits_NV, labels_N, share, temperature, True)
@@ -196,6 +252,11 @@ def truncation(
     logits_NV: Tensor, labels_N: Tensor, logprobs_N: Tensor, share: VocabShare, temperature: float, k: int, p: float
 ) -> Truncation:
     """Compare supports. `logprobs_N`: among the kept tokens. Ties with the last of the k are inside."""
+    return judged(highest(logits_NV, labels_N, share, temperature, k), logprobs_N, share.group, p)
+
+
+def highest(logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, k: int) -> Tensor:
+    """Of the share's logits the k highest, the log of the sum of exponentials, and the label's (0: elsewhere)."""
     local_N, held_N = share.places(labels_N)
     found = logits_NV.new_zeros(k + 2, len(labels_N), dtype=torch.float32)
     found[:-1] = -torch.inf
@@ -204,9 +265,19 @@ def truncation(
             found[: min(k, share.real), rows] = scaled.topk(min(k, share.real)).values.t()
             found[-2, rows] = scaled.logsumexp(1)
             found[-1, rows] = scaled.gather(1, local_N[rows, None]).squeeze(1).where(held_N[rows], 0.0)
-    everyone = gathered(found, share.group)
-    label_N, log_total_N = everyone[:, -1].sum(0), everyone[:, -2].logsumexp(0)
-    top_NK = everyone[:, :-2].flatten(0, 1).t().topk(k).values
+    return found
+
+
+def highest_of(everyone: Tensor) -> Tensor:
+    """The same over several shares: [R, k + 2, N] to [k + 2, N]."""
+    top_NK = everyone[:, :-2].flatten(0, 1).t().topk(everyone.shape[1] - 2).values
+    return torch.cat((top_NK.t(), everyone[:, -2].logsumexp(0)[None], everyone[:, -1].sum(0)[None]))
+
+
+def judged(found: Tensor, logprobs_N: Tensor, group: ProcessGroup | None, p: float) -> Truncation:
+    """What `highest` has found on every rank, against the support that the policy would have kept."""
+    *top, log_total_N, label_N = highest_of(gathered(found, group))
+    top_NK = torch.stack(top, 1)
     above_N = (top_NK.softmax(1) * (top_NK > label_N[:, None])).sum(1)
     outside_N = (label_N < top_NK[:, -1]) | ((above_N >= p) & (p < 1))
     return Truncation(outside_N, label_N - logprobs_N - log_total_N)

@@ -1,6 +1,6 @@
 """Builder of the learner's megatron-core GPT model from config.json and the recipe: a pipeline stage without weights.
 
-S positions of a pack, H hidden width, N response tokens, V columns of this rank's share of the vocabulary.
+S positions of a pack, H hidden width, N response tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
+from megatron_rl.learner.head import Asked, Scores, scores
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.linear import widen
 from megatron_rl.learner.packing import Pack
@@ -161,8 +162,10 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
 class PolicyModel(GPTModel):
     """GPTModel over packs: logits come only for the positions that predict response tokens."""
 
-    def forward(self, pack: Pack) -> Tensor:
-        """Logits [N, V] on the last pipeline stage, hidden states [S, 1, H] on the others."""
+    holds_logits = False  # whole ones, however many bytes: whoever looks at the output layer asks for it
+
+    def forward(self, pack: Pack, asked: Asked) -> Tensor | Scores:
+        """Scores of response tokens on the last pipeline stage, hidden states [S, 1, H] on the others."""
         hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
         packed, angles = self._packed(pack)
         hidden_S1H = self.decoder(
@@ -175,8 +178,8 @@ class PolicyModel(GPTModel):
             # every rank sends all its logits' gradient through the output layer, which sums them
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits_N1V, _ = self.output_layer(hidden_S1H.index_select(0, pack.logit_index_N), weight=weight)
-        return logits_N1V.squeeze(1)
+        hidden_N1H = hidden_S1H.index_select(0, pack.logit_index_N)
+        return scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits)
 
     def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
         if host.ON_HOST:

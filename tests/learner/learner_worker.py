@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from device_worker import mixes, whole
 from gain_worker import again, gains
+from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from pretended_device import on_device
@@ -408,7 +409,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
-        gains, again, routed,
+        gains, again, routed, heads, head_memory, looked_at, unseen,
     )
 }  # fmt: skip
 
@@ -423,7 +424,7 @@ def main() -> None:
         if "poisoned" in job:  # what nobody has written is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True
-        with on_device() if job.get("on_device") else nullcontext():
+        with on_device() if job.get("on_device") else nullcontext(), at_a_time(job.get("columns")):
             learner = build(job)
             results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)
             if job.get("kind") != "dead_rank":

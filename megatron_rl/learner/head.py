@@ -1,0 +1,178 @@
+"""The output layer with what a loss asks of its logits: logprobs, entropy, and supports compared.
+
+Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns of the vocabulary
+are made at a time, for all tokens, and again in backward, where they become their own gradient in place. What stays of
+a token are the numbers that shares of the vocabulary are put together by, over columns here as over ranks
+(learner/logprobs.py); among kept tokens their logits stay, and no column is made twice. The weight's gradient is the
+plain layer's product; that of the hidden states is added up in FP32.
+
+N tokens, H hidden width, V columns of this rank's share of the vocabulary, C those of them that are made at once, K
+kept tokens of each token at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import Tensor
+
+from megatron_rl.learner import logprobs
+from megatron_rl.learner.costs import logit_columns
+from megatron_rl.learner.linear import is_wide, wide_product
+from megatron_rl.learner.logprobs import Gradients, Truncation, VocabShare
+from megatron_rl.learner.packing import Pack
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a pass wants to know of each token."""
+
+    share: VocabShare
+    temperature: float
+    entropy: bool = True  # one more pass over the FP32 logits
+    top_k: int | None = None  # compare the sampler's support with the policy's own; None: not
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """FP32, with a gradient but for the last."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+    truncation: Truncation | None
+
+
+def scores(
+    layer: ColumnParallelLinear, hidden_N1H: Tensor, weight_VH: Tensor | None, pack: Pack, asked: Asked, held: bool
+) -> Scores:
+    """What is asked of a pack's response tokens. `weight_VH`: in the place of the layer's own; `held`: whole logits."""
+    logprobs.check_temperature(asked.temperature)
+    own_VH = layer.weight if weight_VH is None else weight_VH
+    wide = is_wide(layer)
+    columns = logit_columns(len(hidden_N1H), len(own_VH), own_VH.element_size(), wide)
+    if held or columns >= len(own_VH):
+        logits_N1V, _ = layer(hidden_N1H, weight=weight_VH)
+        return _of_logits(logits_N1V.squeeze(1), pack, asked)
+    how = _How(asked, columns, wide, layer.tp_group if layer.allreduce_dgrad else None)
+    hidden_NH = hidden_N1H.squeeze(1)
+    if pack.kept_NK is None:
+        logprobs_N, entropy_N = _Head.apply(hidden_NH, own_VH, pack.labels_N, how)
+        return Scores(logprobs_N, entropy_N, None)
+    logprobs_N, entropy_N, highest = _KeptHead.apply(hidden_NH, own_VH, pack.labels_N, pack.kept_NK, how)
+    if highest is None:
+        return Scores(logprobs_N, entropy_N, None)
+    judged = logprobs.judged(highest, logprobs_N.detach(), asked.share.group, asked.top_p)
+    return Scores(logprobs_N, entropy_N, judged)
+
+
+def _of_logits(logits_NV: Tensor, pack: Pack, asked: Asked) -> Scores:
+    picked = (pack.labels_N, asked.share, asked.temperature, pack.kept_NK)
+    if not asked.entropy:
+        return Scores(logprobs.logprobs_alone(logits_NV, *picked), None, None)
+    logprobs_N, entropy_N = logprobs.logprobs_and_entropy(logits_NV, *picked)
+    if pack.kept_NK is None or asked.top_k is None:
+        return Scores(logprobs_N, entropy_N, None)
+    detached = (logits_NV.detach(), pack.labels_N, logprobs_N.detach())
+    support = logprobs.truncation(*detached, asked.share, asked.temperature, asked.top_k, asked.top_p)
+    return Scores(logprobs_N, entropy_N, support)
+
+
+@dataclass(frozen=True)
+class _How:
+    asked: Asked
+    columns: int  # at once
+    wide: bool  # logits in FP32 of a BF16 layer
+    group: Any  # the ranks that add up the hidden states' gradient; None: there is nothing to add
+
+    def logits(self, hidden_NH: Tensor, weight_CH: Tensor) -> Tensor:
+        return wide_product(hidden_NH, weight_CH) if self.wide else hidden_NH.matmul(weight_CH.t())
+
+    def backward(
+        self, hidden_NH: Tensor, weight_VH: Tensor, gradient: Callable[[Tensor, VocabShare], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of both, by `gradient` of the logits that some rows of the weight make."""
+        grad_weight_VH = torch.zeros_like(weight_VH)  # rows that only pad the share stay so
+        sum_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
+        for columns, part in self.asked.share.parts(self.columns):
+            if part.real:
+                weight_CH = weight_VH[columns]
+                grad_NC = gradient(weight_CH, part)
+                torch.mm(grad_NC.t(), hidden_NH, out=grad_weight_VH[columns])
+                sum_NH.add_(grad_NC.matmul(weight_CH))
+                del grad_NC
+        grad_NH = sum_NH.to(hidden_NH.dtype)
+        if self.group is not None:
+            dist.all_reduce(grad_NH, group=self.group)
+        return grad_NH, grad_weight_VH
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, how: _How) -> Any:
+        asked, stats = how.asked, []
+        for columns, part in asked.share.parts(how.columns):
+            logits_NC = how.logits(hidden_NH, weight_VH[columns])
+            stats.append(logprobs.local_stats(logits_NC, labels_N, part, asked.temperature, asked.entropy))
+            del logits_NC
+        here = [one for one in logprobs.together(torch.stack(stats)) if one is not None]
+        log_norm_N, label_N, mean_N = logprobs.combined(torch.stack(here), asked.share.group)
+        ctx.save_for_backward(hidden_NH, weight_VH, labels_N, log_norm_N, mean_N)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        return label_N - log_norm_N, None if mean_N is None else log_norm_N - mean_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        hidden_NH, weight_VH, labels_N, *found = ctx.saved_tensors
+        how, grads = ctx.how, Gradients(grad_logprobs_N, grad_entropy_N, *found)
+
+        def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
+            logits_NC = how.logits(hidden_NH, weight_CH)
+            grad_NC = torch.empty_like(logits_NC, dtype=weight_CH.dtype) if how.wide else logits_NC
+            logprobs.write_gradient(grad_NC, logits_NC, labels_N, grads, part, how.asked.temperature)
+            return grad_NC
+
+        return *how.backward(hidden_NH, weight_VH, gradient), None, None
+
+
+class _KeptHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, kept_NK: Tensor, how: _How) -> Any:
+        asked, highest = how.asked, []
+        scaled_NK = torch.full_like(kept_NK, -torch.inf, dtype=torch.float32)
+        for columns, part in asked.share.parts(how.columns):
+            logits_NC = how.logits(hidden_NH, weight_VH[columns])
+            local_NK, held_NK = part.places(kept_NK)
+            if part.real:
+                scaled_NK = torch.where(held_NK, logits_NC.gather(1, local_NK).float() / asked.temperature, scaled_NK)
+            if asked.top_k is not None:
+                highest.append(logprobs.highest(logits_NC, labels_N, part, asked.temperature, asked.top_k))
+            del logits_NC
+        logprobs_N, entropy_N, found = logprobs.of_kept(scaled_NK, kept_NK, labels_N, asked.share.group)
+        ctx.save_for_backward(hidden_NH, weight_VH, kept_NK, *found)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        if not highest:
+            return logprobs_N, entropy_N, None
+        support = logprobs.highest_of(torch.stack(highest))
+        ctx.mark_non_differentiable(support)
+        return logprobs_N, entropy_N, support
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None) -> Any:
+        hidden_NH, weight_VH, kept_NK, *found = ctx.saved_tensors
+        how = ctx.how
+        grad_NK = logprobs.kept_gradient(found, grad_logprobs_N, grad_entropy_N) / how.asked.temperature
+
+        def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
+            local_NK, held_NK = part.places(kept_NK)
+            grad_NC = hidden_NH.new_zeros(len(hidden_NH), part.real)
+            return grad_NC.scatter_add_(1, local_NK, torch.where(held_NK, grad_NK, 0.0).to(grad_NC.dtype))
+
+        return *how.backward(hidden_NH, weight_VH, gradient), None, None, None

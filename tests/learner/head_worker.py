@@ -1,0 +1,153 @@
+"""Jobs of `learner_worker.py` about the output layer: columns of logits at a time, against logits that are held.
+
+N response tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from learner_cases import make_batch, make_even_batch, make_targets, with_kept
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.learner import costs, head
+from megatron_rl.learner.activations import Activations
+from megatron_rl.learner.head import Asked, Scores
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.packing import Pack
+from megatron_rl.models.points import Kind, Point
+
+COLUMNS = (1, 4, 7, 18)  # at once; a share has 19 (TP2, padded) or 37 of them
+
+
+@contextmanager
+def at_a_time(columns: int | None) -> Iterator[None]:
+    """So many columns of logits at once, whatever their bytes; None: as it is."""
+    if columns is None:
+        yield
+        return
+    with mock.patch.object(head, "logit_columns", return_value=columns):
+        yield
+
+
+def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
+    """Largest differences to what held logits give, in values, gradients, and the supports; over all packs."""
+    batch = with_kept(make_batch()) if job.get("kept") else make_batch()
+    packs = learner._packs(batch, range(len(batch)))  # pipeline stages and replicas have the same, or their own
+    found: list[dict[str, float]] = []
+    for policy in (module for module in learner.modules if module.post_process):
+        for mine in packs:
+            held = _both_ways(learner, policy, mine, None)
+            for columns in COLUMNS:
+                with at_a_time(columns):
+                    parts = _both_ways(learner, policy, mine, columns)
+                found.append({name: float((parts[name] - held[name]).abs().max()) for name in held})
+                found[-1]["size"] = float(held["of_weight"].abs().max())
+                found[-1]["padding"] = float(parts["of_weight"][learner.share.real :].abs().sum())
+    return found
+
+
+def _both_ways(learner: Learner, policy: Any, mine: Pack, columns: int | None) -> dict[str, Tensor]:
+    rollout, random = learner.rollout, torch.Generator().manual_seed(5)
+    layer = policy.output_layer
+    own = policy.shared_embedding_or_output_weight() if policy.share_embeddings_and_output_weights else layer.weight
+    count, width = len(mine.labels_N), own.shape[1]
+    hidden_N1H = torch.randn(count, 1, width, generator=random).to(own.dtype).requires_grad_()
+    weight_VH = own.detach().clone().requires_grad_()
+    asked = Asked(learner.share, rollout.temperature, True, rollout.top_k, rollout.top_p)
+    forwards: list[int] = []
+    hook = layer.register_forward_hook(lambda *_: forwards.append(1))
+    got: Scores = head.scores(layer, hidden_N1H, weight_VH, mine, asked, held=False)
+    hook.remove()
+    assert (not forwards) == (columns is not None), "columns at a time do not go through the layer"
+    assert got.entropy_N is not None
+    of_logprobs_N, of_entropy_N = torch.randn(2, count, generator=random)
+    ((got.logprobs_N * of_logprobs_N).sum() + (got.entropy_N * of_entropy_N).sum()).backward()
+    assert hidden_N1H.grad is not None and weight_VH.grad is not None
+    found = {"logprobs": got.logprobs_N, "entropy": got.entropy_N}
+    found |= {"of_hidden": hidden_N1H.grad.float(), "of_weight": weight_VH.grad.float()}
+    if got.truncation is not None:
+        found |= {"outside": got.truncation.outside_N.float(), "log_mass": got.truncation.log_mass_N}
+    return {name: value.detach() for name, value in found.items()}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation has given."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(one, Tensor):
+                self.elements = max(self.elements, one.numel())
+        return out
+
+
+def unseen(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
+    """The largest tensor of a pass and an update, over the whole logits; held, and some columns at a time."""
+    (rows, tokens), vocab, found = job["batch"], learner.shape.vocab, {}
+    batch = make_even_batch(rows, 2, tokens, vocab)
+    for name, least in (("held", vocab), ("columns", 64)):
+        with mock.patch.object(costs, "LOGIT_BYTES", 0), mock.patch.object(costs, "LEAST_COLUMNS", least):
+            largest = Largest()
+            with largest:
+                learner.update(make_targets(batch, learner.logprobs(batch)))
+        found[name] = largest.elements / (rows * tokens * vocab)
+    return found
+
+
+def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
+    """Bytes of a forward and backward pass through the output layer but for its gradients, over BF16 logits; all is
+    an eighth as long and as wide as 4,096 tokens with 151,936 columns of a model 4,096 wide.
+    """
+    tokens, columns, hidden = 512, learner.shape.vocab, learner.shape.hidden
+    limits = {"LOGIT_BYTES": costs.LOGIT_BYTES // 64, "LEAST_COLUMNS": 128, "HOST_BYTES": costs.DEVICE_BYTES // 64}
+    layer = learner.modules[0].output_layer
+    hidden_N1H = torch.randn(tokens, 1, hidden).bfloat16().requires_grad_()
+    weight_VH = (torch.randn(columns, hidden) / 8).bfloat16().requires_grad_()
+    mine: Any = SimpleNamespace(labels_N=torch.zeros(tokens, dtype=torch.int64), kept_NK=None)
+    asked = Asked(head.VocabShare.of(0, 1, columns, columns, None), 1.0)
+
+    def both_ways(held: bool) -> None:
+        hidden_N1H.grad = weight_VH.grad = None
+        got = head.scores(layer, hidden_N1H, weight_VH, mine, asked, held)
+        assert got.entropy_N is not None
+        (got.logprobs_N - 0.1 * got.entropy_N).sum().backward()
+
+    logits, gradients = 2 * tokens * columns, 2 * hidden * (tokens + columns)
+    with mock.patch.multiple(costs, **limits):
+        most = {
+            name: _most_memory(lambda held=held: both_ways(held)) for name, held in (("held", True), ("not", False))
+        }
+    return {"held": most["held"] / logits, "not": (most["not"] - gradients) / logits}
+
+
+def _most_memory(work: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def looked_at(learner: Learner, job: dict[str, Any]) -> list[int]:
+    """Values of logits that a hook sees: while one looks, logits are held; before it and after it, they are not."""
+    batch = make_batch().rows(torch.tensor([1]))
+    zeros_SV = torch.zeros(int(batch.prompt_lengths_B + batch.response_lengths_B), learner.shape.vocab)
+    seen: list[int] = []
+    learner.modules[0].output_layer.register_forward_hook(lambda *_: seen.append(0))
+    with at_a_time(7):
+        learner.logprobs(batch)
+        with Activations(learner).beside({"lm_head": zeros_SV}, only=Point(Kind.lm_head)) as pairs:
+            learner.logprobs(batch)
+        seen += [pair.learner_SH.numel() for pair in pairs[Point(Kind.lm_head)]]
+        learner.logprobs(batch)
+    return seen

@@ -1,0 +1,111 @@
+"""Logits that never exist as a whole: the numbers of held ones, on every layout, and what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import learner_cases as cases
+import pytest
+
+pytestmark = pytest.mark.ranks
+STEPS = 2
+ROWS, TOKENS, VOCAB = 8, 48, 5000
+LARGE = {"vocab_size": 18992, "hidden_size": 512}  # an eighth of 151,936 and 4,096
+PACKS = {"tokens_per_microbatch": 80}  # several, of ragged ends
+MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
+# what a loss asks of the logits
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {}, "kept": {"kept": True}, "entropy": {"entropy_coef": 0.1}, "both": {"kept": True, "entropy_coef": 0.1},
+}  # fmt: skip
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {}, "bf16": {"precision": "bf16"}, "fp32 head": {"precision": "bf16", "head": "fp32"},
+}  # fmt: skip
+LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "vp2", "dp2")
+
+
+def _jobs(at: str) -> list[dict[str, Any]]:
+    layout = PACKS | cases.LAYOUTS.get(at, {})
+    jobs: list[dict[str, Any]] = []
+    for model, hf in MODELS.items():
+        for asked, more in ASKED.items():
+            job = {"hf": hf, "layout": layout, "steps": STEPS, **more}
+            for columns in (None, 7):
+                jobs.append({**job, "name": f"{at} {model} {asked} {columns}", "columns": columns})
+    if at in ("one", "tp2", "tp2_sp"):
+        for precision, fields in PRECISIONS.items():
+            for kept in (False, True):
+                about = {"name": f"{at} {precision} {kept}", "kind": "heads", "kept": kept, "layout": layout}
+                jobs.append({"hf": cases.QWEN3, **about, **fields, "forward": "bf16"})
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    wide = {**cases.QWEN2, "vocab_size": VOCAB, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    one: list[dict[str, Any]] = [
+        *_jobs("one"),
+        {"name": "looked at", "kind": "looked_at", "hf": cases.QWEN3},
+        {"name": "memory", "kind": "head_memory", "hf": {**wide, **LARGE}, "precision": "bf16"},
+        {
+            "name": "unseen",
+            "kind": "unseen",
+            "hf": wide,
+            "batch": (ROWS, TOKENS),
+            "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)},
+        },
+    ]
+    return cases.run(tmp_path_factory, one, [job for at in LAYOUTS[1:] for job in _jobs(at)])
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("at", LAYOUTS)
+def test_every_layout_learns_what_it_learns_with_held_logits(
+    at: str, model: str, asked: str, found: dict[str, Any]
+) -> None:
+    held, here = (found[f"{at} {model} {asked} {columns}"] for columns in (None, 7))
+    assert (cases.matrix(here) - cases.matrix(held)).abs().max() < 1e-5
+    # Adam's first steps make much of what rounding leaves of a gradient of zero
+    assert (cases.matrix(here, "after") - cases.matrix(held, "after")).abs().max() < 1e-3
+    assert here["after"] != here["logprobs"]
+    for ours, theirs, tolerance in zip(here["steps"], held["steps"], (1e-5, 1e-4), strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10)
+        assert ("kept" in ASKED[asked]) == any("support" in name for name in ours)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("at", ["one", "tp2", "tp2_sp"])
+def test_values_and_gradients_are_those_of_held_logits(
+    at: str, precision: str, kept: bool, found: dict[str, Any]
+) -> None:
+    """In BF16 products of other widths may be summed in another order, and the hidden states' gradient is rounded once
+    for each piece of the vocabulary.
+    """
+    pieces = found[f"{at} {precision} {kept}"]
+    assert len(pieces) > 8
+    for piece in pieces:
+        assert piece["size"] > 0.1
+        assert piece["padding"] == 0
+        exact = precision != "bf16"
+        for name in piece.keys() - {"size", "padding", "of_hidden", "of_weight"}:
+            assert piece[name] < (1e-5 if exact else 0.05), name
+        for name in ("of_hidden", "of_weight"):
+            assert piece[name] < (1e-5 if precision == "fp32" else 0.04) * max(1, piece["size"]), name
+
+
+def test_no_tensor_is_as_large_as_the_logits(found: dict[str, Any]) -> None:
+    assert found["unseen"]["held"] >= 1
+    assert found["unseen"]["columns"] < 0.2  # the model's weights, and none of them is logits
+
+
+def test_memory_of_the_largest_vocabulary_in_small(found: dict[str, Any]) -> None:
+    assert found["memory"]["held"] > 2
+    assert found["memory"]["not"] < 0.2
+
+
+def test_whoever_looks_at_the_output_layer_finds_logits(found: dict[str, Any]) -> None:
+    seen, numbers = found["looked at"][0], found["looked at"][1:]
+    assert seen == 0
+    assert len(numbers) == 1
+    assert numbers[0] > 0
