@@ -7,12 +7,13 @@ Engine on GPUs. Both lists are of tensors that autograd saves; a storage that tw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.schema import LearnerSection, Precision
-from megatron_rl.learner import limits
+from megatron_rl.learner import costs, limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -169,10 +170,18 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
 
-def head(model: Model, training: Training, pack: Pack) -> tuple[float, float]:
-    """Bytes of the last stage's end: the final norm with the output layer's input, and the logits."""
+def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, float, float]:
+    """Bytes of the last stage's end: the final norm with the output layer's input, the logits that exist at once, what
+    backward makes of them (learner/head.py), and FP32 copies of some rows.
+    """
     shape, layout = model.shape, model.layout
-    width = FP32 if model.head is Precision.fp32 else training.width
+    wide = model.head is Precision.fp32 and training.width < FP32
+    width = FP32 if wide else training.width
     norm = pack.tokens * (shape.hidden * training.width + FP32) / training.sp
     rows = pack.responses * (shape.hidden * training.width + 3 * INT64 + BOOL + 5 * FP32)
-    return norm + rows, pack.responses * layout.padded_vocab(shape.vocab) / layout.tp * width
+    columns = layout.padded_vocab(shape.vocab) // layout.tp
+    at_once = costs.logit_columns(math.ceil(pack.responses), columns, training.width, wide)
+    logits = pack.responses * min(at_once, columns) * width
+    sums = shape.hidden * (pack.responses * FP32 + columns * training.width)  # of hidden states, and of the weight
+    gradient = logits if at_once >= columns else sums
+    return norm + rows, logits, gradient, costs.COPIES * min(costs.chunk_bytes(training.host), logits / width * FP32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.learner import costs, limits
+from megatron_rl.learner import limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.workshop.planner import activations
@@ -28,7 +28,8 @@ class LearnerMemory:
     reference: float  # another policy's weights, for a KL penalty
     activations: float  # of the layers, from forward to backward
     head: float  # the same, of the last stage's end
-    logits: float  # the same, of its logits
+    logits: float  # the same, of its logits: all of them, or the columns that exist at a time
+    logit_gradient: float  # theirs where all are held; else what they add up to, of hidden states and weight
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
@@ -41,7 +42,7 @@ class LearnerMemory:
     @property
     def of_logits(self) -> float:
         """At the end of a forward pass: logits, their gradient, and what is worked on in FP32."""
-        return self.head + 2 * self.logits + self.logit_chunks
+        return self.head + self.logits + self.logit_gradient + self.logit_chunks
 
     @property
     def dynamic(self) -> float:
@@ -64,10 +65,9 @@ def of_stage(
     kept = activations.kept(shape, chosen(model), layout, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers, alive)
-    norms, logits = activations.head(model, training, pack) if last else (0.0, 0.0)
+    norms, logits, gradient, copies = activations.head(model, training, pack) if last else (0.0,) * 4
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
-    copies = costs.COPIES * min(costs.chunk_bytes(host), logits / training.width * costs.FP32)
     step = _step(model, training, pack)
     return LearnerMemory(
         weights=weights + cast,
@@ -77,6 +77,7 @@ def of_stage(
         activations=pack.tokens * waiting,
         head=norms,
         logits=logits,
+        logit_gradient=gradient,
         recomputed=pack.tokens * again,
         gradients_of_layer=step,
         forward=pack.tokens * kept.layer + step + norms + logits + copies,

@@ -77,7 +77,7 @@ def learner_phases(
         "reference policy": memory.reference,
         **({"process": RANK_GIB * GIB} if host else runtime),
     }
-    logits = 2 * memory.logits + memory.logit_chunks
+    logits = memory.logits + memory.logit_gradient + memory.logit_chunks
     at_logits = memory.of_logits >= memory.recomputed + memory.gradients_of_layer
     update = {
         "activations": memory.activations + (memory.head if at_logits else 0.0),

@@ -1,0 +1,156 @@
+"""An update of the learner against megatron-core's bare forward, backward and step on the same packs; and padded.
+
+    python tools/bench/learner.py [--shape large] [--rows 32] [--scale 80] [--rounds 5]
+
+One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and optimizer in
+megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics. *columns*: the update with no
+more than 1,024 columns of logits at a time (learner/head.py). *padded*: every answer filled up to the longest. Answers
+are as long as those of tools/bench/packing.py, `--scale` times shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from packing import lengths_of
+from step import SHAPES, Workload
+from torch import Tensor
+
+from megatron_rl.learner.learner import Learner  # patches the host before megatron is imported
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
+
+from megatron_rl.config import from_mapping
+from megatron_rl.config.schema import Config
+from megatron_rl.learner import costs
+from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.policy import Sections
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
+from megatron_rl.types import Batch, Targets
+
+LONGEST = 20480
+PROMPT = 8
+
+
+def make_learner(work: Workload, budget: int) -> Learner:
+    shape = {
+        "model_type": "qwen3", "vocab_size": work.vocab, "hidden_size": work.hidden, "num_hidden_layers": work.layers,
+        "num_attention_heads": work.heads, "num_key_value_heads": work.kv_heads, "head_dim": work.head_dim,
+        "intermediate_size": work.ffn, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768,
+        "initializer_range": 0.02, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config: Config = from_mapping({"learner": {"tokens_per_microbatch": budget}, "optim": {"lr": 1e-6}})
+    learner = Learner(Model.of(shape, Layout.from_config(config.learner)), Sections.of(config))
+    learner.init_random(7)
+    return learner
+
+
+def make_batch(rows: int, scale: int, vocab: int, random: torch.Generator) -> Batch:
+    responses_B = torch.tensor(lengths_of(rows, LONGEST, random)) // scale
+    prompts_B, longest = torch.full((rows,), PROMPT), int(responses_B.max())
+    tokens_BS = torch.randint(1, vocab, (rows, PROMPT + longest), generator=random)
+    mask_BT = torch.arange(longest) < responses_B[:, None]
+    sampler_BT = torch.full(mask_BT.shape, -8.0)
+    each = torch.rand(rows, generator=random), torch.arange(rows) // 8, torch.zeros(rows, dtype=torch.int64)
+    return Batch(tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT, *each)
+
+
+def targets_of(batch: Batch, anchor_BT: Tensor) -> Targets:
+    """`batch` may call filler an answer: nothing of it is trained on."""
+    return Targets(
+        batch=batch,
+        anchor_logprobs_BT=anchor_BT,
+        ref_logprobs_BT=None,
+        advantages_B=torch.linspace(-1, 1, len(batch)),
+        weights_BT=torch.ones(batch.mask_BT.shape),
+        mask_BT=batch.mask_BT,
+        denominator_mask_BT=batch.mask_BT,
+    )
+
+
+def bare(learner: Learner, packs: list[Pack]) -> None:
+    (module,), tokens = learner.modules, sum(len(mine.labels_N) for mine in packs)
+
+    def logits(mine: Pack) -> Tensor:
+        hidden_S1H = module.embedding(mine.tokens_S[None], mine.positions_S[None])
+        packed, angles = module._packed(mine)
+        hidden_S1H = module.decoder(
+            hidden_states=hidden_S1H, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+        )
+        weight = module.shared_embedding_or_output_weight()
+        return module.output_layer(hidden_S1H.index_select(0, mine.logit_index_N), weight=weight)[0]
+
+    def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        mine = next(iterator)
+
+        def loss(logits_N1V: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            each_N1 = vocab_parallel_cross_entropy(logits_N1V.float(), mine.labels_N[:, None])
+            return each_N1.sum() / tokens, torch.zeros((), dtype=torch.int), {}
+
+        return logits(mine), loss
+
+    for chunk in learner.chunks:
+        chunk.zero_grad_buffer()
+    learner.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=step, data_iterator=[iter(packs)], model=learner.chunks, num_microbatches=len(packs),
+        seq_length=1, micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
+    learner.optimizer.step()
+
+
+def few_columns(update: Callable[[], object]) -> None:
+    with mock.patch.multiple(costs, LOGIT_BYTES=0, LEAST_COLUMNS=1024):
+        update()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="large", choices=sorted(SHAPES))
+    for name, usual in (("rows", 32), ("scale", 80), ("budget", 2048), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    work = SHAPES[options.shape]
+    learner = make_learner(work, options.budget)
+    torch.set_num_threads(1)
+    batch = make_batch(options.rows, options.scale, work.vocab, torch.Generator().manual_seed(1))
+    filled = replace(batch, response_lengths_B=torch.full_like(batch.response_lengths_B, batch.mask_BT.shape[1]))
+    anchor_BT = learner.logprobs(batch)
+    targets, padded = targets_of(batch, anchor_BT), targets_of(filled, anchor_BT)
+    packs = learner._packs(batch, range(len(batch)))
+    ways: dict[str, Callable[[], object]] = {
+        "bare": lambda: bare(learner, packs),
+        "update": lambda: learner.update(targets),
+        "columns": lambda: few_columns(lambda: learner.update(targets)),
+        "padded": lambda: learner.update(padded),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(options.rounds + 1):
+        for name, way in ways.items():
+            begun = time.thread_time()
+            way()
+            if number:  # the first makes room in memory
+                taken[name].append(time.thread_time() - begun)
+    tokens = int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
+    print(
+        f"{options.shape}: {tokens} tokens in {len(packs)} packs, {len(batch) * batch.tokens_BS.shape[1]} with filler"
+    )
+    for name, seconds in taken.items():
+        ratios = [
+            statistics.median(a / b for a, b in zip(seconds, taken[of], strict=True)) for of in ("bare", "update")
+        ]
+        print(f"{name:<8} {statistics.median(seconds):7.3f} s   {ratios[0]:.3f} of bare, {ratios[1]:.3f} of the update")
+
+
+if __name__ == "__main__":
+    main()
