@@ -85,9 +85,9 @@ class ToyShape:
     context: int = 64
 
 
-def write_counting(folder: Path) -> dict[str, int]:
+def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips, to be imitated."""
-    counts, draw = write_toy(folder, COUNTING), random.Random(COUNTING.seed)
+    counts, draw = write_toy(folder, COUNTING, like=like), random.Random(COUNTING.seed)
     rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
     write_rows(folder, slips=[with_slips(row, SLIPS, draw) for row in rows])
     return counts

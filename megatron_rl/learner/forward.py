@@ -35,7 +35,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.types import Batch
+from megatron_rl.types import NO_EXPERT, Batch
 
 MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
 
@@ -52,7 +52,9 @@ class ForwardPasses(Policy):
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
         self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
-        self._replay = RouterReplay(self.shape.layers, self.device) if self.learner.router is Router.replay else None
+        self._replay: RouterReplay | None = None
+        if self.learner.router is not Router.own:
+            self._replay = RouterReplay(self.shape.layers, self.device, told=self.learner.router is Router.replay)
         for first_layer, module in self.numbered_modules:
             if self._replay is not None:
                 self._replay.watch(module, first_layer, self.positions_shard)
@@ -107,6 +109,22 @@ class ForwardPasses(Policy):
         """Logprob of every response token. What the sampler has to know of the activations is measured."""
         with self._activations.looking(True):
             return self._logprobs(batch)
+
+    def logprobs_and_experts(self, batch: Batch) -> tuple[Tensor, Batch]:
+        """Logprobs, and the batch with the experts that this pass has chosen: where the step's other passes go."""
+        assert self._replay is not None
+        chosen = limits.experts_per_token(self.model.hf_config)
+        blank = torch.full((*batch.tokens_BS.shape, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int16)
+        packs = self._packs(replace(batch, experts_BSLK=blank), range(len(batch)))
+        with self._activations.looking(True), self._replay.writing():
+            logprobs_BT = self._logprobs(batch, packs)
+        found_BSLK = blank.int()  # what backends can reduce
+        for one in packs:
+            assert one.experts_SLK is not None
+            for row, start, end in zip(one.rows, one.starts.tolist(), one.starts[1:].tolist(), strict=False):
+                length = min(end - start, blank.shape[1])
+                found_BSLK[row, :length] = one.experts_SLK[start : start + length].cpu()
+        return logprobs_BT, replace(batch, experts_BSLK=self.ranks.most(found_BSLK).to(torch.int16))
 
     def logprobs_unseen(self, batch: Batch) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
@@ -172,8 +190,8 @@ class ForwardPasses(Policy):
         finally:
             self.weights_changed()
 
-    def _logprobs(self, batch: Batch) -> Tensor:
-        packs = self._packs(batch, range(len(batch)))
+    def _logprobs(self, batch: Batch, packs: Sequence[Pack] | None = None) -> Tensor:
+        packs = self._packs(batch, range(len(batch))) if packs is None else packs
         with torch.no_grad():
             results = self._run(packs, partial(self._collect, batch), forward_only=True)
         return self._gathered(batch, packs, results)

@@ -29,6 +29,26 @@ def routed_batch(silent: int | None = None) -> Batch:
     return replace(batch, experts_BSLK=chosen_BSLK)
 
 
+def routed_forward(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a pass, taken by later ones; with `chosen`, the same ones as if the sampler had told them."""
+    batch = make_batch()
+    if chosen := job.get("chosen"):
+        batch = replace(batch, experts_BSLK=torch.tensor(chosen, dtype=torch.int16))
+        before_BT = learner.logprobs(batch)
+    else:
+        before_BT, batch = learner.logprobs_and_experts(batch)
+    targets = make_targets(batch, before_BT)
+    again_BT = learner.logprobs(batch)
+    learner.take_replayed()
+    steps = [learner.update(targets) for _ in range(4)]
+    trained = learner.take_replayed()
+    found = {"logprobs": before_BT, "again": again_BT, "after": learner.logprobs(batch)}
+    found["own"] = learner.logprobs(replace(batch, experts_BSLK=None))
+    assert batch.experts_BSLK is not None
+    told = {"trained": trained, "steps": steps, "chosen": batch.experts_BSLK.tolist()}
+    return {name: values_BT.tolist() for name, values_BT in found.items()} | told
+
+
 def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = routed_batch(job.get("silent"))
     own_BT = learner.logprobs(replace(batch, experts_BSLK=None))
