@@ -294,6 +294,7 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
+            experts=self._config.log.record_experts,
             truths=[one.rollout.prompt.answer for one in scored],
         )
 
