@@ -171,9 +171,7 @@ class Batch:
     turns_BT: torch.Tensor | None = None  # int64: the turn that a token was sampled in, -1: in none; None: all in one
     kinds_BT: torch.Tensor | None = None  # int8: see Rollout.kinds
     credit_BT: torch.Tensor | None = None  # float32: see Rollout.credit
-    experts_BSLK: torch.Tensor | None = (
-        None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
-    )
+    experts_BSLK: torch.Tensor | None = None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])

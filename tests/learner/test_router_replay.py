@@ -18,6 +18,8 @@ LAYOUTS = {**cases.EXPERT_LAYOUTS, "vp2": cases.LAYOUTS["vp2"]}
 FORWARD = {"router": "replay_forward"}
 KEPT = ("tp2_sp", "tp2_ep2", "pp2", "dp2")
 HOT = 1e-2  # routers choose otherwise after an update
+WRONG = {"wrong_layer": "elsewhere", "wrong_token": "elsewhere", "recompute": "not computed again"}
+LOST = ("cache_hit", "first_pack", "layers")
 UNCLIPPED = {"clip_grad": 1e9}
 SILENT = 2  # the row whose experts nobody tells
 
@@ -52,6 +54,10 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         _job("packs", cases.QWEN3_MOE, PACKS, **folder),
         _job("recompute", cases.QWEN3_MOE, {**PACKS, **recompute}, **folder),
         _job("silent", cases.QWEN3_MOE, {}, silent=SILENT, **folder),
+    ]
+    one += [
+        _job(f"fault_{fault}", cases.QWEN3_MOE, {**PACKS, **recompute}, kind="faulty", fault=fault, **folder)
+        for fault in ("none", *WRONG, *LOST)
     ]
     forward = {"kind": "routed_forward", "lr": HOT, **folder}
     one.append(_job("forward", cases.QWEN3_MOE, PACKS | FORWARD, **forward))
@@ -169,3 +175,21 @@ def test_every_layout_keeps_the_choices_of_its_pass(case: str, found: dict[str, 
     assert (chosen != wanted).float().mean() < 1e-3  # a tie that rounds otherwise
     assert here["trained"]["router/replayed"] == 1.0
     torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3)
+
+
+def test_a_right_step_says_so(found: dict[str, Any]) -> None:
+    step = found["fault_none"]
+    assert step["router/replayed"] == 1.0
+    assert step["router/flips"] < 0.01
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_run_is_refused_whose_choices_are_wrong(fault: str, found: dict[str, Any]) -> None:
+    assert WRONG[fault] in found[f"fault_{fault}"]["refused"]
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_a_run_says_which_choices_are_lost(fault: str, found: dict[str, Any]) -> None:
+    """The alarm `replay_lost` stands below 1."""
+    step = found[f"fault_{fault}"]
+    assert 0 < step["router/replayed"] < 1
