@@ -28,8 +28,8 @@ from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.fake_quantized import Engine, fake_quantized
 from megatron_rl.learner.logprobs import logprobs_alone
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
-from megatron_rl.learner.packing import Pack, assign_rows, pack
-from megatron_rl.learner.router_replay import RouterReplay
+from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.router_replay import RouterReplay, shares
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
@@ -118,12 +118,7 @@ class ForwardPasses(Policy):
         packs = self._packs(replace(batch, experts_BSLK=blank), range(len(batch)))
         with self._activations.looking(True), self._replay.writing():
             logprobs_BT = self._logprobs(batch, packs)
-        found_BSLK = blank.int()  # what backends can reduce
-        for one in packs:
-            assert one.experts_SLK is not None
-            for row, start, end in zip(one.rows, one.starts.tolist(), one.starts[1:].tolist(), strict=False):
-                length = min(end - start, blank.shape[1])
-                found_BSLK[row, :length] = one.experts_SLK[start : start + length].cpu()
+        found_BSLK = unpacked_experts(packs, blank.int())  # which backends can reduce
         return logprobs_BT, replace(batch, experts_BSLK=self.ranks.most(found_BSLK).to(torch.int16))
 
     def logprobs_unseen(self, batch: Batch) -> Tensor:
@@ -248,17 +243,7 @@ class ForwardPasses(Policy):
         if self._replay is None:
             return {}
         experts_at = [layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers]
-        found_L3 = self.ranks.sum(self._replay.take())[experts_at]
-        found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
-        by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
-        read, replayed, other = found_L3.sum(0).tolist()
-        if not read:
-            return {}
-        return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
-            f"router/{name}/layer_{layer}": part / max(1.0, whole)
-            for layer, (read, replayed, other) in by_layer.items()
-            for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
-        }
+        return shares(self.ranks.sum(self._replay.take()), experts_at)
 
     # packs
 

@@ -188,6 +188,17 @@ def _experts(batch: Batch, order: Sequence[int], lengths: Sequence[int], positio
     return torch.cat([*parts, experts_SLK[sum(lengths) :]])
 
 
+def unpacked_experts(packs: Sequence[Pack], found_BSLK: Tensor) -> Tensor:
+    """Writes the packs' choices to where their rows are in the batch."""
+    for one in packs:
+        assert one.experts_SLK is not None
+        starts = one.starts.tolist()
+        for row, start, end in zip(one.rows, starts, starts[1:], strict=False):
+            length = min(end - start, found_BSLK.shape[1])  # the last one's filler
+            found_BSLK[row, :length] = one.experts_SLK[start : start + length].cpu()
+    return found_BSLK
+
+
 def _kept(batch: Batch, order: Sequence[int], lengths: Sequence[int]) -> Tensor | None:
     if batch.kept_counts_BT is None:
         return None

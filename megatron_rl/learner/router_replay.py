@@ -11,7 +11,7 @@ S positions of a pack, or this rank's share of them, L layers, K experts of a to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -86,6 +86,21 @@ class RouterReplay:
     def take(self) -> Tensor:
         taken, self.counts_L3 = self.counts_L3, torch.zeros_like(self.counts_L3)
         return taken
+
+
+def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
+    """The metrics of all ranks' counts; `experts_at`: layers that have any. Empty where nothing has passed."""
+    found_L3 = found_L3[experts_at]
+    found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
+    by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
+    read, replayed, other = found_L3.sum(0).tolist()
+    if not read:
+        return {}
+    return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
+        f"router/{name}/layer_{layer}": part / max(1.0, whole)
+        for layer, (read, replayed, other) in by_layer.items()
+        for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
+    }
 
 
 def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
