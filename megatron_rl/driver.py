@@ -81,7 +81,7 @@ class Driver:
         self._formats = distinct_formats(config.sampler, config.quantization)
         sampled = not config.rollout.supervised
         alarms = Alarms(config.log.alarms, self._formats, sampled)
-        given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms}
+        given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms, "sooner": bool(config.run.stop)}
         machine, model = detect(config.run.device), Model.read(config.model.folder, config.learner)
         devices = roles(model.layout, config.sampler, machine.gpus).gpus
         given["rates"] = Achieved(model, devices, machine, sampled)
@@ -294,6 +294,7 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
+            experts=self._config.log.record_experts,
             truths=[one.rollout.prompt.answer for one in scored],
         )
 

@@ -137,7 +137,7 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         batch, stale = without_stale(batch, config.correction, at.step)
         drawn |= stale
     with recorder.phase("prox"):
-        anchor_BT = anchor_logprobs(learner, batch, config)
+        anchor_BT, batch = anchor_logprobs(learner, batch, config)
         reference_BT = learner.reference_logprobs(batch) if config.loss.needs_reference else None
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
@@ -152,8 +152,8 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
-        if config.learner.router is Router.replay:
-            updates |= check_replay(learner.take_replayed())
+        if config.learner.router is not Router.own:
+            updates |= check_replay(learner.take_replayed(), config.learner.router)
     with recorder.phase("correction"):
         correction, saved = settle(correction, learner, batch, config)
         drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
@@ -195,11 +195,15 @@ def arrive(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
-    """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time."""
+def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> tuple[torch.Tensor | None, Batch]:
+    """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time. With the
+    batch as the step goes on with it.
+    """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
-        return learner.logprobs(batch)
-    return None if anchored_to_learner(config.correction, config.rollout) else batch.sampler_logprobs_BT
+        if config.learner.router is Router.replay_forward:
+            return learner.logprobs_and_experts(batch)
+        return learner.logprobs(batch), batch
+    return None if anchored_to_learner(config.correction, config.rollout) else batch.sampler_logprobs_BT, batch
 
 
 def settle(

@@ -171,7 +171,7 @@ class Batch:
     turns_BT: torch.Tensor | None = None  # int64: the turn that a token was sampled in, -1: in none; None: all in one
     kinds_BT: torch.Tensor | None = None  # int8: see Rollout.kinds
     credit_BT: torch.Tensor | None = None  # float32: see Rollout.credit
-    experts_BSLK: torch.Tensor | None = None  # int16: what the engine chose, -1 where it has not told; None: nowhere
+    experts_BSLK: torch.Tensor | None = None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])
@@ -239,10 +239,12 @@ def _experts(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
     import torch
 
     longest = max(len(one.prompt.token_ids) + len(one.token_ids) for one in rollouts)
-    chosen_BSLK = torch.full((len(rollouts), longest, *told[0].shape[1:]), NO_EXPERT, dtype=torch.int16)
+    small = all(one.max(initial=0) < 128 for one in told)
+    shape, kind = (len(rollouts), longest, *told[0].shape[1:]), torch.int8 if small else torch.int16
+    chosen_BSLK = torch.full(shape, NO_EXPERT, dtype=kind)
     for place, one in enumerate(rollouts):
         if one.experts_SLK is not None:
-            chosen_BSLK[place, : len(one.experts_SLK)] = torch.from_numpy(one.experts_SLK.astype(np.int16))
+            chosen_BSLK[place, : len(one.experts_SLK)] = torch.from_numpy(one.experts_SLK.astype(np.int16)).to(kind)
     return chosen_BSLK
 
 

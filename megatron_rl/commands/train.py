@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,14 +77,10 @@ def check_run(config: Config, found: Sequence[str] = ()) -> None:
 def plan_run(config: Config, found: Sequence[str], on: str | None, changed: Sequence[str] = ()) -> None:
     """Print what a run would do, here or on a machine that is only named. `changed`: what is not as in the base."""
     from megatron_rl.preflight.machine import named
-    from megatron_rl.runs.run_dir import RunDirectoryUsed
 
     checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
-        try:
-            _check_place(config)
-        except RunDirectoryUsed as used:
-            checked = replace(checked, notes=(*checked.notes, f"as things stand a run would be refused: {used}"))
+        checked = replace(checked, notes=(*checked.notes, *_check_place(config, dry=True)))
     summary = workshop("planner.summary")
     print(summary.describe(config, checked, changed) if summary else "checked: nothing prevents the run")
 
@@ -94,9 +90,8 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     if attempts < 1 or (attempts > 1 and ranks != "local"):
         raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
     checked, first = _checked(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
-    for note in checked.notes if first else ():
+    for note in (*checked.notes, *_check_place(config)) if first else ():
         print(f"note: {note}", file=sys.stderr)
-    _check_place(config, writes=first)
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
     from megatron_rl.runs.run_dir import RunDir
@@ -146,14 +141,25 @@ def _ranks_of_starter(config: Config, ranks: str) -> None:
         )
 
 
-def _check_place(config: Config, writes: bool = True) -> None:
-    """The data can be read, and the run's directory is free: of several ranks the one that writes looks."""
+def _check_place(config: Config, dry: bool = False) -> list[str]:
+    """The data can be read, the run's directory is free, the rewards judge. Returns what there is to say of it."""
     from megatron_rl.data.prompts import check_datasets
-    from megatron_rl.runs.run_dir import check_run_dir
+    from megatron_rl.rewards.pool import Unreachable, check_called
+    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
-    if writes:
-        check_datasets(config)
-        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+    notes, asked = check_datasets(config)
+    path, if_exists = Path(config.run.root) / str(config.run.name), config.run.if_exists
+    checks: list[Callable[[], str | None]] = [partial(check_run_dir, path, if_exists, to_yaml(config))]
+    if config.environment.name is None:  # else its sessions may have rewards of their own
+        checks += [partial(check_called, *one) for one in asked]
+    for check in checks:
+        try:
+            notes += [said] if (said := check()) and dry else []
+        except (RunDirectoryUsed, Unreachable) as refused:
+            if not dry:
+                raise
+            notes.append(f"as things stand a run would be refused: {refused}")
+    return notes
 
 
 def _rank(ranks: str) -> int:

@@ -130,6 +130,7 @@ class Forward(StrEnum):
 class Router(StrEnum):
     own = "own"  # the learner's routers choose
     replay = "replay"  # tokens go to the experts that the sampler has chosen, with the weights of the learner's gate
+    replay_forward = "replay_forward"  # updates go where the learner's own pass before them has gone
 
 
 class Transport(StrEnum):

@@ -14,6 +14,7 @@ from megatron_rl.config.bounds import as_written
 from megatron_rl.config.choices import Alarm, alarm_setting
 from megatron_rl.config.correction_rules import Findings, check_objective
 from megatron_rl.config.evaluation_sets import EvalSet
+from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.shape import sound
 
 Rule = Callable[..., Iterable[Any]]
@@ -248,12 +249,22 @@ def as_sampler(
 
 
 def router(
-    learner: schema.LearnerSection, sampler: schema.SamplerSection, rollout: schema.RolloutSection
+    learner: schema.LearnerSection,
+    sampler: schema.SamplerSection,
+    rollout: schema.RolloutSection,
+    correction: schema.CorrectionConfig,
+    loss: schema.LossConfig,
 ) -> Iterator[str]:
     if learner.router is schema.Router.own:
         return
     if rollout.supervised:
         yield f"learner.router: {learner.router}: the data set's own answers come from no sampler; use own"
+    elif learner.router is schema.Router.replay_forward:
+        if not makes_prox_pass(correction, loss, learner, rollout):
+            yield (
+                "learner.router: replay_forward: this recipe makes no pass before its updates whose choices they could "
+                "take; it does with correction.anchor=prox and several learner.n_minibatches, or use own"
+            )
     elif not sampler.routed_experts:
         yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
     if learner.megatron.get("moe_aux_loss_coeff"):

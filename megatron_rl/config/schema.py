@@ -306,6 +306,7 @@ class CheckpointSection:
 class LogSection:
     wandb: Wandb = Wandb.none  # whether the run is at W&B too (docs/wandb.md)
     record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
+    record_experts: bool = False  # with them, the experts that the sampler has told (sampler.routed_experts)
     export: bool = False  # the final policy as a Hugging Face folder, model/
     # of the run's directory, such as 50: the oldest recorded rollouts, then dumps, make room; null: no limit
     disk_gib: Annotated[float | None, above(0)] = None

@@ -42,6 +42,9 @@ class ColumnRows(TextColumns):
         self._starts = [0, *accumulate(sizes[:-1])]
         self._group = lru_cache(8)(self._file.read_row_group)
 
+    def place(self, index: int) -> str:
+        return f"row {index} of {self._path}"
+
     def __len__(self) -> int:
         return self._length
 
@@ -82,7 +85,7 @@ class ColumnRows(TextColumns):
             return rows if self._plain else msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
         except (ValueError, TypeError, OverflowError) as error:  # text that is not UTF-8, times that no clock shows
             if piece.num_rows == 1:
-                raise ConfigError(f"{self._key}: row {first} of {self._path} is not readable ({error})") from None
+                raise ConfigError(f"{self._key}: {self.place(first)} is not readable ({error})") from None
             return [self._rows(piece.slice(each, 1), first + each)[0] for each in range(piece.num_rows)]
 
 

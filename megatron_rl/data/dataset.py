@@ -39,6 +39,7 @@ class Dataset:
     shares: tuple[tuple[int, float], ...] = ()  # of several files: how many prompts, which are neighbours; the weight
     columns: str = ""  # how they were recognised, where nobody named them
     checksum: str = ""  # of all rows' prompts and answers, in their order
+    cut: tuple[int, int] = (0, 0)  # how many answers are longer than one may be, of how many that were looked at
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -68,7 +69,7 @@ class Source(Sequence[Prompt]):
         self._rows: Rows = read_rows(key, path)
         self._layout = Layout("prompt", "answer")
         if self._rows:
-            self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, f"row 0 of {path}")
+            self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, self._place(0))
         self._sizes = array("L")  # bytes of each row's prompt
         self._found = distinct(self._pairs())
         self._kept = self._found.rows
@@ -81,8 +82,8 @@ class Source(Sequence[Prompt]):
             return [self[each] for each in range(*place.indices(len(self)))]
         return self._made(place, self._tokenizer.encode_texts([self._text(place)], self._most)[0])
 
-    def load(self, max_tokens: int, sample: int | None) -> Dataset:
-        """`sample`: only so many prompts are encoded, of which the others are like."""
+    def load(self, max_tokens: int, sample: int | None, longest_answer: int | None = None) -> Dataset:
+        """`sample`: only so many prompts are encoded, of which the others are like. Longer answers are counted."""
         self._most = max_tokens
         chosen = self._to_encode(max_tokens, sample)
         ids = self._tokenizer.encode_texts([self._text(each) for each in chosen], max_tokens)
@@ -94,9 +95,9 @@ class Source(Sequence[Prompt]):
         if too_long and self._config.long_prompts == LongPrompts.error:
             most = max(map(len, encoded.values()))
             raise ConfigError(
-                f"rollout.max_prompt_tokens: {max_tokens}, but {len(too_long)} prompts of {self._path} are longer (the "
-                f"longest has {most} tokens{' or more' if most > 2 * max_tokens else ''}); raise it, or set "
-                "data.long_prompts=drop"
+                f"rollout.max_prompt_tokens: {max_tokens}, but {len(too_long)} of {len(self)} prompts of {self._path} "
+                f"are longer (the longest has {most} tokens{' or more' if most > 2 * max_tokens else ''}); raise it, "
+                "or set data.long_prompts=drop"
             )
         if len(too_long) == len(self):
             lost = f"{len(self._rows)} rows, {len(too_long)} too long"
@@ -107,8 +108,15 @@ class Source(Sequence[Prompt]):
             prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)
         else:
             self._kept = np.delete(self._kept, too_long)
+        cut = (0, 0) if longest_answer is None else self._longer_answers(longest_answer)
         counts = (len(self._rows), self._found.duplicates, len(too_long), self._found.conflicts)
-        return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum)
+        return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum, cut=cut)
+
+    def _longer_answers(self, most: int) -> tuple[int, int]:
+        """How many answers have no room with the token that ends them, of those looked at."""
+        answers = [self._answer(self._rows[index], index) for index in map(int, self._kept[:AT_ONCE])]
+        long = [answer for answer in answers if len(answer.encode()) >= most]  # no text has more tokens than bytes
+        return sum(len(ids) >= most for ids in self._tokenizer.encode_texts(long, most)), len(answers)
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
         """Places of the prompts to encode: all of a small data set; of a large one each kind, and the longest. No
@@ -210,7 +218,7 @@ class Source(Sequence[Prompt]):
         return Prompt(self._first_id + index, tuple(ids), text, row, layout.prompt, layout.answer)
 
     def _place(self, index: int) -> str:
-        return f"row {index} of {self._path}"
+        return self._rows.place(index)
 
     def _recognised(self) -> str:
         if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":

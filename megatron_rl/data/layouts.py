@@ -10,10 +10,14 @@ from typing import Any
 from megatron_rl.config import ConfigError
 
 DEPTH = 64  # levels of a row's nesting
-Rows = Sequence[dict[str, Any]]
 
 
-class TextColumns(ABC, Sequence[dict[str, Any]]):
+class Rows(ABC, Sequence[dict[str, Any]]):
+    @abstractmethod
+    def place(self, index: int) -> str: ...  # where a row stands: `line 41 of FILE`
+
+
+class TextColumns(Rows):
     """Rows whose columns of text can be read alone, which is much sooner done."""
 
     @abstractmethod

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut, held_out
-from megatron_rl.config.schema import Config, DataSection
+from megatron_rl.config.schema import Config, DataSection, RewardSection
 from megatron_rl.data.dataset import AT_ONCE, Dataset, Source
 from megatron_rl.data.rows import Joined
 from megatron_rl.data.tokenizer import FolderTokenizer
@@ -31,6 +32,7 @@ def load_dataset(
     *,
     needs_answer: bool = False,
     sample: int | None = None,
+    longest_answer: int | None = None,
 ) -> Dataset:
     """The data set that `data.<key>` names. `sample`: every row is looked at, but only so many prompts are encoded."""
     parts: list[Dataset] = []
@@ -38,7 +40,7 @@ def load_dataset(
     for path in sources:
         before = sum(part.rows for part in parts)
         source = Source(f"data.{key}", Path(path), config, tokenizer, needs_answer, before)
-        parts.append(source.load(max_prompt_tokens, sample))
+        parts.append(source.load(max_prompt_tokens, sample, longest_answer))
     return parts[0] if len(parts) == 1 else _joined(parts, list(sources.values()))
 
 
@@ -51,7 +53,7 @@ def load_held_out(
 
 def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
     """One data set of several files. A prompt that stands in two stays in both: each gives the share of its weight."""
-    prompts = Joined([part.prompts for part in parts])
+    prompts: Any = Joined([part.prompts for part in parts])
     return Dataset(
         tuple(prompts) if len(prompts) <= AT_ONCE else prompts,
         rows=sum(part.rows for part in parts),
@@ -61,22 +63,42 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
         shares=tuple((len(part), weight) for part, weight in zip(parts, weights, strict=True)),
         columns="; ".join(dict.fromkeys(part.columns for part in parts if part.columns)),
         checksum=" ".join(part.checksum for part in parts),
+        cut=(sum(part.cut[0] for part in parts), sum(part.cut[1] for part in parts)),
     )
 
 
-def check_datasets(config: Config) -> None:
-    """Raise what loading the data would raise, before anything is started."""
+def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection, list[Prompt]]]]:
+    """Raise what loading the data would raise, before anything is started. Returns what is to be said of the data, and
+    some prompts for each reward.
+    """
     data, rollout = config.data, config.rollout
     tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
     wanted = config.reward.needs_answer or rollout.supervised
-    left = len(load_dataset("train", data, tokenizer, longest, needs_answer=wanted, sample=EARLY_SAMPLE))
+    most = rollout.max_response_tokens if rollout.supervised else None
+    given: dict[str, Any] = {"needs_answer": wanted, "sample": EARLY_SAMPLE, "longest_answer": most}
+    train = load_dataset("train", data, tokenizer, longest, **given)
+    left = len(train)
     if left < rollout.prompts_per_step:
         raise ConfigError(
             f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} prompts: "
             "a step would draw some twice; lower it"
         )
+    notes, least = [], "at least " * (train.too_long >= EARLY_SAMPLE)
+    if train.too_long:
+        left_out = f"{least}{train.too_long} of {left + train.too_long} prompts of {data.train} are left out"
+        notes.append(f"rollout.max_prompt_tokens: {longest}, and {left_out}, as they are longer; raise it to have them")
+    if train.cut[0]:
+        longer = f"{train.cut[0]} of {train.cut[1]} answers of {data.train} are longer, with the token that ends them"
+        notes.append(f"rollout.max_response_tokens: {most}, but {longer}, and are imitated without their end; raise it")
+    asked = [(config.reward, _some(train))]
     for one in held_out(config):
-        load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)
+        rows = load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)
+        asked += [(one.reward, _some(rows))] if one.reward != config.reward else []
+    return notes, asked
+
+
+def _some(dataset: Dataset) -> list[Prompt]:
+    return [dataset.prompts[place] for place in sorted({0, len(dataset) // 2, len(dataset) - 1})]
 
 
 class PromptOrder:

@@ -49,7 +49,7 @@ def _one_file(key: str, path: Path) -> Rows:
     raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; {', '.join(SUFFIXES)} are read")
 
 
-class JsonLines(Sequence[dict[str, Any]]):
+class JsonLines(Rows):
     """Lines of one file, read again where they lie; refused once the file has been written to."""
 
     def __init__(self, key: str, path: Path) -> None:
@@ -68,7 +68,7 @@ class JsonLines(Sequence[dict[str, Any]]):
         self._seen = self._stamp()
 
     def _check(self, line: bytes, number: int) -> None:
-        where = f"{self._key}: {self._path}, line {number}"
+        where = f"{self._key}: line {number} of {self._path}"
         try:
             row = _object(line)
         except UnicodeDecodeError as error:
@@ -84,6 +84,9 @@ class JsonLines(Sequence[dict[str, Any]]):
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
 
+    def place(self, index: int) -> str:
+        return f"line {os.pread(self._file.fileno(), self._starts[index], 0).count(bytes([10])) + 1} of {self._path}"
+
     def __len__(self) -> int:
         return len(self._starts)
 
@@ -98,10 +101,10 @@ class JsonLines(Sequence[dict[str, Any]]):
             return json.loads(line)
 
 
-class Joined(Sequence[Any]):
+class Joined(Rows):  # of prompts, too
     """Several sequences, one after the other."""
 
-    def __init__(self, files: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, files: Sequence[Any]) -> None:
         self._files = files
         self._ends = array("Q")
         for file in files:
@@ -117,10 +120,18 @@ class Joined(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
+        file, within = self._find(index)
+        return self._files[file][within]
+
+    def place(self, index: int) -> str:
+        file, within = self._find(index)
+        return str(self._files[file].place(within))
+
+    def _find(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         file = bisect.bisect_right(self._ends, index)
-        return self._files[file][index - (self._ends[file - 1] if file else 0)]
+        return file, index - (self._ends[file - 1] if file else 0)
 
 
 def _object(line: bytes) -> Any:

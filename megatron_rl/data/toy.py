@@ -85,9 +85,9 @@ class ToyShape:
     context: int = 64
 
 
-def write_counting(folder: Path) -> dict[str, int]:
+def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips, to be imitated."""
-    counts, draw = write_toy(folder, COUNTING), random.Random(COUNTING.seed)
+    counts, draw = write_toy(folder, COUNTING, like=like), random.Random(COUNTING.seed)
     rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
     write_rows(folder, slips=[with_slips(row, SLIPS, draw) for row in rows])
     return counts
@@ -132,12 +132,13 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer.json that splits text into characters."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    """A tokenizer.json that splits text into characters, of the kind that every family's own class reads."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled = {token.replace(" ", "Ġ"): number for token, number in vocabulary().items()}
+    tokenizer = Tokenizer(models.BPE(spelled, [], unk_token=PAD))
+    tokenizer.pre_tokenizer, tokenizer.decoder = as_bytes, decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(PAD, special=True), AddedToken(END, special=True)])
     save_tokenizer(tokenizer, folder, pad_token=PAD, eos_token=END)
 

@@ -28,14 +28,14 @@ from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.fake_quantized import Engine, fake_quantized
 from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
-from megatron_rl.learner.packing import Pack, assign_rows, pack
-from megatron_rl.learner.router_replay import RouterReplay
+from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.router_replay import RouterReplay, shares
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.types import Batch
+from megatron_rl.types import NO_EXPERT, Batch
 
 MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
 
@@ -52,7 +52,9 @@ class ForwardPasses(Policy):
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
         self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
-        self._replay = RouterReplay(self.shape.layers, self.device) if self.learner.router is Router.replay else None
+        self._replay: RouterReplay | None = None
+        if self.learner.router is not Router.own:
+            self._replay = RouterReplay(self.shape.layers, self.device, told=self.learner.router is Router.replay)
         for first_layer, module in self.numbered_modules:
             if self._replay is not None:
                 self._replay.watch(module, first_layer, self.positions_shard)
@@ -107,6 +109,17 @@ class ForwardPasses(Policy):
         """Logprob of every response token. What the sampler has to know of the activations is measured."""
         with self._activations.looking(True):
             return self._logprobs(batch)
+
+    def logprobs_and_experts(self, batch: Batch) -> tuple[Tensor, Batch]:
+        """Logprobs, and the batch with the experts that this pass has chosen: where the step's other passes go."""
+        assert self._replay is not None
+        chosen = limits.experts_per_token(self.model.hf_config)
+        blank = torch.full((*batch.tokens_BS.shape, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int16)
+        packs = self._packs(replace(batch, experts_BSLK=blank), range(len(batch)))
+        with self._activations.looking(True), self._replay.writing():
+            logprobs_BT = self._logprobs(batch, packs)
+        found_BSLK = unpacked_experts(packs, blank.int())  # which backends can reduce
+        return logprobs_BT, replace(batch, experts_BSLK=self.ranks.most(found_BSLK).to(torch.int16))
 
     def logprobs_unseen(self, batch: Batch) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
@@ -172,8 +185,8 @@ class ForwardPasses(Policy):
         finally:
             self.weights_changed()
 
-    def _logprobs(self, batch: Batch) -> Tensor:
-        packs = self._packs(batch, range(len(batch)))
+    def _logprobs(self, batch: Batch, packs: Sequence[Pack] | None = None) -> Tensor:
+        packs = self._packs(batch, range(len(batch))) if packs is None else packs
         with torch.no_grad():
             results = self._run(packs, self._asked(entropy=False), partial(self._collect, batch), forward_only=True)
         return self._gathered(batch, packs, results)
@@ -233,17 +246,7 @@ class ForwardPasses(Policy):
         if self._replay is None:
             return {}
         experts_at = [layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers]
-        found_L3 = self.ranks.sum(self._replay.take())[experts_at]
-        found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
-        by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
-        read, replayed, other = found_L3.sum(0).tolist()
-        if not read:
-            return {}
-        return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
-            f"router/{name}/layer_{layer}": part / max(1.0, whole)
-            for layer, (read, replayed, other) in by_layer.items()
-            for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
-        }
+        return shares(self.ranks.sum(self._replay.take()), experts_at)
 
     # packs
 

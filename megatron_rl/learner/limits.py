@@ -219,6 +219,11 @@ def experts_per_token(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("num_experts_per_tok", 2))
 
 
+def choices_bytes(shape: ModelShape, hf_config: Mapping[str, Any]) -> int:
+    """Of the experts that a token went to, in all layers, as batches hold them (`sampler.routed_experts`)."""
+    return shape.layers * experts_per_token(hf_config) * (1 if shape.experts <= 128 else 2)
+
+
 def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
     """Whether the weights of the chosen experts add up to 1."""
     return bool(hf_config.get("norm_topk_prob", shape.family == "mixtral"))

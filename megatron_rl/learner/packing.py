@@ -44,7 +44,7 @@ class Pack:
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens
     kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
-    experts_SLK: Tensor | None  # int16: where the sampler has sent each, -1 where it has not told; None: nowhere
+    experts_SLK: Tensor | None  # int8 or int16: where the sampler has sent each; see Batch.experts_BSLK
     read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
     cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
     buckets: tuple[Bucket, ...]
@@ -186,6 +186,17 @@ def _experts(batch: Batch, order: Sequence[int], lengths: Sequence[int], positio
     parts = [batch.experts_BSLK[row, :length] for row, length in zip(order, lengths, strict=True)]
     experts_SLK = batch.experts_BSLK.new_full((positions, *batch.experts_BSLK.shape[2:]), NO_EXPERT)
     return torch.cat([*parts, experts_SLK[sum(lengths) :]])
+
+
+def unpacked_experts(packs: Sequence[Pack], found_BSLK: Tensor) -> Tensor:
+    """Writes the packs' choices to where their rows are in the batch."""
+    for one in packs:
+        assert one.experts_SLK is not None
+        starts = one.starts.tolist()
+        for row, start, end in zip(one.rows, starts, starts[1:], strict=False):
+            length = min(end - start, found_BSLK.shape[1])  # the last one's filler
+            found_BSLK[row, :length] = one.experts_SLK[start : start + length].cpu()
+    return found_BSLK
 
 
 def _kept(batch: Batch, order: Sequence[int], lengths: Sequence[int]) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""Router replay: tokens go to the experts that the sampler has sent them to, with weights of the learner's own gate.
+"""Router replay: tokens go to the experts that the sampler has sent them to, or an earlier pass of the learner's, with
+weights of the learner's own gate.
 
 Each router of megatron-core asks an object which experts to take (`router_replay`, of its RouterReplay's form). Ours
 finds them in the pack that is passing through: no list that is handed out by micro-batch, and nothing of another layer.
@@ -10,12 +11,13 @@ S positions of a pack, or this rank's share of them, L layers, K experts of a to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from megatron_rl.config.schema import Router
 from megatron_rl.learner.observers import passing_pack
 from megatron_rl.learner.packing import Pack
 from megatron_rl.types import NO_EXPERT
@@ -33,10 +35,13 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterReplay:
-    """What all routers of a rank share: whether choices are taken, and how many were."""
+    """What all routers of a rank share: whether choices are taken, and how many were. `told`: by the sampler, so that
+    every pass has them; else updates have those of the pass before them.
+    """
 
-    def __init__(self, layers: int, device: torch.device) -> None:
-        self.active = True
+    def __init__(self, layers: int, device: torch.device, told: bool) -> None:
+        self.active, self.told = True, told
+        self.writes = False  # own choices into the packs
         self.trains = False  # in a pass whose activations may be computed again
         self._routers: list[_Layer] = []
         self.counts_L3 = torch.zeros(layers, 3, device=device)  # read tokens, replayed, and own choice another
@@ -58,7 +63,16 @@ class RouterReplay:
             router.again.clear()  # of a pass that has failed
         yield
         if any(router.again for router in self._routers):
-            raise ReplayError("learner.router: replay, but activations were not computed again with the same experts")
+            raise ReplayError("learner.router: were not computed again with the same experts")
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A pass whose own choices are written into its packs."""
+        self.writes = True
+        try:
+            yield
+        finally:
+            self.writes = False
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -74,18 +88,33 @@ class RouterReplay:
         return taken
 
 
-def check(found: Mapping[str, float]) -> Mapping[str, float]:
+def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
+    """The metrics of all ranks' counts; `experts_at`: layers that have any. Empty where nothing has passed."""
+    found_L3 = found_L3[experts_at]
+    found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
+    by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
+    read, replayed, other = found_L3.sum(0).tolist()
+    if not read:
+        return {}
+    return {"router/replayed": replayed / read, "router/flips": other / max(1.0, replayed)} | {
+        f"router/{name}/layer_{layer}": part / max(1.0, whole)
+        for layer, (read, replayed, other) in by_layer.items()
+        for name, part, whole in (("replayed", replayed, read), ("flips", other, replayed))
+    }
+
+
+def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
     """What a step's replay has come to (`Learner.take_replayed`); refused where it is no replay."""
     if not found:  # nothing has passed
         return found
     if not found["router/replayed"]:
         raise ReplayError(
-            "learner.router: replay, but no token of this step has gone to an expert that the sampler has told: set "
-            "sampler.routed_experts=true (servers started by hand need it too), or learner.router=own"
+            f"learner.router: {router}, but no token of this step has gone to an expert that was told: replay wants "
+            "sampler.routed_experts=true (servers started by hand need it too); learner.router=own goes on without"
         )
     if (flips := found["router/flips"]) > MOST_FLIPS:
         raise ReplayError(
-            f"learner.router: replay, but the learner's routers would have sent {flips:.0%} of the tokens elsewhere: "
+            f"learner.router: {router}, but the learner's routers would have sent {flips:.0%} of the tokens elsewhere: "
             "the experts told are not those of these tokens, or of these weights. learner.router=own goes on without"
         )
     return found
@@ -106,9 +135,13 @@ class _Layer:
         values_SK, own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         pack, first_time = self._pack()
         here = slice((self._shard or 0) * len(scores), ((self._shard or 0) + 1) * len(scores))
-        if not self._replay.active:
+        if self._replay.writes:
+            assert pack.experts_SLK is not None
+            own = own_SK.to(pack.experts_SLK.dtype)
+            pack.experts_SLK[here, self._layer] = own.masked_fill(~pack.read_S[here, None], NO_EXPERT)
+        if self._replay.writes or not self._replay.active:
             return values_SK, own_SK
-        if first_time:
+        if first_time and (self._replay.told or self._replay.trains):
             self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
         if pack.experts_SLK is None:
             return values_SK, own_SK

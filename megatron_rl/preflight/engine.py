@@ -69,8 +69,8 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
 def routed(shape: ModelShape, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
     if shape.experts:
         return
-    if learner.router is Router.replay:
-        yield f"learner.router: replay, but a {shape.family} model has no experts; use own"
+    if learner.router is not Router.own:
+        yield f"learner.router: {learner.router}, but a {shape.family} model has no experts; use own"
     if sampler.routed_experts:
         yield f"sampler.routed_experts: true, but a {shape.family} model has no experts; use false"
 

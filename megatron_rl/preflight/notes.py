@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import schema
 from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
+from megatron_rl.learner.limits import choices_bytes
 from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.shape import ModelShape
@@ -146,6 +148,7 @@ class Writes:
 
 def writes(
     shape: ModelShape,
+    hf_config: Mapping[str, Any],
     learner: schema.LearnerSection,
     run: schema.RunSection,
     rollout: schema.RolloutSection,
@@ -158,6 +161,8 @@ def writes(
     if checkpoint.keep_every:
         kept += run.steps // checkpoint.keep_every
     row = rollout.max_prompt_tokens * PROMPT_TOKEN + rollout.max_response_tokens * RESPONSE_TOKEN
+    if log.record_experts:
+        row += (rollout.max_prompt_tokens + rollout.max_response_tokens) * choices_bytes(shape, hf_config)
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
         checkpoint=count * PARAMETER[learner.precision] if saves else 0,
@@ -179,6 +184,7 @@ def free(root: str) -> int | None:
 
 def short_disk(
     shape: ModelShape,
+    hf_config: Mapping[str, Any],
     learner: schema.LearnerSection,
     run: schema.RunSection,
     rollout: schema.RolloutSection,
@@ -187,7 +193,7 @@ def short_disk(
     elsewhere: bool,
 ) -> Iterator[str]:
     """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not fit."""
-    wanted = writes(shape, learner, run, rollout, checkpoint, log)
+    wanted = writes(shape, hf_config, learner, run, rollout, checkpoint, log)
     if log.disk_gib is not None and wanted.stays > log.disk_gib * GIB:
         yield (
             f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to {_gib(wanted.stays)}; "

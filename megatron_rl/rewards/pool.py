@@ -23,7 +23,7 @@ from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
 from megatron_rl.rewards.task import Task
 from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json, first_reply, user_process
-from megatron_rl.types import Verdict
+from megatron_rl.types import Prompt, Verdict
 
 WORKER = "reward worker"  # and its number, in what is said of it
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
@@ -45,6 +45,7 @@ class Score:
     error: str | None = None  # why there is no score
     details: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    away: bool = False  # a connection that failed is behind the error
 
 
 DIED = Score(0.0, Verdict.error, "the reward worker died")
@@ -60,6 +61,7 @@ class _Reply(msgspec.Struct):
     error: str | None = None
     details: dict[str, float] = {}
     answer: str | None = None
+    away: bool = False
 
 
 class RewardPool:
@@ -95,15 +97,34 @@ class RewardPool:
         self._log.close()
 
 
-def check_importable(config: RewardSection) -> None:
-    """Raises what `start` would. The user's module is imported in a process of its own, as it will be later."""
+class Unreachable(ConfigError):
+    """A reward whose judge is not there: it may come with the job."""
+
+
+def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[Score]:
+    """Raises what `start` would. The user's module is imported in a process of its own, as it will be later, and judges
+    these tasks there; none where all is built in.
+    """
     if set(config.weights) <= set(VERIFIERS):
-        return
+        return []
     pool = RewardPool(replace(config, workers=1))
     try:
         pool.start()
+        return pool.score(tasks)
     finally:
         pool.close()
+
+
+def check_called(config: RewardSection, prompts: Sequence[Prompt]) -> None:
+    """Raises where the user's reward gives none of these rows a score, called as in a run, with the row's answer."""
+    tasks = [Task(one.row, str(one.answer or 1), "stop", one.prompt_key, one.answer_key) for one in prompts]
+    scores = check_importable(config, tasks)
+    if scores and all(one.error for one in scores):
+        last = f"for {tasks[-1].response[:40]!r} to {prompts[-1].text[-60:]!r}"
+        why = f"reward.name: {config.name} gives no score, {last} for one: {scores[-1].error}"
+        if all(one.away for one in scores):
+            raise Unreachable(f"{why}; start what it asks, or mend the address")
+        raise ConfigError(f"{why}; mend it there, or name another")
 
 
 class _Breaker:
@@ -184,7 +205,7 @@ class _Worker:
                 if reply.id != number:
                     self.stop()
                     return [*scores, Score(0.0, Verdict.error, "the reward worker answered out of turn")]
-                scores.append(Score(reply.score, reply.verdict, reply.error, reply.details, reply.answer))
+                scores.append(Score(reply.score, reply.verdict, reply.error, reply.details, reply.answer, reply.away))
                 self._breaker.note(False)
         except TimeoutError:
             self.stop()

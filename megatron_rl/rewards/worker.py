@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -24,6 +25,7 @@ from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
 LONGEST_ANSWER = 64  # bytes
+AWAY = re.compile(r"^(Connection\w*Error|TimeoutError|socket\.gaierror): ", re.M)
 MAX_ERROR = 500  # characters: a window of replies must fit the channel
 
 
@@ -68,7 +70,8 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
         judged = rewards.judge(Task(**json.loads(content)))
     except BaseException as error:  # a reward is user code: whatever it raises is its result
         text = "".join(traceback.format_exception_only(error)).strip()  # also of one whose own text cannot be made
-        return {"verdict": Verdict.error, "error": _sendable(text[:MAX_ERROR])}
+        away = AWAY.search("".join(traceback.format_exception(error))) is not None  # whatever a library has made of it
+        return {"verdict": Verdict.error, "error": _sendable(text[:MAX_ERROR]), "away": away}
     if judged.verdict == Verdict.timeout:
         return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
     details = {_sendable(name): number for name, number in judged.details.items()}

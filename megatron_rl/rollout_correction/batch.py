@@ -69,8 +69,7 @@ class BatchWork:
         for rule in self.bounded_rules:
             kept_BT = kept_BT & ~violations(rule, ratio)
         self.kept_BT[rows], self.stays_BT[rows] = kept_BT, ratio.stays_BT
-        assert self.source.prox_logprobs_BT is not None
-        self.mismatch.add(rows, ratio, self.source.prox_logprobs_BT[rows])
+        self.mismatch.add(rows, ratio)
         self.ratios[rows.start] = ratio.without_cache() if self.needs_all_rows else ratio
 
     def apply_budgets(self) -> None:

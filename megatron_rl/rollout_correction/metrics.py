@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
+from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp, ends_of
 
 PREFIX = "rollout_corr/"
 # means over tokens with a ratio, and one over all tokens: those of micro-batches add up
@@ -65,11 +65,14 @@ class Moments:
         return math.sqrt(self.covariance(i, i))
 
 
-def extremes(values_BT: Tensor, mask_float_BT: Tensor) -> tuple[float, float]:
-    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite, and 0 outside."""
+def extremes(values_BT: Tensor, mask_float_BT: Tensor, ends: tuple[float, float]) -> tuple[float, float]:
+    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite, and 0 outside.
+
+    `ends`: the smallest and largest of all.
+    """
     if values_BT.numel() == 0:
         return math.inf, -math.inf
-    low, high = (float(value) for value in values_BT.aminmax())
+    low, high = ends
     # an extreme on its own side of 0 is none of the zeros outside; the other kind is looked for again
     # with a penalty that is 0 inside and infinite outside
     if low >= 0.0:
@@ -93,28 +96,22 @@ class MismatchSums:
         self.sampler_faults = 0
         self.learner_faults = 0
 
-    def add(self, rows: slice, ratio: LogRatio, prox_logprobs_BT: Tensor) -> None:
+    def add(self, rows: slice, ratio: LogRatio) -> None:
         self.sampler_faults += ratio.sampler_faults
         self.learner_faults += ratio.learner_faults
         mask_BT = ratio.counted_float_BT
-        prox_BT = prox_logprobs_BT.float().nan_to_num(0.0, 0.0, 0.0).mul_(mask_BT)
         self.counted_B[rows] = ratio.counts_B1[:, 0]
         self.d_B[rows] = ratio.sums_B1[:, 0]
-        self.prox_B[rows] = prox_BT.sum(dim=1)
+        self.prox_B[rows] = ratio.prox_BT.sum(dim=1)
 
-        low, high = extremes(ratio.d_BT, mask_BT)
+        low, high = extremes(ratio.d_BT, mask_BT, ratio.ends)
         self.low, self.high = min(self.low, low), max(self.high, high)
 
         d, rho = ratio.d_BT.reshape(-1), ratio.rho_BT.reshape(-1)
         absolute = d.abs()
         excess = ratio.bounded_d_BT.reshape(-1).expm1()  # rho - 1, exact where rho is near 1
-        inverse = rho.reciprocal()
-        error = torch.maximum(rho, inverse).sub_(1.0)  # exp|d| - 1
-        # exp(mu) comes from p and d, which are defined wherever p is
-        prob = bounded_prob(prox_BT, mask_BT)
-        sampler_prob = inverse.mul_(prob)
-        if max(-low, high) > EXPONENT_LIMIT:  # then rho is bounded, and not what lies between the two
-            sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT)
+        error = torch.maximum(rho, ratio.inverse_BT.reshape(-1)).sub_(1.0)  # exp|d| - 1
+        prob, sampler_prob = (prob_BT.reshape(-1) for prob_BT in ratio.probabilities())
         absolute_gap = (prob - sampler_prob).abs_()
         self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if absolute_gap.numel() else 0.0)
         measured = (absolute, excess, absolute_gap, prob, sampler_prob)
@@ -185,11 +182,6 @@ class MismatchSums:
         }
 
 
-def bounded_prob(logprobs_BT: Tensor, mask_float_BT: Tensor) -> Tensor:
-    """Probabilities as a flat tensor, 0 outside the mask. Only their upper end needs a bound."""
-    return logprobs_BT.clamp(max=EXPONENT_LIMIT).exp_().mul_(mask_float_BT).reshape(-1)
-
-
 class WeightSums:
     """What was applied, at kept tokens; with `level: none`, the raw ratio, so that the ESS still speaks."""
 
@@ -207,7 +199,7 @@ class WeightSums:
         n, total, square = torch.stack([kept.sum(), flat.sum(), torch.dot(flat, flat)]).tolist()
         if n == 0.0:
             return
-        low, high = extremes(weights_BT, kept_float_BT)
+        low, high = extremes(weights_BT, kept_float_BT, ends_of(weights_BT))
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.square += square
         centred = torch.add(flat, kept, alpha=-total / n)

@@ -31,6 +31,13 @@ def bounded_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp_()
 
 
+def ends_of(values_BT: Tensor) -> tuple[float, float]:
+    if values_BT.numel() == 0:
+        return 0.0, 0.0
+    low, high = (float(end) for end in values_BT.aminmax())
+    return low, high
+
+
 def row_chunks(like_BT: Tensor) -> Iterator[slice]:
     """Slices of rows; none where there is no column."""
     rows, columns = like_BT.shape
@@ -71,7 +78,7 @@ class LogRatio:
     sampler_faults: int
     learner_faults: int
     turns_BT: Tensor | None = None  # int64: the turn of each token, -1: none; None: a row is one turn
-    prox_logprobs_BT: Tensor | None = None  # p, as it was handed over
+    prox_logprobs_BT: Tensor | None = None  # p, finite
 
     @cached_property
     def bounded_d_BT(self) -> Tensor:
@@ -82,10 +89,38 @@ class LogRatio:
         return self.bounded_d_BT.exp()
 
     @cached_property
+    def inverse_BT(self) -> Tensor:
+        return self.rho_BT.reciprocal()
+
+    @cached_property
     def prox_BT(self) -> Tensor:
         """p, and 0 where there is no ratio."""
         assert self.prox_logprobs_BT is not None
-        return self.prox_logprobs_BT.float().masked_fill(~self.counted_BT, 0.0)
+        return self.prox_logprobs_BT.float() * self.counted_float_BT
+
+    @cached_property
+    def ends(self) -> tuple[float, float]:
+        """Smallest and largest d, zeros of tokens without a ratio among them."""
+        return ends_of(self.d_BT)
+
+    @cached_property
+    def prob_BT(self) -> Tensor:
+        """The learner's probability, 0 where there is no ratio. Only the upper end needs a bound."""
+        return self.prox_BT.clamp(max=EXPONENT_LIMIT).exp_().mul_(self.counted_float_BT)
+
+    @cached_property
+    def sampler_prob_BT(self) -> Tensor:
+        """From p and d, which are defined wherever p is."""
+        if max(-self.ends[0], self.ends[1]) > EXPONENT_LIMIT:  # rho is bounded, and not what lies between the two
+            return (self.prox_BT - self.d_BT).clamp_(max=EXPONENT_LIMIT).exp_().mul_(self.counted_float_BT)
+        return self.prob_BT * self.inverse_BT
+
+    def probabilities(self) -> tuple[Tensor, Tensor]:
+        """The learner's and the sampler's, for the caller to write to; what they were made of is let go."""
+        found = self.prob_BT, self.sampler_prob_BT
+        for name in ("prox_BT", "inverse_BT", "prob_BT", "sampler_prob_BT"):
+            self.__dict__.pop(name, None)
+        return found
 
     @cached_property
     def counted_float_BT(self) -> Tensor:
@@ -178,7 +213,7 @@ def log_ratio(
         return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT, prox_logprobs_BT)
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
     found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
-    return replace(found, turns_BT=turns_BT, prox_logprobs_BT=prox_logprobs_BT)
+    return replace(found, turns_BT=turns_BT, prox_logprobs_BT=prox_logprobs_BT.float().nan_to_num(0.0, 0.0, 0.0))
 
 
 def _without_faults(

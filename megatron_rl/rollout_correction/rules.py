@@ -44,24 +44,20 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
 
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
     """How far apart two coins are that fall on the token or not: what the sampled token alone says for certain."""
-    most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
-    p_BT = ratio.prox_BT.exp()
-    # a quotient costs a tenth of an exponential; where the ratio is bounded, it is not what lies between the two
-    far = ratio.d_BT.numel() > 0 and bool((torch.stack(torch.aminmax(ratio.d_BT)).abs() > EXPONENT_LIMIT).any())
-    mu_BT = ((ratio.prox_BT - ratio.d_BT).exp_() if far else p_BT / ratio.rho_BT).clamp_(max=most)
-    p_BT.clamp_(max=most)
     if stat == Stat.prob:
-        return p_BT.sub_(mu_BT)
+        return ratio.prob_BT - ratio.sampler_prob_BT
     if stat == Stat.tv:
-        return p_BT.sub_(mu_BT).abs_()
-    to_prox_BT = _coin_kl(mu_BT, p_BT, ratio.d_BT, sign=-1.0)
-    return to_prox_BT if stat == Stat.binary_kl else to_prox_BT.maximum(_coin_kl(p_BT, mu_BT, ratio.d_BT, sign=1.0))
+        return (ratio.prob_BT - ratio.sampler_prob_BT).abs_()
+    most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
+    p_BT, mu_BT = ratio.prob_BT.clamp(max=most), ratio.sampler_prob_BT.clamp(max=most)
+    to_prox_BT = _coin_kl(mu_BT, p_BT, ratio.d_BT).neg_()
+    return to_prox_BT if stat == Stat.binary_kl else to_prox_BT.maximum(_coin_kl(p_BT, mu_BT, -ratio.d_BT).neg_())
 
 
-def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor, sign: float) -> Tensor:
-    """KL of coins whose heads are p and q, with log p - log q = sign d."""
-    tails_BT = (q_BT - p_BT).div_(1.0 - q_BT).log1p_()
-    return tails_BT.mul_(1.0 - p_BT).addcmul_(p_BT, d_BT, value=sign)
+def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor) -> Tensor:
+    """Minus KL of coins whose heads are p and q, with d = log q - log p."""
+    tails_BT = (p_BT - q_BT).div_(1.0 - p_BT).log1p_()
+    return tails_BT.lerp_(d_BT, p_BT)
 
 
 def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:

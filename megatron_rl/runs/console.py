@@ -125,14 +125,14 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
 
 
-def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
+def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None, sooner: bool = False) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
         if name in metrics and name not in LIVE_ONLY:
             value = format(metrics[name], form)
             parts.append(f"{value} s" if label == "s" else f"{label} {value}{staleness(name, metrics)}")
     if eta_s is not None:
-        parts.append(f"left {duration(eta_s)}")
+        parts.append(f"left {'at most ' * sooner}{duration(eta_s)}")
     return "  ".join(parts)
 
 
@@ -156,6 +156,8 @@ def sparkline(values: list[float]) -> str:
 
 
 class PlainDisplay:
+    sooner = False  # whether run.stop may end the run before its last step
+
     def __init__(self, n_steps: int, stream: TextIO) -> None:
         self._n_steps, self._stream = n_steps, stream
 
@@ -163,7 +165,7 @@ class PlainDisplay:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
-        print(step_line(step, self._n_steps, metrics, eta_s), file=self._stream, flush=True)
+        print(step_line(step, self._n_steps, metrics, eta_s, self.sooner), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -174,6 +176,8 @@ class PlainDisplay:
 
 class LiveDisplay:
     """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
+
+    sooner = False
 
     def __init__(self, title: str, n_steps: int, console: Console, logs: Path | None = None) -> None:
         self._title, self._n_steps, self._logs = title, n_steps, logs
@@ -211,7 +215,7 @@ class LiveDisplay:
             head.append(f"   step {self._step}/{self._n_steps}", style="not bold")
         if self._eta_s is not None:
             left = max(0.0, self._eta_s - (time.monotonic() - self._eta_at))
-            head.append(f"   {duration(left)} left", style="not bold dim")
+            head.append(f"   {'at most ' * self.sooner}{duration(left)} left", style="not bold dim")
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         table.add_column(style="dim")
         table.add_column(justify="right")

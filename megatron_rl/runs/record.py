@@ -74,6 +74,7 @@ class Recorder:
         if_exists: IfExists = IfExists.refuse,
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
+        sooner: bool = False,
     ) -> None:
         mode, moved, self.run = resolve_mode(config.wandb), "", RunDir(run_dir)
         if not claimed_for_this_process(run_dir):  # else by a launcher
@@ -94,6 +95,7 @@ class Recorder:
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps, logs=self.run.logs)
+        self._display.sooner = sooner
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
@@ -132,7 +134,7 @@ class Recorder:
         eta_s = self._estimate_left(step, line["time/step"])
         self._last_step = step
         self._display.step(step, line, eta_s)
-        self._write_text(step_line(step, self._n_steps, line, eta_s))
+        self._write_text(step_line(step, self._n_steps, line, eta_s, self._display.sooner))
         news = self.alarms.after(line)
         for one in news:
             self.note(f"alarm    {one}")

@@ -48,6 +48,8 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(pa.int32())),  # of a session: the turn that each token was sampled in, -1: in none
         ("kinds", pa.list_(pa.int8())),  # of a session: text, thinking or a tool call, by their places in types.KINDS
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
+        ("experts", pa.binary()),  # with log.record_experts: of each token read, layer by layer, one byte each or two
+        ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
         ("row", pa.int32()),  # which branch of its session
         ("session", pa.string()),  # what it has come to, and its messages, as JSON
         ("prox_logprobs", pa.list_(pa.float32())),
@@ -59,6 +61,7 @@ SCHEMA = pa.schema(
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
 _OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit")  # where there is any
+_OF_EXPERTS = ("experts", "experts_shape")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
@@ -73,6 +76,7 @@ class Columns(TypedDict, total=False):
     weights_BT: torch.Tensor | None
     mask_BT: torch.Tensor | None
     advantages_B: torch.Tensor | None
+    experts: bool  # whether to write those that the engine has told
     truths: Sequence[Any]  # the data set's own solutions
     pieces: Mapping[int, Sequence[str]]  # text of each token, by the place of the answer
 
@@ -106,12 +110,26 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
+        **(_experts(rollouts) if columns.get("experts") else dict.fromkeys(_OF_EXPERTS, [None] * len(scored))),
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
         "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
     return pa.table(table, schema=SCHEMA)
+
+
+def _experts(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    told = [rollout.experts_SLK for rollout in rollouts]
+    values = [None if one is None else one.tobytes() for one in told]
+    return dict(zip(_OF_EXPERTS, (values, [None if one is None else one.shape for one in told]), strict=True))
+
+
+def _experts_of(row: Mapping[str, Any]) -> np.ndarray | None:
+    values, shape = (row.get(name) for name in _OF_EXPERTS)  # not in the files of old runs
+    if values is None or shape is None:
+        return None
+    return np.frombuffer(values, np.uint8 if len(values) == np.prod(shape) else np.int16).reshape(shape)
 
 
 def _session_text(session: Session) -> str:
@@ -172,6 +190,7 @@ def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
         **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
         format=row.get("format") or "",  # not in the files of old runs
         row=row.get("row") or 0,
+        experts_SLK=_experts_of(row),
         session=session_of(row.get("session")),
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.checkpoints import Checkpoint
+from megatron_rl.checkpoint.checkpoints import Checkpoint, steps
 from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
@@ -89,8 +89,8 @@ class RunDir:
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 
-def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> None:
-    """Raises where `open_run` would. Touches nothing: for early checks and dry runs."""
+def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> str:
+    """Raises where `open_run` would; says what that makes of an old directory. Touches nothing: for early checks."""
     try:
         above = next((folder for folder in path.parents if folder.exists()), path)
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
@@ -101,10 +101,18 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
             _check_free(path, if_exists)
             if if_exists is IfExists.resume and resolved_yaml and RunDir(path).config.is_file():
                 refuse_changes(RunDir(path).config, resolved_yaml)
+        return _makes_of(path, if_exists) if _used(path) else ""
     except FileNotFoundError:
-        return  # another start has just moved it aside
+        return ""  # another start has just moved it aside
     except OSError as error:
         raise _unusable(path, error.strerror) from None
+
+
+def _makes_of(path: Path, if_exists: IfExists) -> str:
+    if if_exists is IfExists.resume and (found := steps(RunDir(path).checkpoints)):
+        return f"{path} is there: a start goes on after step {max(found)}, its newest checkpoint, if that is whole"
+    because = {IfExists.refuse: ", as it ended before its first step", IfExists.resume: ", as no checkpoint is in it"}
+    return f"{path} is there: a start moves it to {archive_name(path)} and begins anew{because.get(if_exists, '')}"
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_counting, write_reasoning, write_toy
+from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir
@@ -31,12 +32,21 @@ def _task(name: str, about: str, write: Callable[[Path], dict[str, int]], recipe
 
 
 TOY = "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters"
+
+
+def write_experts(folder: Path) -> dict[str, int]:
+    """The counting task, and a model of a mixture's family."""
+    return write_counting(folder, read_card("Qwen3-30B-A3B"))
+
+
 COUNTING = "counting on in steps, 32 tokens an answer: every one of eight sums has to be right"
+EXPERTS = "the counting task, for a Qwen3 of four experts in each layer, of which a token goes to two"
 REASONING = "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters"
 TOOLS = "products of numbers of three digits, a calculator to call, a Qwen3 of under a million parameters"
 TASKS = {
     "toy": _task("toy", TOY, write_toy, "quickstart"),
     "counting": _task("counting", COUNTING, write_counting, "counting"),
+    "experts": _task("experts", EXPERTS, write_experts, "experts"),
     "reasoning": _task("reasoning", REASONING, write_reasoning, "reasoning"),
     "tools": _task("tools", TOOLS, write_tools, "tools"),
 }

@@ -65,7 +65,7 @@ def test_keys_choose_where_two_columns_fit(tmp_path: Path, tokenizer: FolderToke
     assert [one.answer for one in loaded(tokenizer, path).prompts] == ["2"]
     assert [one.answer for one in loaded(tokenizer, path, answer_key="label").prompts] == ["3"]
     assert [one.text for one in loaded(tokenizer, path, prompt_key="question").prompts] == ["4"]
-    with pytest.raises(ConfigError, match=r"data\.answer_key: 'truth' is not in row 0 of .*it has prompt, answer"):
+    with pytest.raises(ConfigError, match=r"data\.answer_key: 'truth' is not in line 1 of .*it has prompt, answer"):
         loaded(tokenizer, path, answer_key="truth")
 
 
@@ -161,7 +161,7 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
     assert list(found.prompts[120:125]) == list(whole.prompts[120:125])
     drawn = (PromptOrder(one, seed=1, shuffle=True).take(300) for one in (whole, found))
     assert next(drawn) == next(drawn)
-    with pytest.raises(ConfigError, match=r"1 prompts of .* are longer"):
+    with pytest.raises(ConfigError, match=r"1 of \d+ prompts of .* are longer"):
         loaded(tokenizer, path)
     joined = loaded(tokenizer, {path: 1.0, written(tmp_path / "more.jsonl", rows[:3]): 1.0}, long_prompts="drop")
     assert joined.prompts[19_999].text == "0+1=" and len(joined) == 20_002
@@ -173,7 +173,7 @@ def test_what_a_template_adds_counts_in_a_large_data_set(
     monkeypatch.setattr(datasets, "AT_ONCE", 1)
     path = written(tmp_path / "rows.jsonl", [{"prompt": "1" * digits, "answer": "1"} for digits in (3, 40, 39)])
     assert loaded(tokenizer, path, template={}, long_prompts="drop").too_long == 1
-    with pytest.raises(ConfigError, match=r"1 prompts of .* are longer"):
+    with pytest.raises(ConfigError, match=r"1 of \d+ prompts of .* are longer"):
         loaded(tokenizer, path, template={})
 
 
@@ -202,6 +202,15 @@ def test_pieces_of_any_size_are_read(tmp_path: Path) -> None:
             found[20_000]
 
 
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    """Of its own file, in a folder of several; an empty line counts."""
+    good = '{"prompt": "1+1=", "answer": "2"}\n'
+    (tmp_path / "train-00000-of-00002.jsonl").write_text(good * 3)
+    (tmp_path / "train-00001-of-00002.jsonl").write_text(good + "\n" + '{"prompt": "1+2="}\n')
+    said = refusal(load_dataset, "train", DataSection(train=str(tmp_path)), tokenizer, 8, needs_answer=True)
+    assert f"'answer' is not in line 3 of {tmp_path}/train-00001-of-00002.jsonl" in said
+
+
 def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 37 + "+1=", "answer": "2"}]
     path = written(tmp_path / "rows.jsonl", rows)
@@ -214,9 +223,9 @@ def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTo
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("rows.jsonl", '{"sum": "1+1="}\n', ["data.prompt_key", "row 0", "has sum, none of which"]),
-        ("rows.jsonl", '{"prompt": 7}\n', ["data.prompt_key", "row 0", "int"]),
-        ("rows.jsonl", '{"prompt": ""}\n', ["data.train", "row 0", "empty"]),
+        ("rows.jsonl", '{"sum": "1+1="}\n', ["data.prompt_key", "line 1", "has sum, none of which"]),
+        ("rows.jsonl", '{"prompt": 7}\n', ["data.prompt_key", "line 1", "int"]),
+        ("rows.jsonl", '{"prompt": ""}\n', ["data.train", "line 1", "empty"]),
         ("rows.jsonl", "", ["leaves no prompts"]),
         ("rows.csv", "prompt\n", [".parquet, .jsonl, .arrow are read"]),
     ],

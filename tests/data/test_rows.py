@@ -53,16 +53,17 @@ def refused(path: Path) -> str:
 )
 def test_broken_lines(tmp_path: Path, line: bytes, word: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(GOOD + line + b"\n" + GOOD)
-    assert f"line 2 {'holds ' if word.startswith('str') else 'is '}" in refused(tmp_path / "rows.jsonl")
-    assert word in refused(tmp_path / "rows.jsonl")
+    said = refused(path := tmp_path / "rows.jsonl")
+    assert f"line 2 of {path} {'holds ' if word.startswith('str') else 'is '}" in said
+    assert word in said
 
 
 @pytest.mark.fault("a data set is saved as UTF-16, or as a folder", "a sentence")
 def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(GOOD.decode() * 2, encoding="utf-16")
-    assert "line 1 is not UTF-8" in refused(tmp_path / "rows.jsonl")
+    assert "rows.jsonl is not UTF-8" in refused(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text(GOOD.decode() * 2, encoding="utf-16-le")
-    assert "line 1 is not" in refused(tmp_path / "rows.jsonl")
+    assert f"line 1 of {tmp_path / 'rows.jsonl'} is not" in refused(tmp_path / "rows.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     refused(tmp_path / "folder.jsonl")
 
@@ -114,14 +115,14 @@ def load(path: Path, rows: list[dict], tokenizer: FolderTokenizer, **keys: str) 
 @pytest.mark.parametrize(("answer", "kind"), [(None, "null"), (["2"], "list"), ({"a": 2}, "dict"), (True, "bool")])
 def test_answers_that_are_no_text(tmp_path: Path, tokenizer: FolderTokenizer, answer: object, kind: str) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": answer}]
-    with pytest.raises(ConfigError, match=rf"data\.answer_key: 'answer' of row 1 of .*rows.jsonl is {kind}"):
+    with pytest.raises(ConfigError, match=rf"data\.answer_key: 'answer' of line 2 of .*rows.jsonl is {kind}"):
         load(tmp_path / "rows.jsonl", rows, tokenizer)
 
 
 @pytest.mark.fault("prompts are lists of text, empty lists, messages without a role", "the row is named")
 @pytest.mark.parametrize("prompt", [["1+1="], [], [[]], [{"content": "x"}], [{"role": 1, "content": "x"}], [None]])
 def test_lists_that_are_no_messages(tmp_path: Path, tokenizer: FolderTokenizer, prompt: list) -> None:
-    with pytest.raises(ConfigError, match=r"data\.prompt_key: 'prompt' of row 1 of .* not one of messages"):
+    with pytest.raises(ConfigError, match=r"data\.prompt_key: 'prompt' of line 2 of .* not one of messages"):
         load(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": 2}, {"prompt": prompt, "answer": 2}], tokenizer)
 
 
@@ -149,5 +150,5 @@ def test_keys_reach_into_columns(tmp_path: Path, tokenizer: FolderTokenizer) -> 
 def test_a_miss_names_what_is_there(tmp_path: Path, tokenizer: FolderTokenizer, name: str, there: str) -> None:
     row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}}
     said = refusal(load, tmp_path / "rows.jsonl", [row], tokenizer, answer_key=name)
-    assert said.startswith(f"data.answer_key: {name!r} is not in row 0 of ")
+    assert said.startswith(f"data.answer_key: {name!r} is not in line 1 of ")
     assert there in said

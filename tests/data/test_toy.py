@@ -8,9 +8,19 @@ import pytest
 
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.data.toy import COUNTING, SLIPS, ToyTask, write_counting, write_reasoning, write_toy
+from megatron_rl.data.toy import (
+    COUNTING,
+    SLIPS,
+    ToyShape,
+    ToyTask,
+    hf_config,
+    write_counting,
+    write_reasoning,
+    write_toy,
+)  # fmt: skip
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
+from megatron_rl.models.shape import FAMILIES
 from megatron_rl.rewards.reasoning_gym import reward
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
@@ -105,6 +115,18 @@ def test_the_toy_is_split_without_overlap(toy: Path) -> None:
     for row in train + test:
         a, b = row["prompt"].rstrip("=").split("+")
         assert int(a) + int(b) == int(row["answer"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_own_class_of_a_family_reads_as_we_do(tmp_path: Path, family: str) -> None:
+    """AutoTokenizer takes the class of model_type, which may make its own splits."""
+    from transformers import AutoTokenizer
+
+    write_toy(tmp_path, like={**hf_config(ToyShape()), "model_type": family})
+    ours, theirs = FolderTokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in ("12+34=46", "100-7*3 = 79", "   1 2", "0123456789+-*= "):
+        assert theirs.encode(text) == (ids := ours.encode(text))
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode([ids])[0] == text
 
 
 def test_characters_survive_the_tokenizer(toy: Path) -> None:

@@ -24,7 +24,7 @@ from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from pretended_device import on_device
 from replicas_worker import replicas
-from routing_worker import routed
+from routing_worker import faulty, routed, routed_forward
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
@@ -409,7 +409,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
-        gains, again, routed, heads, head_memory, looked_at, unseen,
+        gains, again, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
     )
 }  # fmt: skip
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from learner_cases import make_batch, make_targets
 
+from megatron_rl.config.schema import Router
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.router_replay import ReplayError, RouterReplay, check
 from megatron_rl.types import NO_EXPERT, Batch
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
@@ -27,6 +31,98 @@ def routed_batch(silent: int | None = None) -> Batch:
         chosen_BSLK[silent] = NO_EXPERT
         chosen_BSLK[silent, :2] = 0
     return replace(batch, experts_BSLK=chosen_BSLK)
+
+
+def _wrong_layer(replay: RouterReplay) -> None:
+    for router in replay._routers:
+        router._layer ^= 1
+
+
+def _first_pack_alone(replay: RouterReplay) -> None:
+    seen: list[int] = []
+    for router in replay._routers:
+        router._pack = lambda find=router._pack: _without(*find(), seen)  # type: ignore[method-assign]
+
+
+def _without(pack: Pack, first_time: bool, seen: list[int]) -> tuple[Pack, bool]:
+    seen.append(id(pack))
+    return (pack if seen[0] == id(pack) else replace(pack, experts_SLK=None)), first_time
+
+
+def _own_when_recomputed(replay: RouterReplay) -> None:
+    for router in replay._routers:
+        router.get_replay_topk = partial(_told_at_first, replay, router.get_replay_topk)  # type: ignore[method-assign]
+
+
+def _told_at_first(
+    replay: RouterReplay, told: Any, scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: Any
+) -> Any:
+    if replay.trains and torch.is_grad_enabled():
+        return choose(scores, topk, num_groups=groups, group_topk=group_topk)
+    return told(scores, topk, groups, group_topk, choose)
+
+
+def _half_of_the_layers(replay: RouterReplay) -> None:
+    def own(scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: Any) -> Any:
+        return choose(scores, topk, num_groups=groups, group_topk=group_topk)
+
+    for router in replay._routers[::2]:
+        router.get_replay_topk = own  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "none": lambda replay: None,
+    "wrong_layer": _wrong_layer,
+    "wrong_token": lambda replay: None,
+    "cache_hit": lambda replay: None,
+    "first_pack": _first_pack_alone,
+    "recompute": _own_when_recomputed,
+    "layers": _half_of_the_layers,
+}
+
+
+def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """What a run says of a step whose choices were the learner's own a moment ago, and then came to harm."""
+    batch = make_batch()
+    blank = torch.full((*batch.tokens_BS.shape, LAYERS, CHOSEN), NO_EXPERT, dtype=torch.int8)
+    lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
+    before_BT, batch = learner.logprobs_and_experts(replace(batch, experts_BSLK=blank))
+    chosen_BSLK = batch.experts_BSLK
+    assert chosen_BSLK is not None
+    if job["fault"] == "wrong_token":
+        chosen_BSLK = chosen_BSLK.roll(1, 1)
+        chosen_BSLK[torch.arange(chosen_BSLK.shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
+    elif job["fault"] == "cache_hit":
+        chosen_BSLK[1:, :4] = NO_EXPERT
+    batch = replace(batch, experts_BSLK=chosen_BSLK)
+    learner.take_replayed()
+    assert learner._replay is not None
+    FAULTS[job["fault"]](learner._replay)
+    try:
+        learner.update(make_targets(batch, before_BT))
+        return dict(check(learner.take_replayed(), Router.replay))
+    except ReplayError as error:
+        return {"refused": str(error)}
+
+
+def routed_forward(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a pass, taken by later ones; with `chosen`, the same ones as if the sampler had told them."""
+    batch = make_batch()
+    if chosen := job.get("chosen"):
+        batch = replace(batch, experts_BSLK=torch.tensor(chosen, dtype=torch.int16))
+        before_BT = learner.logprobs(batch)
+    else:
+        before_BT, batch = learner.logprobs_and_experts(batch)
+    targets = make_targets(batch, before_BT)
+    again_BT = learner.logprobs(batch)
+    learner.take_replayed()
+    steps = [learner.update(targets) for _ in range(4)]
+    trained = learner.take_replayed()
+    found = {"logprobs": before_BT, "again": again_BT, "after": learner.logprobs(batch)}
+    found["own"] = learner.logprobs(replace(batch, experts_BSLK=None))
+    assert batch.experts_BSLK is not None
+    told = {"trained": trained, "steps": steps, "chosen": batch.experts_BSLK.tolist()}
+    return {name: values_BT.tolist() for name, values_BT in found.items()} | told
 
 
 def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,11 @@ from routing_worker import routed_batch
 pytestmark = pytest.mark.ranks
 PACKS = {"tokens_per_microbatch": 80}
 LAYOUTS = {**cases.EXPERT_LAYOUTS, "vp2": cases.LAYOUTS["vp2"]}
+FORWARD = {"router": "replay_forward"}
+KEPT = ("tp2_sp", "tp2_ep2", "pp2", "dp2")
+HOT = 1e-2  # routers choose otherwise after an update
+WRONG = {"wrong_layer": "elsewhere", "wrong_token": "elsewhere", "recompute": "not computed again"}
+LOST = ("cache_hit", "first_pack", "layers")
 UNCLIPPED = {"clip_grad": 1e9}
 SILENT = 2  # the row whose experts nobody tells
 
@@ -50,10 +55,28 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         _job("recompute", cases.QWEN3_MOE, {**PACKS, **recompute}, **folder),
         _job("silent", cases.QWEN3_MOE, {}, silent=SILENT, **folder),
     ]
+    one += [
+        _job(f"fault_{fault}", cases.QWEN3_MOE, {**PACKS, **recompute}, kind="faulty", fault=fault, **folder)
+        for fault in ("none", *WRONG, *LOST)
+    ]
+    forward = {"kind": "routed_forward", "lr": HOT, **folder}
+    one.append(_job("forward", cases.QWEN3_MOE, PACKS | FORWARD, **forward))
     two = [_job(name, cases.QWEN3_MOE, {**PACKS, **layout}, **folder) for name, layout in LAYOUTS.items()]
     again = {**PACKS, **cases.LAYOUTS["vp2"], "megatron": {**cases.CHUNKS, **cases.RECOMPUTE}}
     two.append(_job("vp2_recompute", cases.QWEN3_MOE, again, **folder))
+    kept = {name: LAYOUTS[name] for name in KEPT} | {"vp2_recompute": again}
+    two += [
+        _job(f"forward_{name}", cases.QWEN3_MOE, PACKS | layout | FORWARD, **forward) for name, layout in kept.items()
+    ]
     return cases.run(tmp_path_factory, one, two)
+
+
+@pytest.fixture(scope="module")
+def told(found: dict[str, Any], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The choices of the learner's own pass, as if the sampler had told them."""
+    given = {"chosen": found["forward"]["chosen"], "folder": str(folders["qwen3_moe"]), "lr": HOT}
+    job = {**_job("told", cases.QWEN3_MOE, PACKS, **given), "kind": "routed_forward"}
+    return cases.run_ranks(1, [job], tmp_path_factory.mktemp("told"))["told"]
 
 
 def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -131,3 +154,42 @@ def test_what_nobody_tells_is_chosen_by_the_learner_and_counted(found: dict[str,
     logprobs, own = cases.matrix(silent), cases.matrix(silent, "own")
     torch.testing.assert_close(logprobs[SILENT], own[SILENT], rtol=0, atol=1e-6)
     torch.testing.assert_close(logprobs[rows], cases.matrix(one)[rows], rtol=0, atol=1e-6)
+
+
+def test_updates_go_where_the_pass_before_them_went(found: dict[str, Any], told: dict[str, Any]) -> None:
+    forward = found["forward"]
+    torch.testing.assert_close(cases.matrix(forward), cases.matrix(found["one"], "own"), rtol=0, atol=3e-5)
+    torch.testing.assert_close(cases.matrix(forward, "again"), cases.matrix(forward), rtol=0, atol=1e-6)
+    assert forward["trained"]["router/replayed"] == 1.0
+    assert forward["trained"]["router/flips"] > 0.01, "its routers have gone elsewhere since"
+    torch.testing.assert_close(cases.matrix(forward, "after"), cases.matrix(told, "after"), rtol=0, atol=1e-6)
+    assert forward["steps"] == told["steps"]
+    assert (cases.matrix(forward, "after") - cases.matrix(forward, "own")).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", [*KEPT, "vp2_recompute"])
+def test_every_layout_keeps_the_choices_of_its_pass(case: str, found: dict[str, Any]) -> None:
+    here, one = found[f"forward_{case}"], found["forward"]
+    chosen, wanted = torch.tensor(here["chosen"]), torch.tensor(one["chosen"])
+    torch.testing.assert_close(cases.matrix(here, "again"), cases.matrix(here), rtol=0, atol=3e-5)
+    assert (chosen != wanted).float().mean() < 1e-3  # a tie that rounds otherwise
+    assert here["trained"]["router/replayed"] == 1.0
+    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3)
+
+
+def test_a_right_step_says_so(found: dict[str, Any]) -> None:
+    step = found["fault_none"]
+    assert step["router/replayed"] == 1.0
+    assert step["router/flips"] < 0.01
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_run_is_refused_whose_choices_are_wrong(fault: str, found: dict[str, Any]) -> None:
+    assert WRONG[fault] in found[f"fault_{fault}"]["refused"]
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_a_run_says_which_choices_are_lost(fault: str, found: dict[str, Any]) -> None:
+    """The alarm `replay_lost` stands below 1."""
+    step = found[f"fault_{fault}"]
+    assert 0 < step["router/replayed"] < 1

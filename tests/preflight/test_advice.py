@@ -106,11 +106,12 @@ def test_a_disk_that_is_short(place: Path, command: Command, monkeypatch: pytest
 
 
 def test_what_a_large_run_writes() -> None:
-    shape = ModelShape.from_hf(read_card("Qwen3-8B"))
+    card = read_card("Qwen3-8B")
+    shape = ModelShape.from_hf(card)
 
     def writes(checkpoint: dict, log: dict) -> advice.Writes:
         config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
-        return advice.writes(shape, config.learner, config.run, config.rollout, config.checkpoint, config.log)
+        return advice.writes(shape, card, config.learner, config.run, config.rollout, config.checkpoint, config.log)
 
     found = writes({"keep_every": 250}, {"export": True})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
@@ -118,6 +119,10 @@ def test_what_a_large_run_writes() -> None:
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
     assert writes({"minutes": 0}, {"record_every": 0}).total < 5e6
+    card = read_card("Qwen3-30B-A3B")
+    shape = ModelShape.from_hf(card)
+    with_experts = writes({}, {"record_experts": True}).rollouts - writes({}, {}).rollouts
+    assert with_experts == 100 * 64 * 8 * (512 + 512) * 48 * 8
 
 
 def test_a_clip_of_another_loss(place: Path, command: Command) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -189,6 +190,28 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(t
     assert (metrics["rollout/staleness_max"], metrics["rollout/spanning_fraction"]) == (2, pytest.approx(1 / 3))
     ages = {one.label: one.tokens for one in recorded_breakdowns(path, policy_version=5) if one.by == "staleness"}
     assert ages == {"1": n - n // 2, "2": int(batch.mask_BT.sum()) - (n - n // 2)}
+
+
+@pytest.mark.parametrize("many", [128, 300])
+def test_the_experts_of_an_answer_round_trip(tmp_path, many):
+    recorder = start(tmp_path / "run")
+    scored, _ = make_scored(3)
+    told = []
+    for place, one in enumerate(scored):
+        read = len(one.rollout.prompt.token_ids) + len(one.rollout.token_ids) - 1
+        experts_SLK = np.random.default_rng(place).integers(many, size=(read, 4, 2))
+        experts_SLK[0, 0] = (0, many - 1)
+        kept = None if place == 1 else experts_SLK.astype(np.uint8 if many < 256 else np.int16)
+        told.append(replace(one, rollout=replace(one.rollout, experts_SLK=kept)))
+    recorder.rollouts(1, told, experts=True)
+    recorder.rollouts(2, told)
+    (_, with_experts), (_, without) = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    batch, wanted = load_recorded(with_experts).batch, collate(told)
+    assert torch.equal(batch.experts_BSLK, wanted.experts_BSLK)
+    assert wanted.experts_BSLK.dtype == (torch.int8 if many == 128 else torch.int16)
+    assert wanted.experts_BSLK.max() == many - 1
+    assert (wanted.experts_BSLK[1] == -1).all()
+    assert load_recorded(without).batch.experts_BSLK is None
 
 
 def test_the_silent_recorder_takes_every_call_of_the_loop(tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_the_sanity_set_is_what_is_solved_now_and_then(tmp_path: Path) -> None:
         ("math", {"text": "1?"}, "row 1 of {path} has text, and no problem or question"),
         ("dapo_math_17k", verl("1?", "5") | {"prompt": [{"content": "a"}] * 2}, "neither text nor one message"),
         ("dapo_math_17k", {"prompt": "1?", "answer": [1, 2]}, "row 1 of {path} has a 'answer' that is list"),
-        ("dapo_math_17k", {"prompt": "1?", "answer": float("nan")}, "line 2 is not JSON (NaN is not a number"),
+        ("dapo_math_17k", {"prompt": "1?", "answer": float("nan")}, "line 2 of {path} is not JSON (NaN is not"),
     ],
 )
 def test_rows_that_are_not_of_the_kind(

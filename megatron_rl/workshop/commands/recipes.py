@@ -99,8 +99,9 @@ def _toy(options: argparse.Namespace) -> int:
 
 def _add_quickstart(commands: Any) -> None:
     quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
-    about = "counting: longer answers; reasoning: a real task; tools: a calculator to call"
-    quickstart.add_argument("--task", choices=("toy", "counting", "reasoning", "tools"), default="toy", help=about)
+    tasks = ("toy", "counting", "experts", "reasoning", "tools")
+    about = "counting: longer answers; experts: a mixture; reasoning: a real task; tools: a calculator to call"
+    quickstart.add_argument("--task", choices=tasks, default="toy", help=about)
     quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
     quickstart.set_defaults(run=_quickstart)
 

@@ -11,12 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction import correct, without_stale
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.types import NO_EXPERT
 from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.reports.run_data import readable
 
@@ -52,7 +55,7 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
     tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
     unread = "".join(f"\nnot readable: {problem}" for problem in problems)
-    told = describe(found) + session_table(recorded) + unread
+    told = describe(found) + session_table(recorded) + expert_table(recorded) + unread
     return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{told}"
 
 
@@ -76,6 +79,20 @@ def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageC
     batch, stale = without_stale(recorded.batch, config, recorded.version)
     correction, _ = correct(recorded.prox_logprobs_BT, batch, config, advantage)
     return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
+
+
+def expert_table(recorded: Sequence[Recorded]) -> str:
+    """Where the sampler has sent the tokens, by layer, of steps that recorded it (log.record_experts)."""
+    told = [one.batch.experts_BSLK.flatten(0, 1) for one in recorded if one.batch.experts_BSLK is not None]
+    if not told:
+        return ""
+    rows = []
+    for layer, chosen_NK in enumerate(torch.cat(told).unbind(1)):
+        chosen = chosen_NK[chosen_NK[:, 0] != NO_EXPERT].flatten().long()
+        if len(chosen):
+            shares = chosen.bincount() / len(chosen)
+            rows.append([str(layer), f"{int((shares > 0).sum())}", f"{int(shares.argmax())}", f"{shares.max():.1%}"])
+    return "\n".join(["\n", *table(("layer", "experts used", "busiest", "its share"), rows)])
 
 
 def describe(replayed: Mapping[str, Mapping[str, float]]) -> str:

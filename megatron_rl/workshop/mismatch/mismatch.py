@@ -9,12 +9,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Router
 from megatron_rl.data.dataset import Source
 from megatron_rl.data.prompts import FolderTokenizer
 from megatron_rl.files import write_whole
@@ -52,10 +53,18 @@ class _Seen:
     walk: Walk
     sequences: int = 0
     itself: Difference = field(default_factory=Difference)  # what the engine sampled, and the same as one prompt
+    moved: list[np.ndarray] = field(default_factory=list)  # recorded tokens that go to other experts now, by layer
 
     def add(self, sampler: Sampler, rollout: Rollout, fresh: bool) -> None:
         prompt = rollout.prompt.token_ids
-        values = sampler.activations([*prompt, *rollout.token_ids])
+        tokens = [*prompt, *rollout.token_ids]
+        values = sampler.activations(tokens)
+        if self.walk.learner.learner.router is Router.replay:
+            now_SLK = routed(sampler, tokens, self.walk.learner.shape.layers)
+            if not fresh and rollout.experts_SLK is not None:
+                was_SLK, is_SLK = (np.sort(one_SLK, axis=2) for one_SLK in (rollout.experts_SLK, now_SLK))
+                self.moved.append((was_SLK != is_SLK[: len(was_SLK)]).any(axis=2))
+            rollout = replace(rollout, experts_SLK=now_SLK)
         self.walk.add(collate([Scored(rollout, reward=0.0)]), values)
         self.sequences += 1
         if fresh:
@@ -84,6 +93,14 @@ def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, n
     write_whole(folder / PAGE, str(drawn))
     steps = [] if wanted.run is None else recorded_steps(RunDir(wanted.run).rollouts)[-1:]
     return "\n".join(_described(result)) + session_table(load_recorded(path) for _, path in steps)
+
+
+def routed(sampler: Sampler, tokens: Sequence[int], layers: int) -> np.ndarray:
+    """The experts that the engine chooses for these tokens as it is now; the last is not read."""
+    (told,) = sampler.routed_experts([tokens])
+    if not told:
+        raise ConfigError("learner.router: replay, but this engine tells no choices of a sequence; use own")
+    return np.frombuffer(told, np.int32).reshape(len(tokens), layers, -1)[:-1].astype(np.int16)
 
 
 def recorded(wanted: Wanted, room: int) -> list[Rollout]:
@@ -120,7 +137,11 @@ def _cut(rollout: Rollout, room: int) -> Rollout:
     prompt = _shortened(rollout.prompt, max(room // 2, room - len(rollout.token_ids)))
     length = min(len(rollout.token_ids), room - len(prompt.token_ids))
     ids, logprobs = rollout.token_ids[:length], rollout.logprobs[:length]
-    return replace(rollout, prompt=prompt, token_ids=ids, logprobs=logprobs, loss_mask=written(length))
+    left_out, experts_SLK = len(rollout.prompt.token_ids) - len(prompt.token_ids), rollout.experts_SLK
+    if experts_SLK is not None:
+        experts_SLK = experts_SLK[left_out:][: len(prompt.token_ids) + length - 1]
+    rollout = replace(rollout, prompt=prompt, token_ids=ids, logprobs=logprobs, experts_SLK=experts_SLK)
+    return replace(rollout, loss_mask=written(length))
 
 
 def _shortened(prompt: Prompt, most: int) -> Prompt:
@@ -142,6 +163,7 @@ def _summary(config: Config, stored: StoredModel, seen: _Seen) -> dict[str, Any]
         "kl": whole,
         "d": {"mean": walk.signed / max(1, walk.tokens), "mean_abs": logprob.mean, "max_abs": logprob.max},
         "engine_itself": {"mean_abs": seen.itself.mean, "max_abs": seen.itself.max} if seen.itself.count else None,
+        "experts": experts_told(seen),
         "points": [
             {
                 "point": str(point),
@@ -155,6 +177,17 @@ def _summary(config: Config, stored: StoredModel, seen: _Seen) -> dict[str, Any]
             for point, found in walk.points.items()
         ],
     }
+
+
+def experts_told(seen: _Seen) -> dict[str, float | None] | None:
+    """Shares of tokens and layers: what the learner's routers would choose otherwise than the engine's, whose choices
+    they took, and what the engine has chosen otherwise when the sequences were recorded; None without replay.
+    """
+    replayed = seen.walk.learner.take_replayed()
+    if not replayed:
+        return None
+    moved = float(np.concatenate(seen.moved).mean()) if seen.moved else None
+    return {"flips": replayed["router/flips"], "moved": moved}
 
 
 def _described(result: Mapping[str, Any]) -> Iterator[str]:
@@ -174,6 +207,9 @@ def _described(result: Mapping[str, Any]) -> Iterator[str]:
         f"{d['mean']:+.2g}, mean |d| {d['mean_abs']:.2g}, largest {d['max_abs']:.2g}, over {result['tokens']} tokens "
         f"of {result['sequences']} sequences"
     )
+    if told := result["experts"]:
+        then = "" if told["moved"] is None else f"; since they were recorded {told['moved']:.2%} have moved"
+        yield f"experts: all are the sampler's; the learner's routers would choose {told['flips']:.2%} otherwise{then}"
     if itself:
         yield (
             f"the sampler itself, token by token and as one prompt: mean |difference| {itself['mean_abs']:.2g}, "

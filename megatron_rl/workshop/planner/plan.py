@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Offload, Sleep, Transport
+from megatron_rl.learner.limits import choices_bytes
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.machine import Machine
@@ -205,6 +206,11 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
         "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),
+        # every rank holds the whole batch, and the first has it from the engines besides
+        "experts told": (ranks + 1)
+        * (case.work.sequences * case.work.longest)
+        * choices_bytes(case.model.shape, case.hf_config)
+        * config.sampler.routed_experts,
         "batches that wait": case.work.waiting_bytes(config.rollout.ahead),
     }
     return {part: nbytes for part, nbytes in found.items() if nbytes}

@@ -17,7 +17,6 @@ from megatron_rl.workshop.planner.suggest import refused, suggestions
 from megatron_rl.workshop.planner.workload import Assumptions
 from megatron_rl.workshop.translation.layout import Accounts
 from megatron_rl.workshop.translation.sources import merged
-from megatron_rl.workshop.translation.table import shared
 
 
 def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
@@ -30,8 +29,8 @@ def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
     if (problem := _problem(case)) is None:
         return
     found = suggestions(case, count=1)
-    no_longer = ["sharded", "halves"] if found else ["sharded"]
-    told.notes = [note for note in told.notes if note not in [shared()["says"][word] for word in no_longer]]
+    no_longer = ("sharded", "halves", "no_multiple") if found else ("sharded",)
+    told.notes = [note for note in told.notes if told.words.get(note) not in no_longer]
     if not found:
         told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
         return
@@ -40,8 +39,8 @@ def fit(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
     changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
     for layer in of_overrides(list(overrides(config, changed))):
         mapping |= merged(mapping, layer.content)
-    learner = mapping["learner"]
-    learner["megatron"] = {key: value for key, value in learner.get("megatron", {}).items() if value is not None}
+    given = mapping["learner"].get("megatron", {})
+    mapping["learner"]["megatron"] = {key: value for key, value in given.items() if value is not None}
     told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
 
 

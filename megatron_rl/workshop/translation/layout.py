@@ -20,12 +20,14 @@ class Accounts:
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
     unknown: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    words: dict[str, str] = field(default_factory=dict)  # of those notes that `shared.yaml` has
     missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
 
     def note(self, sentence: str, **fields: Any) -> None:
         """A sentence of `shared.yaml`, by its word."""
         if (said := shared()["says"][sentence].format(**fields)) not in self.notes:
             self.notes.append(said)
+            self.words[said] = sentence
 
     def lacks(self, what: str, sentence: str) -> None:
         self.missing[what] = shared()["says"][sentence]

@@ -54,7 +54,7 @@ class Row:
         if isinstance(value, str) and value.lower() in ("true", "false") and self.words and value not in self.words:
             value = value.lower() == "true"
         if self.words is not None:
-            return self.words[value]
+            return self.words["else"] if value not in self.words and "else" in self.words else self.words[value]
         return self.instead.get(value, value) if not isinstance(value, list | dict) else value
 
 

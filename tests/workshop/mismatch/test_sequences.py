@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from run_factory import make_scored
 
@@ -40,6 +41,22 @@ def test_prompt_and_answer_fit_the_room(run: Path, room: int) -> None:
         assert tokens + answer == min(room, len(whole.prompt.token_ids) + len(whole.token_ids))
         assert whole.token_ids[:answer] == one.token_ids
         assert whole.prompt.token_ids[-tokens:] == one.prompt.token_ids
+
+
+def test_experts_are_cut_as_their_tokens_are(tmp_path: Path) -> None:
+    scored, _ = make_scored(6, length=9)
+    rows = []
+    for one in scored:
+        tokens = [*one.rollout.prompt.token_ids, *one.rollout.token_ids]
+        experts_SLK = np.array(tokens[:-1], np.uint8)[:, None, None].repeat(2, 1)  # each token's own number
+        rows.append(replace(one, rollout=replace(one.rollout, experts_SLK=experts_SLK)))
+    (tmp_path / "rollouts").mkdir()
+    write_rollouts(tmp_path / "rollouts" / "step_1.parquet", rows, experts=True)
+    for room in (4, 7, 64):
+        for one in recorded(Wanted(6, room, run=tmp_path), room):
+            assert one.experts_SLK is not None
+            kept = [*one.prompt.token_ids, *one.token_ids][:-1]
+            assert one.experts_SLK[:, 0, 0].tolist() == [token % 256 for token in kept]
 
 
 def test_without_a_run_or_with_a_file_there_are_prompts(run: Path, tmp_path: Path) -> None:

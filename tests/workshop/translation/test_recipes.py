@@ -217,6 +217,30 @@ def test_a_recipe_made_small(project: str, tmp_path: Path) -> None:
     assert "recompute_granularity" not in config.learner.megatron
 
 
+@pytest.mark.parametrize(("entry", "ahead"), [("main_async", True), ("main_base", False)])
+def test_skyrls_entry_point_says_whether_the_sampler_is_ahead(entry: str, ahead: bool, tmp_path: Path) -> None:
+    source = written("skyrl", tmp_path)
+    tis = "trainer.algorithm.off_policy_correction.tis_ratio_type=token trainer.placement.colocate_all=false"
+    script = SKYRL.replace("skyrl.train.entrypoints.main_base", f"examples.train.async.{entry}").replace(
+        "=cispo", "=regular"
+    )
+    source.write_text(script.replace("trainer.train_batch", f"{tis} trainer.train_batch"))
+    assert recipe("skyrl", source, {}).mapping["rollout"].get("ahead") == (1 if ahead else None)
+
+
+def test_a_layout_that_was_fitted_is_not_said_to_fit_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.workshop.translation.fit.suggestions", lambda case, count: [case])
+    source = written("skyrl", tmp_path)
+    sizes = "trainer.strategy=megatron trainer.policy.megatron_config.tensor_model_parallel_size=3 trainer.train_batch"
+    script = (
+        SKYRL.replace("=$NUM_GPUS", "=8").replace("Qwen2.5-1.5B", "Qwen3-0.6B").replace("trainer.train_batch", sizes)
+    )
+    source.write_text(script)
+    notes = " ".join(recipe("skyrl", source, {}).accounts.notes)
+    assert "sizes of learner and sampler are the first that" in notes
+    assert "no multiple" not in notes
+
+
 def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     text = recipe("verl", written("verl", tmp_path), {}).text("verl: run.sh")
     assert "# no counterpart: algorithm.use_kl_in_reward: true: a KL in the reward is not built" in text
