@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, LossConfig, SyncSection
+from megatron_rl.config.schema import Config, EvalSection, LossConfig, Router, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.learner import router_replay
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
@@ -125,14 +125,15 @@ def test_experts_are_gathered_and_those_of_a_silent_engine_are_marked() -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"router/replayed": 0.0, "router/flips": 0.0}, "has gone to an expert that the sampler has told"),
+        ({"router/replayed": 0.0, "router/flips": 0.0}, "has gone to an expert that was told"),
         ({"router/replayed": 1.0, "router/flips": 0.6}, "would have sent 60% of the tokens elsewhere"),
     ],
 )
 def test_a_replay_that_is_none_ends_the_run(found: dict[str, float], said: str) -> None:
     with pytest.raises(router_replay.ReplayError, match=said):
-        router_replay.check(found)
-    assert router_replay.check({"router/replayed": 0.9, "router/flips": 0.1}) and router_replay.check({}) == {}
+        router_replay.check(found, Router.replay)
+    assert router_replay.check({"router/replayed": 0.9, "router/flips": 0.1}, Router.replay)
+    assert router_replay.check({}, Router.replay) == {}
 
 
 @pytest.mark.parametrize("preset", ["tis", "bypass"])
