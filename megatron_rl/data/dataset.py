@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,28 +169,28 @@ class Source(Sequence[Prompt]):
 
     def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
         row, layout = split(row, self._layout)
-        where = self._place(index)
+        where = partial(self._place, index)  # found where it is told: a file is read up to there
         prompt = _there("data.prompt_key", row, layout.prompt, where)
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, list):
-            was = f"{layout.prompt!r} of {where} is {type(prompt).__name__}"
+            was = f"{layout.prompt!r} of {where()} is {type(prompt).__name__}"
             raise ConfigError(f"data.prompt_key: {was}, expected text or a list of messages")
         if not prompt or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt):
             raise ConfigError(
-                f"data.prompt_key: {layout.prompt!r} of {where} is a list, but not one of messages such as "
+                f"data.prompt_key: {layout.prompt!r} of {where()} is a list, but not one of messages such as "
                 '{"role": "user", "content": "..."}'
             )
         return prompt
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
         row, layout = split(row, self._layout)
-        where = self._place(index)
+        where = partial(self._place, index)  # found where it is told: a file is read up to there
         answer = _there("data.answer_key", row, layout.answer, where)
         if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes true, Python True
             kind = "null" if answer is None else type(answer).__name__
             raise ConfigError(
-                f"data.answer_key: {layout.answer!r} of {where} is {kind}, expected text or a number; "
+                f"data.answer_key: {layout.answer!r} of {where()} is {kind}, expected text or a number; "
                 "write it as text, or remove the row"
             )
         return str(answer)
@@ -226,12 +227,12 @@ class Source(Sequence[Prompt]):
         return f"prompt in {self._layout.prompt}, answer in {self._layout.answer}: {self._layout.publisher}"
 
 
-def _there(key: str, row: dict[str, Any], column: str, where: str) -> Any:
+def _there(key: str, row: dict[str, Any], column: str, where: Callable[[], str]) -> Any:
     """The value of a column that `key` names, or that its layout does."""
     try:
         return field(row, column)
     except LookupError as error:
-        raise ConfigError(f"{key}: {column!r} is not in {where}: {error}") from None
+        raise ConfigError(f"{key}: {column!r} is not in {where()}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import DataSection, LongPrompts
 from megatron_rl.data import dataset as datasets
 from megatron_rl.data import prompts as loading
 from megatron_rl.data.prompts import Dataset, PromptOrder, load_dataset
-from megatron_rl.data.rows import read_rows
+from megatron_rl.data.rows import JsonLines, read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_toy
 
@@ -209,6 +209,17 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: FolderTokeniz
     (tmp_path / "train-00001-of-00002.jsonl").write_text(good + "\n" + '{"prompt": "1+2="}\n')
     said = refusal(load_dataset, "train", DataSection(train=str(tmp_path)), tokenizer, 8, needs_answer=True)
     assert f"'answer' is not in line 3 of {tmp_path}/train-00001-of-00002.jsonl" in said
+
+
+def test_good_rows_are_not_looked_for(
+    tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line's number is counted from the file's beginning, once for the first row and for what is wrong."""
+    asked: list[int] = []
+    monkeypatch.setattr(JsonLines, "place", lambda self, index: asked.append(index) or "somewhere")
+    train = written(tmp_path / "a.jsonl", [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(50)])
+    assert [one.answer for one in loaded(tokenizer, train).prompts][:2] == [1, 2]
+    assert len(asked) <= 1
 
 
 def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
