@@ -244,7 +244,7 @@ def _experts(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
     chosen_BSLK = torch.full(shape, NO_EXPERT, dtype=kind)
     for place, one in enumerate(rollouts):
         if one.experts_SLK is not None:
-            chosen_BSLK[place, : len(one.experts_SLK)] = torch.from_numpy(one.experts_SLK.astype(np.int16)).to(kind)
+            chosen_BSLK[place, : len(one.experts_SLK)] = torch.from_numpy(one.experts_SLK.astype(np.int16))
     return chosen_BSLK
 
 

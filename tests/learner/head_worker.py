@@ -5,17 +5,15 @@ N response tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from learner_cases import make_batch, make_even_batch, make_targets, with_kept
+from learner_cases import make_batch, make_even_batch, make_targets, most_memory, with_kept
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.learner import costs, head
@@ -125,17 +123,8 @@ def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
 
     logits, gradients = 2 * tokens * columns, 2 * hidden * (tokens + columns)
     with mock.patch.multiple(costs, **limits):
-        most = {
-            name: _most_memory(lambda held=held: both_ways(held)) for name, held in (("held", True), ("not", False))
-        }
+        most = {name: most_memory(lambda held=held: both_ways(held)) for name, held in (("held", True), ("not", False))}
     return {"held": most["held"] / logits, "not": (most["not"] - gradients) / logits}
-
-
-def _most_memory(work: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def looked_at(learner: Learner, job: dict[str, Any]) -> list[int]:

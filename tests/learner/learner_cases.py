@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from preloaded import Process
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.types import Batch, Targets
 
@@ -160,6 +162,14 @@ def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Target
         mask_BT=batch.mask_BT,
         denominator_mask_BT=batch.mask_BT,
     )
+
+
+def most_memory(work: Callable[[], object]) -> int:
+    """Bytes allocated at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: float = 240.0) -> dict[str, Any]:

@@ -70,11 +70,8 @@ def _half_of_the_layers(replay: RouterReplay) -> None:
         router.get_replay_topk = own  # type: ignore[method-assign]
 
 
-FAULTS = {
-    "none": lambda replay: None,
+FAULTS = {  # of the replay; others are of what it is told
     "wrong_layer": _wrong_layer,
-    "wrong_token": lambda replay: None,
-    "cache_hit": lambda replay: None,
     "first_pack": _first_pack_alone,
     "recompute": _own_when_recomputed,
     "layers": _half_of_the_layers,
@@ -83,21 +80,20 @@ FAULTS = {
 
 def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """What a run says of a step whose choices were the learner's own a moment ago, and then came to harm."""
-    batch = make_batch()
-    blank = torch.full((*batch.tokens_BS.shape, LAYERS, CHOSEN), NO_EXPERT, dtype=torch.int8)
-    lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
-    before_BT, batch = learner.logprobs_and_experts(replace(batch, experts_BSLK=blank))
+    before_BT, batch = learner.logprobs_and_experts(make_batch())
     chosen_BSLK = batch.experts_BSLK
     assert chosen_BSLK is not None
     if job["fault"] == "wrong_token":
         chosen_BSLK = chosen_BSLK.roll(1, 1)
+        lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
         chosen_BSLK[torch.arange(chosen_BSLK.shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
     elif job["fault"] == "cache_hit":
         chosen_BSLK[1:, :4] = NO_EXPERT
     batch = replace(batch, experts_BSLK=chosen_BSLK)
     learner.take_replayed()
     assert learner._replay is not None
-    FAULTS[job["fault"]](learner._replay)
+    if job["fault"] in FAULTS:
+        FAULTS[job["fault"]](learner._replay)
     try:
         learner.update(make_targets(batch, before_BT))
         return dict(check(learner.take_replayed(), Router.replay))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
-
 import pytest
 import torch
+from learner_cases import most_memory
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.learner import costs
 from megatron_rl.learner import logprobs as module
@@ -112,17 +109,9 @@ def test_no_more_copies_are_alive_than_the_plan_counts(
     logits = torch.randn(rows, columns).to(dtype).requires_grad_()
     labels, share = torch.zeros(rows, dtype=torch.int64), VocabShare.of(0, 1, columns, columns, None)
     logprobs_N, entropy_N = logprobs_and_entropy(logits, labels, share, temperature)
-    forward = _most_memory(lambda: logprobs_and_entropy(logits, labels, share, temperature))
-    backward = _most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes  # the gradient itself
+    forward = most_memory(lambda: logprobs_and_entropy(logits, labels, share, temperature))
+    backward = most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes  # the gradient itself
     assert 1.5 * chunk < max(forward, backward) < (costs.COPIES + 0.1) * chunk
-
-
-def _most_memory(work: Callable[[], object]) -> int:
-    """Bytes allocated at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def test_bf16_logits_lose_nothing_more() -> None:

@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from corrections import peak_bytes
 
 from megatron_rl.learner import host  # before megatron
 
@@ -55,13 +53,6 @@ def output_layer(hidden: int, columns: int, wide: bool) -> ColumnParallelLinear:
     if wide:
         widen(layer)
     return layer
-
-
-def most_memory(work: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def main() -> None:
@@ -99,7 +90,7 @@ def main() -> None:
         layer.weight.grad = hidden_N1H.grad = None
         seconds = statistics.median(taken[name])
         ratio = statistics.median(a / b for a, b in zip(taken[name], taken["held"], strict=True))
-        most = most_memory(partial(both_ways, held)) - (0 if held else gradients)
+        most = peak_bytes(partial(both_ways, held)) - (0 if held else gradients)
         share = most / (tokens * columns * BF16)
         print(f"{name:<18} {seconds:7.3f} s, {ratio:.3f} of held; memory {share:.3f} of BF16 logits")
 
