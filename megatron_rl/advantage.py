@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Credit, Estimator
 
 if TYPE_CHECKING:
-    from megatron_rl.types import Batch
+    from megatron_rl.batch import Batch
 
 EPSILON = 1e-6
 SPREAD = 1e-6  # rewards closer than this are the same
@@ -84,7 +84,7 @@ def turn_advantages(batch: Batch, advantages_B: Tensor, config: AdvantageConfig,
     A turn's return takes the place of its session's reward. The baseline stays the group's mean of whole sessions,
     which no turn's choice moves, nor that of when to stop.
     """
-    if batch.credit_BT is None or credit == Credit.outcome:
+    if batch.credit_N is None or credit == Credit.outcome:
         return None
     if credit == Credit.environment:
         return batch.credit_BT
@@ -92,7 +92,8 @@ def turn_advantages(batch: Batch, advantages_B: Tensor, config: AdvantageConfig,
     counted_B = torch.isfinite(batch.rewards_B) & batch.mask_BT.any(dim=1)
     stands_B = counted_B & (_first_rows(batch.groups_B, batch.samples_B, counted_B) == torch.arange(len(counted_B)))
     scale_B = _reward_scale(batch.rewards_B, batch.groups_B, stands_B, config)
-    return (advantages_B[:, None] + batch.credit_BT * scale_B[:, None]).masked_fill(~counted_B[:, None], 0.0)
+    credit_BT = batch.matrix(batch.credit_N) * scale_B[:, None]
+    return (advantages_B[:, None] + credit_BT).masked_fill(~counted_B[:, None], 0.0)
 
 
 def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:

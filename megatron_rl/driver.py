@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from megatron_rl.batch import Batch, collate
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.config.evaluation import held_out
@@ -36,7 +37,7 @@ from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler, SamplerStats
 from megatron_rl.survival.stop_request import StopRequest
 from megatron_rl.survival.trouble import patience
-from megatron_rl.types import Batch, Rollout, Scored, collate
+from megatron_rl.types import Rollout, Scored
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
 if TYPE_CHECKING:

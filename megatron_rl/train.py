@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.advantage import turn_advantages
+from megatron_rl.batch import Batch
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
@@ -28,7 +28,6 @@ from megatron_rl.config.schema import (
     Forward,
     KvCache,
     LearnerSection,
-    LossConfig,
     ModelInit,
     ModelSection,
     Precision,
@@ -43,17 +42,16 @@ from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.router_replay import check as check_replay
+from megatron_rl.learner.shares import Shared
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.learner.update_check import UpdateCheck
-from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
-from megatron_rl.rollout_correction import Correction, completed, correct, staleness, without_stale
-from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format, mismatch_in_sessions
+from megatron_rl.rollout_correction import without_stale
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
+from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp, ask_driver
-from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.manifest import UpdateRefused
@@ -130,40 +128,52 @@ def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, 
 
 
 def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -> Standing:
-    """One step's rollouts, and the policy that they make."""
-    recorder, step = driver.recorder, at.step + 1
+    """One step's rollouts, and the policy that they make. The driver alone has its numbers."""
+    recorder, step, plane = driver.recorder, at.step + 1, learner.plane
     with recorder.phase("rollout"):
-        batch, drawn = ask_driver(learner, lambda: driver.collect(step))
-        batch, stale = without_stale(batch, config.correction, at.step)
-        drawn |= stale
+        held, drawn = collect(step, config, driver, learner)
+        batch = plane.share(held)
     with recorder.phase("prox"):
         anchor_BT, batch = anchor_logprobs(learner, batch, config)
         reference_BT = learner.reference_logprobs(batch) if config.loss.needs_reference else None
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
-        correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
+        work = None if batch.whole is None else Step.corrected(config, batch.whole, at.step, anchor_BT)
         ask_driver(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
     with recorder.phase("update"):
-        seed = config.run.seed
-        targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
-        by_turn_BT = turn_advantages(batch, advantages_B, config.advantage, config.environment.credit)
-        targets = replace(targets, advantages_BT=by_turn_BT, staleness_BT=staleness(batch, config.correction, at.step))
+        targets = plane.share_targets(batch, None if work is None else work.targets(reference_BT))
         section = config.learner.update_check
         check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
-        parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
-        updates = combine([learner.update(part) for part in parts])
+        parts = minibatches(batch.groups_B, config.learner.n_minibatches, f"{config.run.seed}/{step}")
+        updates = combine([learner.update(targets, rows) for rows in parts])
         if config.learner.router is not Router.own:
             updates |= check_replay(learner.take_replayed(), config.learner.router)
     with recorder.phase("correction"):
-        correction, saved = settle(correction, learner, batch, config)
-        drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
-        drawn |= mismatch_by_age(correction.source.prox_logprobs_BT, batch, at.step)
-        drawn |= mismatch_in_sessions(correction.source.prox_logprobs_BT, batch)
-    updates |= judge(check, correction, driver, step)
+        own = learner.take_own_pass()
+        work, found = (None, {}) if work is None else work.settled(own)
+    updates |= judge(check, work, driver, step)
+    if work is None:
+        return Standing(step, at.seen, driver.position)
     with recorder.phase("record"):
-        driver.record(step, correction, advantages_B)
-    seen = at.seen.after(batch)
-    return Standing(step, seen, driver.position, line=drawn | correction.metrics | updates | seen.metrics(batch, step))
+        driver.record(step, work.correction, work.advantages_B)
+    seen = at.seen.after(work.batch)
+    return Standing(step, seen, driver.position, line=drawn | found | updates | seen.metrics(work.batch, step))
+
+
+def collect(step: int, config: Config, driver: AnyDriver, learner: Learner) -> tuple[Batch | None, dict[str, float]]:
+    """The step's batch, on the driver."""
+    held: list[Batch] = []
+
+    def ask() -> dict[str, float] | None:
+        if (found := driver.collect(step)) is None:
+            return None
+        batch, drawn = found
+        batch, stale = without_stale(batch, config.correction, step - 1)
+        held.append(batch)
+        return drawn | stale
+
+    drawn = ask_driver(learner, ask)
+    return (held[0] if held else None), drawn
 
 
 def arrive(
@@ -195,7 +205,7 @@ def arrive(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> tuple[torch.Tensor | None, Batch]:
+def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> tuple[torch.Tensor | None, Shared]:
     """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time. With the
     batch as the step goes on with it.
     """
@@ -203,26 +213,17 @@ def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> tuple[tor
         if config.learner.router is Router.replay_forward:
             return learner.logprobs_and_experts(batch)
         return learner.logprobs(batch), batch
-    return None if anchored_to_learner(config.correction, config.rollout) else batch.sampler_logprobs_BT, batch
+    if batch.whole is None or anchored_to_learner(config.correction, config.rollout):
+        return None, batch
+    return batch.whole.sampler_logprobs_BT, batch
 
 
-def settle(
-    correction: Correction, learner: Learner, batch: Batch, config: Config
-) -> tuple[Correction, dict[str, float]]:
-    """The correction as the update has made it, and what the pass that was not made before it would have cost."""
-    own = learner.take_own_pass()
-    if own is None:
-        return correction, {}
-    correction = completed(correction, own.logprobs_BT, batch, config.correction, config.advantage)
-    return correction, {"perf/prox_saved_s": own.seconds}
-
-
-def judge(check: UpdateCheck | None, correction: Correction, driver: AnyDriver, step: int) -> dict[str, float]:
+def judge(check: UpdateCheck | None, work: Step | None, driver: AnyDriver, step: int) -> dict[str, float]:
     """What the step has gained learner and sampler, where that is asked for; a refused one is undone by now."""
     if check is None:
         return {}
     with driver.recorder.phase("update"):
-        found = check.judged(correction)
+        found = check.judged(None if work is None else work.correction)
     if found.get("update/refused"):
         driver.recorder.note(f"update   step {step} is taken back: the sampler would be worse ({found})")
     return found
@@ -232,41 +233,19 @@ def learner_estimate(learner: Learner, driver: AnyDriver, reward: RewardSection)
     """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
     if not reward.learner_estimate:
         return {}
-    everything = learner.broadcast(driver.drawn_batch())
-    prox_BT = learner.logprobs(everything)
-    return learner_reward(everything.rewards_B, prox_BT, everything.sampler_logprobs_BT, everything.mask_BT)
+    shared = learner.plane.share(driver.drawn_batch())
+    prox_BT, drawn = learner.logprobs(shared), shared.whole
+    return {} if drawn is None else learner_reward(drawn.rewards_B, prox_BT, drawn.sampler_logprobs_BT, drawn.mask_BT)
 
 
-def join(
-    batch: Batch,
-    anchor_BT: torch.Tensor | None,
-    reference_BT: torch.Tensor | None,
-    correction: Correction,
-    advantages_B: torch.Tensor,
-    loss: LossConfig,
-    seed: int,
-) -> Targets:
-    """All that the step's updates need. A covariance loss selects among the tokens that are trained on."""
-    return Targets(
-        batch=batch,
-        anchor_logprobs_BT=anchor_BT,
-        ref_logprobs_BT=reference_BT,
-        advantages_B=advantages_B,
-        weights_BT=correction.weights_BT,
-        mask_BT=correction.mask_BT,
-        denominator_mask_BT=correction.denominator_mask_BT,
-        selected_BT=select_by_covariance(anchor_BT, advantages_B, correction.mask_BT, loss, seed),
-    )
-
-
-def minibatches(targets: Targets, count: int, seed: str) -> Iterator[Targets]:
-    """The step's optimizer updates: whole groups, shuffled, in `count` nearly equal parts."""
-    groups = targets.batch.groups_B.unique().tolist()
+def minibatches(groups_B: torch.Tensor, count: int, seed: str) -> Iterator[torch.Tensor]:
+    """The rows of the step's optimizer updates: whole groups, shuffled, in `count` nearly equal parts."""
+    groups = groups_B.unique().tolist()
     count = min(count, len(groups))
     if count > 1:
         random.Random(seed).shuffle(groups)
     for part in range(count):
-        yield targets.rows(torch.isin(targets.batch.groups_B, torch.tensor(groups[part::count])).nonzero().flatten())
+        yield torch.isin(groups_B, torch.tensor(groups[part::count])).nonzero().flatten()
 
 
 def publish(

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import ConfigError
+from megatron_rl.models.layout import Layout
 
 
 class Command:
@@ -125,3 +127,10 @@ APART = (
     "learner.tokens_per_microbatch=24576", "learner.megatron.recompute_granularity=full",
     "learner.megatron.recompute_method=uniform", "learner.megatron.recompute_num_layers=1",
 )  # fmt: skip
+
+
+def lone_rank() -> Any:
+    """What a learner's data plane looks at, of a rank that is the only one."""
+    layout = Layout()
+    about = {"is_driver": True, "world_size": 1, "rank": 0, "layout": layout, "place": layout.place(0)}
+    return SimpleNamespace(**about, broadcast=lambda value: value)

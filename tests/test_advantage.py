@@ -18,8 +18,8 @@ from megatron_rl.advantage import (
     session_advantages,
     turn_advantages,
 )
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Credit, Estimator
-from megatron_rl.types import Batch
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5, 2.5, 2.0, 9.0])
 GROUPS = torch.tensor([5, 5, 2, 5, 2, 2, 2, 8])
@@ -133,8 +133,8 @@ def session_batch(rewards: list[float], rows: list[int], credit: list[list[float
     """One group: `rows` branches of each session, three tokens each."""
     samples = [sample for sample, count in enumerate(rows) for _ in range(count)]
     turns = torch.zeros(len(samples), 3)
-    return Batch(
-        tokens_BS=turns.long(), prompt_lengths_B=torch.ones(len(samples)), response_lengths_B=torch.ones(len(samples)),
+    return Batch.of_matrices(
+        tokens_BS=turns.long(), prompt_lengths_B=turns[:, 0].long(), response_lengths_B=turns[:, 0].long() + 3,
         mask_BT=turns == 0, sampler_logprobs_BT=turns, rewards_B=torch.tensor([rewards[one] for one in samples]),
         groups_B=torch.zeros(len(samples), dtype=torch.int64), versions_B=turns[:, 0], samples_B=torch.tensor(samples),
         credit_BT=None if credit is None else torch.tensor([credit[one] for one in samples]),

@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import lone_rank
 
 from megatron_rl import train
+from megatron_rl.batch import collate
 from megatron_rl.config import load
 from megatron_rl.config.schema import Config, EvalSection, LossConfig, Router, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.learner import router_replay
+from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
 from megatron_rl.runs.progress import Standing, reached
+from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
-from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored, collate
+from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,10 +120,10 @@ def test_experts_are_gathered_and_those_of_a_silent_engine_are_marked() -> None:
     read = len(told.prompt.token_ids) + len(told.token_ids) - 1
     told = replace(told, experts_SLK=np.full((read, 3, 2), 255, np.uint8))
     batch = collate([Scored(told, 1.0), Scored(answer(1), 0.0)])
-    assert batch.experts_BSLK.shape[1:] == (batch.tokens_BS.shape[1], 3, 2)
-    assert (batch.experts_BSLK[0, :read] == 255).all(), "an expert's number, not a mark"
-    assert (batch.experts_BSLK[0, read:] == NO_EXPERT).all() and (batch.experts_BSLK[1] == NO_EXPERT).all()
-    assert batch.rows(torch.tensor([1, 0])).experts_BSLK[1, 0, 0, 0] == 255
+    assert batch.experts_PLK.shape == (len(batch.tokens_P), 3, 2)
+    assert (batch.experts_PLK[:read] == 255).all(), "an expert's number, not a mark"
+    assert (batch.experts_PLK[read:] == NO_EXPERT).all()
+    assert batch.rows(torch.tensor([1, 0])).experts_PLK[-2, 0, 0] == 255
 
 
 @pytest.mark.parametrize(
@@ -165,8 +169,9 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
     learner: Any = SimpleNamespace(
         broadcast=lambda value: value,
         logprobs=lambda _: batch.sampler_logprobs_BT,
-        update=lambda targets: trained.append(targets) or {},
+        update=lambda targets, rows: trained.append(targets.whole.rows(rows)) or {},
         take_own_pass=lambda: None,
+        plane=DataPlane(lone_rank()),
     )
     at = train.advance(train.Standing(step=6), config, driver, learner)
     (targets,) = trained
@@ -193,7 +198,8 @@ def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> Non
     correction = rollout_correction(anchor_BT, mu_BT, batch.mask_BT, CorrectionConfig(reject=[rule]))
     assert correction.mask_BT[:, 0].tolist() == [True, True, True, False]
     advantages_B = torch.tensor([2.0, -1.0, -1.0, -50.0])
-    targets = train.join(batch, anchor_BT, None, correction, advantages_B, LossConfig(name="kl_cov"), seed=2)
-    (update,) = train.minibatches(targets, 4, "1/1")
-    assert update.selected_BT is not None
-    assert update.selected_BT[:, 0].tolist() == [True, False, False, False]
+    config = replace(Config(), loss=LossConfig(name="kl_cov"))
+    targets = Step(config, batch, 1, anchor_BT, correction, advantages_B).targets(None)
+    (rows,) = train.minibatches(batch.groups_B, 4, "1/1")
+    assert rows.tolist() == [0, 1, 2, 3] and targets.selected_BT is not None
+    assert targets.selected_BT[:, 0].tolist() == [True, False, False, False]

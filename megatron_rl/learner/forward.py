@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron_rl.learner.policy import Policy, Sections  # patches the host befo
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
+from megatron_rl.batch import Batch, flat_of
 from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection, Router
 from megatron_rl.learner import limits
@@ -30,14 +30,27 @@ from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
 from megatron_rl.learner.router_replay import RouterReplay, shares
+from megatron_rl.learner.shares import DataPlane, Share, Shared
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.types import NO_EXPERT, Batch
+from megatron_rl.types import NO_EXPERT
 
 MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
+
+
+@dataclass(frozen=True)
+class Work:
+    """A pass over some rows of a batch: which each replica has, and this one's packs, on its device."""
+
+    rows: list[list[int]]
+    packs: list[Pack]
+
+
+def _flat(groups: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    return [[row for rows in share for row in rows] for share in groups]
 
 
 class ForwardPasses(Policy):
@@ -47,6 +60,7 @@ class ForwardPasses(Policy):
         super().__init__(model, sections)
         quantization, sampler = sections.quantization, sections.sampler
         self.rollout = sections.rollout
+        self.plane = DataPlane(self.ranks)
         self._reference: list[Tensor] = []
         self._forward_clock = ForwardClock(self.device)
         self._activations = ActivationStats(self.shape, self.device)
@@ -105,28 +119,33 @@ class ForwardPasses(Policy):
 
     # logprobs: [B, T] float32 at rollout.temperature, 0 beyond a response
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    # on every rank; of a batch that is shared, on the driver, and nothing on the others
+
+    def logprobs(self, batch: Batch | Shared) -> Tensor:
         """Logprob of every response token. What the sampler has to know of the activations is measured."""
         with self._activations.looking(True):
             return self._logprobs(batch)
 
-    def logprobs_and_experts(self, batch: Batch) -> tuple[Tensor, Batch]:
+    def logprobs_and_experts(self, batch: Shared) -> tuple[Tensor, Shared]:
         """Logprobs, and the batch with the experts that this pass has chosen: where the step's other passes go."""
         assert self._replay is not None
-        chosen = limits.experts_per_token(self.model.hf_config)
-        blank = torch.full((*batch.tokens_BS.shape, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int16)
-        packs = self._packs(replace(batch, experts_BSLK=blank), range(len(batch)))
+        groups = self._assigned(batch, range(len(batch)))
+        share = self.plane.read(batch, _flat(groups)).of(sorted(_flat(groups)[self.place.dp]))
+        tokens, chosen = len(share.sequences.tokens_P), limits.experts_per_token(self.model.hf_config)
+        blank_PLK = torch.full((tokens, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int32)  # backends reduce it
+        share = replace(share, sequences=replace(share.sequences, experts_PLK=blank_PLK))
+        work = self._laid_out(share, groups)
         with self._activations.looking(True), self._replay.writing():
-            logprobs_BT = self._logprobs(batch, packs)
-        found_BSLK = unpacked_experts(packs, blank.int())  # which backends can reduce
-        return logprobs_BT, replace(batch, experts_BSLK=self.ranks.most(found_BSLK).to(torch.int16))
+            logprobs_BT = self._logprobs(batch, work)
+        unpacked_experts(work.packs, share.sequences, share.at)
+        return logprobs_BT, self.plane.with_experts(batch, work.rows, share, self.plane.most(blank_PLK).to(torch.int16))
 
-    def logprobs_unseen(self, batch: Batch) -> Tensor:
+    def logprobs_unseen(self, batch: Batch | Shared) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
         with self._cache.looking(False):
             return self._logprobs(batch)
 
-    def expected_logprobs(self, batch: Batch) -> Tensor | None:
+    def expected_logprobs(self, batch: Batch | Shared) -> Tensor | None:
         """Logprobs that a right sampler of this format gives, to a rounding: by layers that are quantized as its own.
 
         Token by token where the learner `mirrors_engine`; else as far from its own as the sampler's are, but elsewhere:
@@ -157,7 +176,7 @@ class ForwardPasses(Policy):
         found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
         return found.add_(expected_BT)
 
-    def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
+    def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch | Shared) -> Tensor:
         present, self._arithmetic = self._arithmetic, arithmetic
         try:
             return self.logprobs_unseen(batch)
@@ -172,12 +191,12 @@ class ForwardPasses(Policy):
         """Remember the present weights as the policy that a KL penalty pulls towards."""
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
-    def reference_logprobs(self, batch: Batch) -> Tensor:
+    def reference_logprobs(self, batch: Batch | Shared) -> Tensor:
         """The reference policy's logprobs: its weights take the policy's place for one forward pass."""
         parameters = [parameter for _, parameter in self.named_parameters()]
         return self._logprobs_with(exchanged(parameters, self._reference), batch)
 
-    def _logprobs_with(self, other_weights: AbstractContextManager[None], batch: Batch) -> Tensor:
+    def _logprobs_with(self, other_weights: AbstractContextManager[None], batch: Batch | Shared) -> Tensor:
         try:
             with other_weights:
                 self.weights_changed()
@@ -185,25 +204,34 @@ class ForwardPasses(Policy):
         finally:
             self.weights_changed()
 
-    def _logprobs(self, batch: Batch, packs: Sequence[Pack] | None = None) -> Tensor:
-        packs = self._packs(batch, range(len(batch))) if packs is None else packs
+    def _logprobs(self, batch: Batch | Shared, work: Work | None = None) -> Tensor:
+        work = self._work(batch, range(len(batch))) if work is None else work
         with torch.no_grad():
-            results = self._run(packs, self._asked(entropy=False), partial(self._collect, batch), forward_only=True)
-        return self._gathered(batch, packs, results)
+            results = self._run(work.packs, self._asked(entropy=False), self._collect, forward_only=True)
+        return self._gathered(batch, work, results)
 
     def _asked(self, entropy: bool = True) -> Asked:
         rollout = self.rollout
         return Asked(self.share, rollout.temperature, entropy, rollout.top_k if entropy else None, rollout.top_p)
 
-    def _collect(self, batch: Batch, mine: Pack, found: Scores) -> Tensor:
-        return mine.matrix(found.logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
+    def _collect(self, mine: Pack, found: Scores) -> Tensor:
+        return mine.matrix(found.logprobs_N).cpu()
 
-    def _gathered(self, batch: Batch, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
-        """Values of all replicas' packs, on every rank: [B, T], 0 where no pack has a token."""
-        values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
-        if self.ranks.reports:
-            for mine, values_bT in zip(packs, values, strict=True):
-                values_BT[list(mine.rows), : mine.horizon] = values_bT.cpu()
+    def _gathered(self, batch: Batch | Shared, work: Work, values: Sequence[Tensor]) -> Tensor:
+        """Values of all replicas' packs: [B, T], 0 where no pack has a token."""
+        lengths = batch.response_lengths_B.tolist()
+        speaks = zip(work.packs, values, strict=True) if self.ranks.reports else ()
+        mine = {
+            row: row_T[: lengths[row]].cpu()
+            for one, values_bT in speaks
+            for row, row_T in zip(one.rows, values_bT, strict=False)  # a pack without rows has one of padding
+        }
+        if isinstance(batch, Shared):
+            found_N = self.plane.collect(batch, work.rows, "logprobs_N", mine, (torch.float32, ()))
+            return torch.zeros(0, 0) if batch.whole is None or found_N is None else batch.whole.matrix(found_N)
+        values_BT = torch.zeros(len(batch), max([1, *lengths]))
+        for row, values_T in mine.items():
+            values_BT[row, : len(values_T)] = values_T
         return self.ranks.sum(values_BT)
 
     # what passes show
@@ -225,8 +253,9 @@ class ForwardPasses(Policy):
         try:
             for first_layer, module in self.numbered_modules:
                 hooks += count_flips(module, first_layer, self.positions_shard, counts_L2)
+            chosen_PLK = flat_of(chosen_BSLK, batch.lengths_B)
             with self._replay.resting() if self._replay is not None else nullcontext():
-                self.logprobs_unseen(replace(batch, experts_BSLK=chosen_BSLK))
+                self.logprobs_unseen(replace(batch, experts_PLK=chosen_PLK))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -250,10 +279,17 @@ class ForwardPasses(Policy):
 
     # packs
 
-    def _packs(self, batch: Batch, rows: Sequence[int]) -> list[Pack]:
-        """This replica's micro-batches, on the device."""
-        lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
-        layout = self.layout
+    def _work(self, batch: Batch | Shared, rows: Sequence[int]) -> Work:
+        """Some rows' micro-batches: this replica's, and which rows all of them have."""
+        groups = self._assigned(batch, rows)
+        return self._laid_out(self.plane.read(batch, _flat(groups)), groups)
+
+    def _packs(self, batch: Batch | Shared, rows: Sequence[int]) -> list[Pack]:
+        return self._work(batch, rows).packs
+
+    def _assigned(self, batch: Batch | Shared, rows: Sequence[int]) -> list[list[list[int]]]:
+        """The batch's rows of each replica, by micro-batch."""
+        lengths, layout = batch.lengths_B.tolist(), self.layout
         shares = assign_rows(
             [lengths[row] for row in rows],
             replicas=layout.dp,
@@ -264,9 +300,12 @@ class ForwardPasses(Policy):
             attention=attention_share(self.model),
             in_step=layout.pp > 1,
         )
+        return [[[rows[index] for index in group] for group in share] for share in shares]
+
+    def _laid_out(self, share: Share, groups: Sequence[Sequence[Sequence[int]]]) -> Work:
         multiple = limits.pack_multiple(self.learner)
-        mine = shares[self.place.dp]
-        return [pack(batch, [rows[index] for index in group], multiple).to(self.device) for group in mine]
+        packs = [pack(share.sequences, share.at(mine), multiple, mine) for mine in groups[self.place.dp]]
+        return Work(_flat(groups), [one.to(self.device) for one in packs])
 
     def _run(
         self, packs: Sequence[Pack], asked: Asked, loss_function: Callable[..., Any], forward_only: bool = False

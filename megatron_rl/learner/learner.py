@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import LossInputs, OwnPass, Targets
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.head import Scores
 from megatron_rl.learner.logprobs import Truncation
@@ -26,12 +27,24 @@ from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
 from megatron_rl.learner.packing import Pack, in_one_copy
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.shares import Share, SharedTargets
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
 from megatron_rl.rollout_correction.weights import step_scale
-from megatron_rl.types import LossInputs, OwnPass, Targets
+
+
+@dataclass(frozen=True)
+class About:
+    """A minibatch, as every rank has to know it."""
+
+    rows: list[int]  # of the batch, with a token that a loss looks at
+    minibatch: Tensor  # all of its rows
+    tokens: int  # that are trained on
+    totals: Totals
+    anchored: bool
+    rate: float  # what the learning rate is multiplied by
 
 
 class Learner(ForwardPasses):
@@ -49,13 +62,10 @@ class Learner(ForwardPasses):
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._own_pass: OwnPass | None = None
 
-    def update(self, targets: Targets) -> dict[str, float]:
-        """One optimizer step on the global minibatch; the same metrics on every rank."""
-        counted_BT, groups_B = targets.denominator_mask_BT.to(self.device), targets.batch.groups_B.to(self.device)
-        totals = count_totals(counted_BT, groups_B, self.rollout.max_response_tokens, targets.weights_BT)
-        seen_BT = seen_tokens(self.loss, targets.mask_BT, targets.denominator_mask_BT)
-        rows = seen_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
-        if not rows:  # no term of the loss looks at any token: weights, momentum and the schedule stay as they are
+    def update(self, targets: Targets | SharedTargets, rows: Tensor | None = None) -> dict[str, float]:
+        """One optimizer step on the global minibatch, or on these rows of it; the same metrics on every rank."""
+        about = self._about(targets, torch.arange(len(targets.batch)) if rows is None else rows)
+        if not about.rows:  # no term of the loss looks at any token: weights, momentum and schedule stay as they are
             return {"loss/total": 0.0, "optim/grad_norm": 0.0, "optim/updates": 0.0}
         if self.offload is not None:
             self.offload.take_back()
@@ -63,21 +73,45 @@ class Learner(ForwardPasses):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._nonfinite.begin()
-        tokens = max(1, int(targets.mask_BT.sum()))
-        packs = self._packs(targets.batch, rows)
-        anchored = targets.anchor_logprobs_BT is not None
+        work = self._work(targets.batch, about.rows)
+        share = self.plane.loss_rows(targets, work.rows)
         self._forward_clock.take()
-        with nullcontext() if anchored else self._activations.looking(True):
-            results = self._run(packs, self._asked(), partial(self._loss, targets, totals, tokens))
-        if not anchored:
-            logprobs_BT = self._gathered(targets.batch, packs, [logprobs_bT for _, logprobs_bT in results])
-            logprobs_BT[~seen_BT.any(dim=1)] = math.nan
+        with nullcontext() if about.anchored else self._activations.looking(True):
+            results = self._run(work.packs, self._asked(), partial(self._loss, share, about))
+        if not about.anchored:
+            logprobs_BT = self._gathered(targets.batch, work, [logprobs_bT for _, logprobs_bT in results])
+            if len(logprobs_BT):
+                unseen_B = torch.ones(len(logprobs_BT), dtype=torch.bool)
+                unseen_B[about.rows] = False
+                logprobs_BT[unseen_B] = math.nan
             self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
         mine: dict[str, float] = {}
         for metrics, _ in results if self.ranks.reports else ():
             for name, value in metrics.items():
                 mine[name] = mine.get(name, 0.0) + float(value)
-        return self._step(targets, self.ranks.add_up(mine))
+        return self._step(about, targets, self.ranks.add_up(mine))
+
+    def _about(self, targets: Targets | SharedTargets, rows: Tensor) -> About:
+        """What every rank has to know of a minibatch; the driver's word where it alone has the rows."""
+        if isinstance(targets, Targets):
+            return self._counted(targets, rows)
+        counted = None if targets.whole is None else vars(self._counted(targets.whole, rows))
+        about = self.ranks.broadcast(counted and {**counted, "totals": vars(counted["totals"])})
+        return About(**{**about, "totals": Totals(**about["totals"]), "minibatch": rows})
+
+    def _counted(self, targets: Targets, rows: Tensor) -> About:
+        part = targets if len(rows) == len(targets.batch) else targets.rows(rows)
+        horizon = self.rollout.max_response_tokens
+        totals = count_totals(part.denominator_mask_BT, part.batch.groups_B, horizon, part.weights_BT)
+        seen_B = seen_tokens(self.loss, part.mask_BT, part.denominator_mask_BT).any(dim=1)
+        return About(
+            rows=rows[seen_B].tolist(),  # the others add nothing
+            minibatch=rows,
+            tokens=max(1, int(part.mask_BT.sum())),
+            totals=totals,
+            anchored=part.anchor_logprobs_BT is not None,
+            rate=step_scale(part.weights_BT, part.mask_BT, self.correction.step_power),
+        )
 
     def take_own_pass(self) -> OwnPass | None:
         """The last update's forward pass, where it had no anchor and something to train on."""
@@ -85,7 +119,7 @@ class Learner(ForwardPasses):
         return taken
 
     def _loss(
-        self, targets: Targets, totals: Totals, tokens: int, mine: Pack, scores: Scores
+        self, share: Share, about: About, mine: Pack, scores: Scores
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
         """The micro-batch's share of the loss, a count megatron-core wants and we do not use, metrics and logprobs."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
@@ -94,20 +128,20 @@ class Learner(ForwardPasses):
             return scores.logprobs_N.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
         assert scores.entropy_N is not None
         entropy_bT, logprobs_bT = mine.matrix(scores.entropy_N), mine.matrix(scores.logprobs_N)
-        inputs = loss_inputs(targets, mine, logprobs_bT, self.device)
+        inputs = loss_inputs(share, mine, logprobs_bT, self.device)
         if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
-        loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
-        entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
+        loss, metrics = policy_loss(inputs, self.loss, about.totals.to(self.device), self.correction)
+        entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / about.tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
         if scores.truncation is not None:
-            found |= {name: value / tokens for name, value in _sums(scores.truncation, mine, inputs.mask_BT)}
+            found |= {name: value / about.tokens for name, value in _sums(scores.truncation, mine, inputs.mask_BT)}
         return loss, unused, (found, logprobs_bT.detach())
 
-    def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
+    def _step(self, about: About, targets: Targets | SharedTargets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
         rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
-        rate *= step_scale(targets.weights_BT, targets.mask_BT, self.correction.step_power)
+        rate *= about.rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()
@@ -120,7 +154,8 @@ class Learner(ForwardPasses):
             self.steps += 1
             self.left_out_in_a_row = 0
         else:
-            self._nonfinite.met(targets, metrics, norm)
+            whole = targets if isinstance(targets, Targets) else targets.whole
+            self._nonfinite.met(None if whole is None else whole.rows(about.minibatch), metrics, norm)
         return {
             **metrics,
             "optim/grad_norm": norm,
@@ -137,22 +172,16 @@ def _sums(found: Truncation, mine: Pack, mask_bT: Tensor) -> Iterator[tuple[str,
     yield KEPT_LOG_MASS, (mine.matrix(found.log_mass_N) * mask_bT).sum()
 
 
-def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
-    """The micro-batch's rows and columns of everything that the loss looks at."""
-    batch, rows = targets.batch, torch.tensor(mine.rows)
-    names = [
-        "anchor_logprobs",
-        "ref_logprobs",
-        "weights",
-        "mask",
-        "denominator_mask",
-        "selected",
-        "advantages",
-        "staleness",
-    ]
-    matrices = {f"{name}_BT": getattr(targets, f"{name}_BT") for name in names}
-    matrices |= {"sampler_logprobs_BT": batch.sampler_logprobs_BT, "turns_BT": batch.turns_BT}
-    cut = {"advantages_B": targets.advantages_B[rows], "prompt_ids_B": batch.groups_B[rows]}
-    cut |= {name: matrix_BT[rows, : mine.horizon] for name, matrix_BT in matrices.items() if matrix_BT is not None}
-    there: dict[str, Any] = dict.fromkeys((*matrices, "entropy_BT"))
-    return LossInputs(logprobs_BT=logprobs_bT, **(there | in_one_copy(cut, device)))
+def loss_inputs(share: Share, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
+    """The micro-batch's part of everything that the loss looks at."""
+    index = torch.tensor(share.at(mine.rows), dtype=torch.int64)
+    taken = {name: share.sequences.taken(name, one, index) for name, one in share.columns.items()}
+    there = {name: one for name, one in taken.items() if one is not None}
+    on_device = in_one_copy(there, device)
+    matrices = {name.replace("_N", "_BT"): mine.matrix(one) for name, one in on_device.items() if name.endswith("_N")}
+    turns_N = on_device.get("turns_N")
+    if turns_N is not None:
+        matrices["turns_BT"] = mine.matrix(turns_N.long() + 1) - 1
+    absent: dict[str, Any] = {one.name: None for one in fields(LossInputs)}
+    rest = {"advantages_B": on_device["advantages_B"], "prompt_ids_B": on_device["groups_B"]}
+    return LossInputs(**{**absent, "logprobs_BT": logprobs_bT, **matrices, **rest})

@@ -20,12 +20,12 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_rl.batch import Batch, Targets
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.policy import RANDOM, Policy
 from megatron_rl.models.tensors import write_tensors
-from megatron_rl.types import Batch, Targets
 
 STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
 POLICY, CONFIG = "policy", "config.yaml"
@@ -57,7 +57,7 @@ class NonFiniteUpdates:
         if self._draws:
             self._random = self._learner.random_states()
 
-    def met(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
+    def met(self, targets: Targets | None, metrics: Mapping[str, float], norm: float) -> None:
         learner = self._learner
         learner.left_out_in_a_row += 1
         policy, steps, in_a_row = learner.learner.on_nonfinite, learner.steps, learner.left_out_in_a_row
@@ -79,7 +79,7 @@ class NonFiniteUpdates:
             )
         self._note(f"{found}: not a number, so that this update is left out{where}")
 
-    def _dump(self, dump_dir: Path, targets: Targets, metrics: Mapping[str, float]) -> str:
+    def _dump(self, dump_dir: Path, targets: Targets | None, metrics: Mapping[str, float]) -> str:
         """Write the update on all ranks; how to repeat it, or why that will not do."""
         folder, number = dump_dir / f"nonfinite_{self._learner.steps}", self._learner.left_out_in_a_row
         path = folder / f"minibatch_{number}.safetensors"
@@ -101,7 +101,8 @@ class NonFiniteUpdates:
                 problem = str(error)
         return exchange(problem)[0]
 
-    def _write_minibatch(self, path: Path, targets: Targets, metrics: Mapping[str, float], whole: bool) -> None:
+    def _write_minibatch(self, path: Path, targets: Targets | None, metrics: Mapping[str, float], whole: bool) -> None:
+        assert targets is not None, "the driver has them"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not whole:
             shutil.rmtree(path.parent / POLICY, ignore_errors=True)

@@ -9,13 +9,14 @@ whose sequences are padded to the length of their bucket.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.types import NO_EXPERT, Batch
+from megatron_rl.batch import Sequences
+from megatron_rl.types import NO_EXPERT
 
 ALIGNMENT = 64  # bytes: of every tensor's place, so that any dtype may be read there
 # a bucket takes sequences down to this share of its longest one
@@ -131,27 +132,27 @@ def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[i
     return [sorted(rows) for rows in bins]
 
 
-def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
-    """Lay out these rows of the batch; the pack's length is a multiple of `multiple`."""
-    prompts, responses = batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist()
-    order = sorted(rows, key=lambda row: (-prompts[row] - responses[row], row))
-    lengths = [prompts[row] + responses[row] for row in order]
+def pack(sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: Sequence[int] | None = None) -> Pack:
+    """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own in their batch."""
+    numbers, index = rows if numbers is None else numbers, torch.tensor(rows, dtype=torch.int64)
+    by_length = dict(zip(numbers, sequences.lengths_B[index].tolist(), strict=True))
+    places = sorted(range(len(numbers)), key=lambda place: (-by_length[numbers[place]], numbers[place]))
+    order = [numbers[place] for place in places]
+    mine = sequences.bare.rows(index[places])
+    prompts, responses = mine.prompt_lengths_B, mine.response_lengths_B
+    lengths = mine.lengths_B.tolist()
     filler = -sum(lengths) % multiple if lengths else multiple
     # filler tokens follow the last sequence: under a causal mask no real position sees them
     spans = [*lengths[:-1], lengths[-1] + filler] if lengths else [filler]
-    tokens = [batch.tokens_BS[row, :length] for row, length in zip(order, lengths, strict=True)]
-    if filler:
-        tokens.append(batch.tokens_BS.new_zeros(filler))
     starts = torch.tensor([0, *spans]).cumsum(0)
-    tokens_S = torch.cat(tokens)
+    tokens_S = torch.nn.functional.pad(mine.tokens_P.long(), (0, filler))
 
-    lengths_R = torch.tensor(responses, dtype=torch.int64)[order]
-    horizon = max((responses[row] for row in order), default=1) or 1
-    counts = lengths_R.tolist()
-    row_N = torch.repeat_interleave(torch.arange(len(order)), lengths_R)
+    counts = responses.tolist()
+    horizon = max(counts, default=1) or 1
+    row_N = torch.repeat_interleave(torch.arange(len(order)), responses)
     column_N = _ramp(counts)
     # the logits at the last prompt position predict the first response token
-    first_R = starts[:-1][: len(order)] + torch.tensor(prompts, dtype=torch.int64)[order] - 1
+    first_R = starts[:-1][: len(order)] + prompts - 1
     logit_index_N = first_R[row_N] + column_N
     buckets = _buckets(spans)
     read_S = torch.ones(len(tokens_S), dtype=torch.bool)
@@ -168,8 +169,8 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
         starts=starts.to(torch.int32),
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
-        kept_NK=_kept(batch, order, counts),
-        experts_SLK=_experts(batch, order, lengths, len(tokens_S)),
+        kept_NK=_kept(mine),
+        experts_SLK=_experts(mine, len(tokens_S)),
         read_S=read_S,
         cells_N=row_N * horizon + column_N,
         buckets=buckets,
@@ -179,34 +180,30 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
     )
 
 
-def _experts(batch: Batch, order: Sequence[int], lengths: Sequence[int], positions: int) -> Tensor | None:
+def _experts(mine: Sequences, positions: int) -> Tensor | None:
     """The sampler's choices at the positions of a pack."""
-    if batch.experts_BSLK is None:
+    if mine.experts_PLK is None:
         return None
-    parts = [batch.experts_BSLK[row, :length] for row, length in zip(order, lengths, strict=True)]
-    experts_SLK = batch.experts_BSLK.new_full((positions, *batch.experts_BSLK.shape[2:]), NO_EXPERT)
-    return torch.cat([*parts, experts_SLK[sum(lengths) :]])
+    blank_SLK = mine.experts_PLK.new_full((positions, *mine.experts_PLK.shape[1:]), NO_EXPERT)
+    return torch.cat([mine.experts_PLK, blank_SLK[len(mine.experts_PLK) :]])
 
 
-def unpacked_experts(packs: Sequence[Pack], found_BSLK: Tensor) -> Tensor:
-    """Writes the packs' choices to where their rows are in the batch."""
+def unpacked_experts(packs: Sequence[Pack], sequences: Sequences, at: Callable[[Sequence[int]], list[int]]) -> None:
+    """Writes the packs' choices into their rows' place in `experts_PLK`."""
+    ends, lengths = sequences.lengths_B.cumsum(0).tolist(), sequences.lengths_B.tolist()
     for one in packs:
-        assert one.experts_SLK is not None
-        starts = one.starts.tolist()
-        for row, start, end in zip(one.rows, starts, starts[1:], strict=False):
-            length = min(end - start, found_BSLK.shape[1])  # the last one's filler
-            found_BSLK[row, :length] = one.experts_SLK[start : start + length].cpu()
-    return found_BSLK
+        assert one.experts_SLK is not None and sequences.experts_PLK is not None
+        for row, start in zip(at(one.rows), one.starts.tolist(), strict=False):
+            chosen = one.experts_SLK[start : start + lengths[row]]  # the last one's filler follows
+            sequences.experts_PLK[ends[row] - lengths[row] : ends[row]] = chosen.cpu()
 
 
-def _kept(batch: Batch, order: Sequence[int], lengths: Sequence[int]) -> Tensor | None:
-    if batch.kept_counts_BT is None:
+def _kept(mine: Sequences) -> Tensor | None:
+    if mine.kept_counts_N is None or mine.kept_ids_K is None:
         return None
-    rows = torch.tensor(order, dtype=torch.int64)
-    counts = [batch.kept_counts_BT[row, :length] for row, length in zip(order, lengths, strict=True)]
-    counts_N = torch.cat([batch.kept_counts_BT.new_zeros(0), *counts]).long()
+    counts_N = mine.kept_counts_N.long()
     kept_NK = torch.full((len(counts_N), max([1, *counts_N.tolist()])), -1)
-    kept_NK[torch.arange(kept_NK.shape[1]) < counts_N[:, None]] = batch.kept_of(rows).long()
+    kept_NK[torch.arange(kept_NK.shape[1]) < counts_N[:, None]] = mine.kept_ids_K.long()
     return kept_NK
 
 

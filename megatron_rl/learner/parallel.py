@@ -22,6 +22,7 @@ from megatron_rl.learner import host  # before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.rules import pipeline
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.distributed import TorchGroup, exchange, receive_size
@@ -29,10 +30,9 @@ from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 from megatron_rl.processes.threads import limit_new_threads_to_one_core
-from megatron_rl.types import Batch, Targets
 
 RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
-_SENDABLE = {cls.__name__: cls for cls in (Batch, Targets)}
+_SENDABLE = {cls.__name__: cls for cls in (Batch,)}
 
 
 class LearnerRank:
@@ -40,7 +40,7 @@ class LearnerRank:
 
     def __init__(self, learner: LearnerSection, layout: Layout, seed: int, collective_s: float) -> None:
         """`collective_s`: how long a rank waits for the others in a collective; a dead one is noticed before."""
-        self._limit = timedelta(seconds=collective_s)
+        self.limit = timedelta(seconds=collective_s)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.layout = layout
@@ -55,7 +55,7 @@ class LearnerRank:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
         limit_new_threads_to_one_core()  # gloo's
         with _meeting():
-            _join(self.rank, self.world_size, self._limit)
+            _join(self.rank, self.world_size, self.limit)
             self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
             self.groups = self._form_groups(learner)
         require_same_place(self.place)
@@ -68,7 +68,7 @@ class LearnerRank:
             virtual_pipeline_model_parallel_size=self.layout.vp,
             expert_model_parallel_size=learner.expert_parallel,
             expert_tensor_parallel_size=self.layout.etp,
-            distributed_timeout_minutes=math.ceil(self._limit.total_seconds() / 60),
+            distributed_timeout_minutes=math.ceil(self.limit.total_seconds() / 60),
             create_gloo_process_groups=not host.ON_HOST,
         )
         return ShardGroups(
@@ -105,7 +105,7 @@ class LearnerRank:
         return total
 
     def broadcast(self, value: Any = None) -> Any:
-        """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
+        """The driver's value on every rank: tensors, Batch, and plain JSON values around them."""
         tensors: list[Tensor] = []
         if self.world_size == 1:
             return value
@@ -154,7 +154,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         return {"list": [_describe(item, tensors) for item in value]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"plain": value}
-    raise TypeError(f"cannot broadcast a {type(value).__name__}: tensors, Batch, Targets and JSON values only")
+    raise TypeError(f"cannot broadcast a {type(value).__name__}: tensors, Batch and JSON values only")
 
 
 def _receive(description: dict[str, Any]) -> Any:

@@ -164,7 +164,7 @@ class Policy:
     # talking to the other ranks
 
     def broadcast(self, value: Any = None) -> Any:
-        """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
+        """The driver's value on every rank: tensors, Batch, and plain JSON values around them."""
         return self.ranks.broadcast(value)
 
     def make_room(self) -> None:

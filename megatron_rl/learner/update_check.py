@@ -12,47 +12,61 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import Batch, Targets
 from megatron_rl.config.schema import UpdateCheckSection
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.shares import SharedTargets
 from megatron_rl.learner.state import Snapshot
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.rollout_correction.surrogate import gain
-from megatron_rl.types import Targets
 
 
 class UpdateCheck:
     """One step's check; every rank makes one before the step's updates."""
 
-    def __init__(self, learner: Learner, section: UpdateCheckSection, targets: Targets, version: int) -> None:
+    def __init__(self, learner: Learner, section: UpdateCheckSection, targets: SharedTargets, version: int) -> None:
         """`version`: the policy's, before the updates."""
         self._learner, self._limit = learner, section.refuse
-        advantages_BT = targets.advantages_B[:, None] if targets.advantages_BT is None else targets.advantages_BT
-        used_BT = targets.mask_BT & (advantages_BT != 0)
-        candidates = used_BT.any(dim=1).nonzero().flatten()
-        places = torch.linspace(0, max(0, len(candidates) - 1), min(section.rows, len(candidates))).round().long()
-        self._rows = candidates[places]  # whole batch, groups being neighbours
-        self._batch, self._advantages_BT = targets.batch.rows(self._rows), advantages_BT[self._rows]
-        self._sampler_BT = self._batch.sampler_logprobs_BT
-        older_BT = self._batch.mask_BT & (self._batch.token_versions_BT != version)
-        if bool(older_BT.any()):  # what answered was another policy than the one that is updated
+        whole = targets.whole
+        batch = None if whole is None else self._chosen(whole, section.rows)
+        # what answered may have been another policy than the one that is updated
+        older = batch is not None and bool((batch.mask_BT & (batch.token_versions_BT != version)).any())
+        self._batch, older = learner.plane.share(batch), learner.broadcast(older)
+        self._sampler_BT = torch.zeros(0, 0) if batch is None else batch.sampler_logprobs_BT
+        if older:
             self._sampler_BT = self._as_sampler()
         self._before = None if section.refuse is None else Snapshot(learner)
 
-    def judged(self, correction: Correction) -> dict[str, float]:
+    def _chosen(self, targets: Targets, most: int) -> Batch:
+        advantages_BT = targets.advantages_B[:, None] if targets.advantages_BT is None else targets.advantages_BT
+        used_BT = targets.mask_BT & (advantages_BT != 0)
+        candidates = used_BT.any(dim=1).nonzero().flatten()
+        places = torch.linspace(0, max(0, len(candidates) - 1), min(most, len(candidates))).round().long()
+        self._rows = candidates[places]  # whole batch, groups being neighbours
+        self._advantages_BT = advantages_BT[self._rows]
+        return targets.batch.rows(self._rows)
+
+    def judged(self, correction: Correction | None) -> dict[str, float]:
         """Gains of the updates since; those of a sampler that has clearly become worse are taken back."""
-        if not len(self._rows):
+        if not len(self._batch):
             return {}
-        source, mask_BT = correction.source, correction.mask_BT[self._rows]
+        own_BT, its_BT = self._learner.logprobs_unseen(self._batch), self._as_sampler()
+        found = self._learner.broadcast(None if correction is None else self._gains(own_BT, its_BT, correction))
+        if self._before is not None and found["update/refused"]:
+            self._before.restore()
+        return dict(found)
+
+    def _gains(self, own_BT: Tensor, its_BT: Tensor, correction: Correction) -> dict[str, float]:
+        width = own_BT.shape[1]  # of the longest of these rows
+        source, advantages_BT = correction.source, self._advantages_BT[:, :width]
+        mask_BT, weights_BT = (one[self._rows, :width] for one in (correction.mask_BT, correction.weights_BT))
         prox_BT = source.sampler_logprobs_BT if source.prox_logprobs_BT is None else source.prox_logprobs_BT
-        weighed_BT = self._advantages_BT * correction.weights_BT[self._rows]
-        own, own_error = gain(self._learner.logprobs_unseen(self._batch), prox_BT[self._rows], weighed_BT, mask_BT)
-        its, its_error = gain(self._as_sampler(), self._sampler_BT, self._advantages_BT, mask_BT)
+        own, own_error = gain(own_BT, prox_BT[self._rows, :width], advantages_BT * weights_BT, mask_BT)
+        its, its_error = gain(its_BT, self._sampler_BT, advantages_BT, mask_BT)
         found = {"update/sampler_gain": its, "update/sampler_gain_stderr": its_error}
         found |= {"update/learner_gain": own, "update/learner_gain_stderr": own_error}
-        if self._before is not None and self._limit is not None:
+        if self._limit is not None:
             found["update/refused"] = float(own > 0 and its < -self._limit * its_error)
-            if found["update/refused"]:
-                self._before.restore()
         return found
 
     def _as_sampler(self) -> Tensor:

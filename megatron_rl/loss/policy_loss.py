@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, KlTo, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
 from megatron_rl.rollout_correction.ratio import bounded_exp
-from megatron_rl.types import LossInputs
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
 
@@ -40,6 +40,9 @@ class Totals:
     @property
     def prompts(self) -> int:
         return len(self.prompt_ids_P)
+
+    def to(self, device: torch.device) -> Totals:
+        return replace(self, prompt_ids_P=self.prompt_ids_P.to(device), prompt_tokens_P=self.prompt_tokens_P.to(device))
 
 
 def count_totals(

@@ -19,9 +19,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format
 from megatron_rl.rollout_correction.ratio import bounded_exp
-from megatron_rl.types import KINDS, Batch
+from megatron_rl.types import KINDS
 
 CUTS = ("position", "probability", "length", "staleness", "finish", "format", "turn", "place", "kind")
 OF_SESSIONS = CUTS[-3:]
@@ -128,10 +129,10 @@ def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[
     Nothing of single answers, nor of what all tokens have in common.
     """
     found: dict[str, float] = {}
-    if prox_logprobs_BT is None or batch.turns_BT is None:
+    if prox_logprobs_BT is None or batch.turns_N is None:
         return found
     tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
-    for by, bucket_BT in _of_sessions(batch.turns_BT, batch).items():
+    for by, bucket_BT in _of_sessions(batch.matrix(batch.turns_N, -1).long(), batch).items():
         names, bucket_N = LABELS[by], bucket_BT[counted_BT]
         if by in SHOWN:
             last, names = len(names) - 1, SHOWN[by]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.advantage import session_advantages
+from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, When
 from megatron_rl.config.shape import sound
@@ -25,7 +26,6 @@ from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again,
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
-from megatron_rl.types import Batch
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def completed(
     seen_B1 = filled(correction.mask_BT)[:, None]
     if not seen_B1.any():
         return correction
-    return correct(logprobs_BT, replace(batch, mask_BT=batch.mask_BT & seen_B1), config, advantage)[0]
+    return correct(logprobs_BT, batch.with_matrices(mask_BT=batch.mask_BT & seen_B1), config, advantage)[0]
 
 
 @torch.no_grad()

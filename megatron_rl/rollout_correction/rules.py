@@ -7,15 +7,14 @@ irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
-from megatron_rl.types import Batch
 
 
 def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
@@ -131,4 +130,4 @@ def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple
     for rule in rules:
         young_BT = young_BT & ~violations(rule, ages)
     rejected = 1.0 - int(young_BT.sum()) / max(1, int(mask_BT.sum()))
-    return replace(batch, mask_BT=young_BT), {PREFIX + "stale_masked_fraction": rejected}
+    return batch.with_matrices(mask_BT=young_BT), {PREFIX + "stale_masked_fraction": rejected}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import decode_line, encode_line
-from megatron_rl.types import Batch
+
+if TYPE_CHECKING:
+    from megatron_rl.batch import Batch
 
 
 def reached(stop: Mapping[str, float] | None, evaluated: Mapping[str, float]) -> str | None:
@@ -29,13 +31,13 @@ class Seen:
     tokens: int = 0
 
     def after(self, batch: Batch) -> Seen:
-        return replace(self, samples=self.samples + len(batch), tokens=self.tokens + int(batch.mask_BT.sum()))
+        return replace(self, samples=self.samples + len(batch), tokens=self.tokens + int(batch.mask_N.sum()))
 
     def metrics(self, batch: Batch, step: int) -> dict[str, float]:
         staleness_B = (step - 1 - batch.versions_B).clamp(min=0).float()
         spanning = {}
-        if batch.versions_BT is not None:
-            changed_BT = (batch.versions_BT != batch.versions_B[:, None]) & batch.mask_BT
+        if batch.versions_N is not None:
+            changed_BT = (batch.token_versions_BT != batch.versions_B[:, None]) & batch.mask_BT
             spanning["rollout/spanning_fraction"] = float(changed_BT.any(dim=1).float().mean())
         return {
             "progress/samples": self.samples,

@@ -17,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.files import replacing
-from megatron_rl.types import Batch, Prompt, Rollout, Scored, Session, SessionTurn, Verdict, collate, padded
+from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn, Verdict
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_rl.batch import Batch
 
 STEP = re.compile(r"step_([0-9]+)\.parquet")
 SCHEMA = pa.schema(
@@ -159,6 +161,8 @@ class Recorded:
 
 def load_recorded(path: Path) -> Recorded:
     import torch
+
+    from megatron_rl.batch import collate, padded
 
     table = read_rollouts(path)
     lists = {name: arrays(table, name) for name in LISTS}

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
-from megatron_rl.types import Batch
 from megatron_rl.weight_sync.probe_budget import Arithmetic, Budget, measured, set_by_hand
 
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob

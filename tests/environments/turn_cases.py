@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tiny_engine import Live, TinyModel, make_config, make_settings, startable
 from transformers import Qwen3Config
 
+from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import EnvironmentSection, Format, Forward, LearnerSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.session import Policy, Rules
@@ -29,7 +30,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored, SessionTurn, collate
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, SessionTurn
 
 CONTEXT, SESSIONS, TURNS, SEED = 320, 3, 4, 3
 REWRITES = 2  # the session that changes what it has said, and so forks at every turn

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from learner_cases import make_batch
 
+from megatron_rl.batch import Targets
 from megatron_rl.config.schema import CorrectionConfig, Format, UpdateCheckSection
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.state import Snapshot
@@ -17,7 +17,6 @@ from megatron_rl.learner.update_check import UpdateCheck
 from megatron_rl.models.mapping import Param
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.rollout_correction import Correction, rollout_correction
-from megatron_rl.types import Targets
 
 ROWS, LIMIT = 24, 2.0
 
@@ -30,7 +29,7 @@ def as_sampled(learner: Learner, older: float = 0.0) -> tuple[Targets, Correctio
     expected_BT = learner.expected_logprobs(batch)
     assert expected_BT is not None
     reported_BT = expected_BT + older * torch.randn(expected_BT.shape, generator=random)
-    batch = replace(batch, sampler_logprobs_BT=reported_BT)
+    batch = batch.with_matrices(sampler_logprobs_BT=reported_BT)
     prox_BT = learner.logprobs(batch)
     found = rollout_correction(prox_BT, reported_BT, batch.mask_BT, CorrectionConfig())
     advantages_B = torch.randn(len(batch), generator=random)
@@ -43,9 +42,11 @@ def gains(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     targets, correction = as_sampled(learner, job.get("older", 0.0))
     before_BT = learner.logprobs(targets.batch)
     section = UpdateCheckSection(rows=ROWS, refuse=job.get("refuse"))
-    check = UpdateCheck(learner, section, targets, version=int("older" in job))
+    held = targets if learner.is_driver else None
+    shared = learner.plane.share_targets(learner.plane.share(targets.batch), held)
+    check = UpdateCheck(learner, section, shared, version=int("older" in job))
     UPDATES[job["update"]](learner, targets)
-    found, steps = check.judged(correction), learner.steps
+    found, steps = check.judged(correction if learner.is_driver else None), learner.steps
     same = torch.equal(before_BT, learner.logprobs(targets.batch))
     return {**found, "same": same, "steps": steps}
 

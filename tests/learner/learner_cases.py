@@ -20,7 +20,8 @@ import torch
 from preloaded import Process
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.types import Batch, Targets
+from megatron_rl.batch import Batch, Targets, flat_of, matrix_of
+from megatron_rl.types import NO_EXPERT
 
 VOCAB = 37  # odd, so that tensor parallelism has to pad it
 TINY: dict[str, Any] = {
@@ -87,7 +88,8 @@ def _batch(random: torch.Generator, tokens_BS: torch.Tensor, *lengths_mask_logpr
     rows = len(tokens_BS)
     groups_B = torch.arange(rows) // 4
     rewards_B = torch.rand(rows, generator=random)
-    return Batch(tokens_BS, *lengths_mask_logprobs, rewards_B, groups_B, torch.zeros(rows, dtype=torch.int64))
+    versions_B = torch.zeros(rows, dtype=torch.int64)
+    return Batch.of_matrices(tokens_BS, *lengths_mask_logprobs, rewards_B, groups_B, versions_B)
 
 
 def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
@@ -102,7 +104,7 @@ def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
             kept = torch.cat([drawn[None], others[others != drawn]])
             counts_BT[row, column] = len(kept)
             ids.append(kept)
-    return replace(batch, kept_counts_BT=counts_BT, kept_ids_K=torch.cat(ids).int())
+    return replace(batch.with_matrices(kept_counts_BT=counts_BT), kept_ids_K=torch.cat(ids).int())
 
 
 def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
@@ -114,22 +116,29 @@ def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
     return _batch(random, tokens_BS, *lengths, mask_BT, torch.full((rows, response), -1.0))
 
 
+def experts_of(batch: Batch) -> torch.Tensor:
+    """[B, S, L, K]"""
+    assert batch.experts_PLK is not None
+    return matrix_of(batch.experts_PLK, batch.lengths_B, NO_EXPERT)
+
+
+def with_experts(batch: Batch, chosen_BSLK: torch.Tensor) -> Batch:
+    return replace(batch, experts_PLK=flat_of(chosen_BSLK, batch.lengths_B))
+
+
 def _without_answers(batch: Batch, kept: tuple[int, ...] = ()) -> Batch:
     """All answers but those of the rows `kept` are empty."""
     answered_B = torch.isin(torch.arange(len(batch)), torch.tensor(kept))
-    return replace(
-        batch,
-        response_lengths_B=torch.where(answered_B, batch.response_lengths_B, 0),
-        mask_BT=batch.mask_BT & answered_B[:, None],
-        sampler_logprobs_BT=batch.sampler_logprobs_BT * answered_B[:, None],
-    )
+    lengths = batch.prompt_lengths_B, torch.where(answered_B, batch.response_lengths_B, 0)
+    values = batch.mask_BT, batch.sampler_logprobs_BT
+    return Batch.of_matrices(batch.tokens_BS, *lengths, *values, batch.rewards_B, batch.groups_B, batch.versions_B)
 
 
 def _trained(batch: Batch, rows: tuple[int, ...]) -> Batch:
     """Only the first token of these rows counts."""
     mask_BT = torch.zeros_like(batch.mask_BT)
     mask_BT[list(rows), 0] = True
-    return replace(batch, mask_BT=mask_BT & batch.mask_BT)
+    return batch.with_matrices(mask_BT=mask_BT & batch.mask_BT)
 
 
 def _rows(*rows: int) -> Batch:

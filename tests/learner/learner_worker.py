@@ -28,6 +28,7 @@ from routing_worker import faulty, routed, routed_forward
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
+from megatron_rl.batch import Targets
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config import from_mapping, to_yaml
@@ -42,7 +43,6 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
-from megatron_rl.types import Targets
 
 STEPS_ASIDE = 3
 # keys of a job, and of the configuration
@@ -285,11 +285,11 @@ def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    targets, kept = make_targets(make_batch(), torch.zeros(make_batch().mask_BT.shape)), with_kept(make_batch())
+    kept = with_kept(make_batch())
     plain = {"step": 3, "note": [1.5, None, True, "x"]}
-    sent = {"targets": targets, "kept": kept, "tensor": torch.arange(5), **plain}
+    sent = {"kept": kept, "tensor": torch.arange(5), **plain}
     got = learner.broadcast(sent if learner.is_driver else None)
-    same = torch.equal(got["targets"].batch.tokens_BS, targets.batch.tokens_BS) and got["targets"].selected_BT is None
+    same = got["kept"].turns_N is None
     same &= torch.equal(got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K)
     same &= {name: got[name] for name in plain} == plain and got["tensor"].tolist() == [*range(5)]
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})

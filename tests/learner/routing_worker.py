@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from learner_cases import make_batch, make_targets
+from learner_cases import experts_of, make_batch, make_targets, with_experts
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Router
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.router_replay import ReplayError, RouterReplay, check
-from megatron_rl.types import NO_EXPERT, Batch
+from megatron_rl.types import NO_EXPERT
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
 
@@ -30,7 +31,7 @@ def routed_batch(silent: int | None = None) -> Batch:
     if silent is not None:
         chosen_BSLK[silent] = NO_EXPERT
         chosen_BSLK[silent, :2] = 0
-    return replace(batch, experts_BSLK=chosen_BSLK)
+    return with_experts(batch, chosen_BSLK)
 
 
 def _wrong_layer(replay: RouterReplay) -> None:
@@ -80,16 +81,15 @@ FAULTS = {  # of the replay; others are of what it is told
 
 def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """What a run says of a step whose choices were the learner's own a moment ago, and then came to harm."""
-    before_BT, batch = learner.logprobs_and_experts(make_batch())
-    chosen_BSLK = batch.experts_BSLK
-    assert chosen_BSLK is not None
+    before_BT, batch = _first_pass(learner)
+    chosen_BSLK = experts_of(batch)
     if job["fault"] == "wrong_token":
         chosen_BSLK = chosen_BSLK.roll(1, 1)
         lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
         chosen_BSLK[torch.arange(chosen_BSLK.shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
     elif job["fault"] == "cache_hit":
         chosen_BSLK[1:, :4] = NO_EXPERT
-    batch = replace(batch, experts_BSLK=chosen_BSLK)
+    batch = with_experts(batch, chosen_BSLK)
     learner.take_replayed()
     assert learner._replay is not None
     if job["fault"] in FAULTS:
@@ -101,29 +101,36 @@ def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
+def _first_pass(learner: Learner) -> tuple[torch.Tensor, Batch]:
+    """Of a batch that the driver holds; what it has then, on every rank."""
+    before_BT, shared = learner.logprobs_and_experts(learner.plane.share(make_batch()))
+    chosen = None if shared.whole is None else experts_of(shared.whole).int()
+    before_BT, chosen = learner.broadcast((before_BT, chosen))
+    return before_BT, with_experts(make_batch(), chosen.to(torch.int16))
+
+
 def routed_forward(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """The choices of a pass, taken by later ones; with `chosen`, the same ones as if the sampler had told them."""
     batch = make_batch()
     if chosen := job.get("chosen"):
-        batch = replace(batch, experts_BSLK=torch.tensor(chosen, dtype=torch.int16))
+        batch = with_experts(batch, torch.tensor(chosen, dtype=torch.int16))
         before_BT = learner.logprobs(batch)
     else:
-        before_BT, batch = learner.logprobs_and_experts(batch)
+        before_BT, batch = _first_pass(learner)
     targets = make_targets(batch, before_BT)
     again_BT = learner.logprobs(batch)
     learner.take_replayed()
     steps = [learner.update(targets) for _ in range(4)]
     trained = learner.take_replayed()
     found = {"logprobs": before_BT, "again": again_BT, "after": learner.logprobs(batch)}
-    found["own"] = learner.logprobs(replace(batch, experts_BSLK=None))
-    assert batch.experts_BSLK is not None
-    told = {"trained": trained, "steps": steps, "chosen": batch.experts_BSLK.tolist()}
+    found["own"] = learner.logprobs(replace(batch, experts_PLK=None))
+    told = {"trained": trained, "steps": steps, "chosen": experts_of(batch).tolist()}
     return {name: values_BT.tolist() for name, values_BT in found.items()} | told
 
 
 def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = routed_batch(job.get("silent"))
-    own_BT = learner.logprobs(replace(batch, experts_BSLK=None))
+    own_BT = learner.logprobs(replace(batch, experts_PLK=None))
     unheard = learner.take_replayed()
     before_BT = learner.logprobs(batch)
     scored = learner.take_replayed()

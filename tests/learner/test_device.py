@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import lone_rank
 from learner_cases import make_batch, make_targets, with_kept
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import GIVEN, keep_returnable
 from megatron_rl.learner.learner import loss_inputs
 from megatron_rl.learner.packing import ALIGNMENT, buffer, in_one_copy, pack, views
+from megatron_rl.learner.shares import DataPlane
 
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
 OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
@@ -87,12 +89,15 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     targets = make_targets(batch, torch.rand(batch.mask_BT.shape) if anchored else None)  # type: ignore[arg-type]
     mine = pack(batch, [1, 4, 6])
     logprobs_bT = torch.zeros(3, mine.horizon)
+    share = DataPlane(lone_rank()).loss_rows(targets, [[*range(len(batch))]])
+    there = mine.to(DEVICE)
     with Copies() as copies:
-        moved = loss_inputs(targets, mine, logprobs_bT, DEVICE)
+        moved = loss_inputs(share, there, logprobs_bT, DEVICE)
     assert copies.count == 1
-    here, rows = loss_inputs(targets, mine, logprobs_bT, HOST), list(mine.rows)
+    here, rows = loss_inputs(share, mine, logprobs_bT, HOST), list(mine.rows)
     _check_moved(moved, here, ("logprobs_BT",))
-    assert torch.equal(here.weights_BT, targets.weights_BT[rows, : mine.horizon])
+    inside_BT = torch.arange(mine.horizon) < batch.response_lengths_B[rows, None]
+    assert torch.equal(here.weights_BT, torch.where(inside_BT, targets.weights_BT[rows, : mine.horizon], 0.0))
     assert torch.equal(here.prompt_ids_B, targets.batch.groups_B[rows])
     assert torch.equal(here.advantages_B, targets.advantages_B[rows])
     assert here.mask_BT.dtype == torch.bool and here.entropy_BT is None

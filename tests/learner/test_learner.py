@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
-from megatron_rl.types import Batch
 
 pytestmark = pytest.mark.ranks
 ORDERED = ("tp2", "pp2", "dp2")
@@ -171,14 +171,14 @@ def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Ten
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     batch = batch or cases.make_batch()
-    kept = iter([]) if batch.kept_counts_BT is None else iter(batch.kept_ids_K.tolist())
+    kept, counts = (iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N))
     wanted_BT = torch.zeros(batch.mask_BT.shape)
     for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
         tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
         with torch.no_grad():
             logits_SV = model(tokens_1S).logits[0] / 0.8
-        for column in range(response if batch.kept_counts_BT is not None else 0):
-            among = list(islice(kept, int(batch.kept_counts_BT[row, column])))
+        for column in range(response if batch.kept_counts_N is not None else 0):
+            among = list(islice(kept, next(counts)))
             outside = ~torch.isin(torch.arange(cases.VOCAB), torch.tensor(among))
             logits_SV[prompt - 1 + column, outside] = -torch.inf
         picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)

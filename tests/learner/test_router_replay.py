@@ -85,13 +85,14 @@ def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Ten
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     batch, topk = routed_batch(), torch.topk
+    experts_BSLK = cases.experts_of(batch)
     found_BT = torch.zeros(batch.mask_BT.shape)
     rows = zip(batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist(), strict=True)
     for row, (prompt, response) in enumerate(rows):
         length, layers = prompt + response, cycle(range(4))
 
         def chosen(values: torch.Tensor, k: int, dim: int, at: Any = layers, row: int = row) -> Any:
-            given_SK = batch.experts_BSLK[row, : len(values), next(at)].long()
+            given_SK = experts_BSLK[row, : len(values), next(at)].long()
             own_SK = topk(values, k, dim=dim).indices
             taken_SK = torch.where(given_SK < 0, own_SK, given_SK)
             return values.gather(dim, taken_SK), taken_SK

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.batch import Batch, LossInputs
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
 from megatron_rl.rollout_correction import Correction, rollout_correction
-from megatron_rl.types import Batch, LossInputs
 
 LOG2 = math.log(2.0)
 BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
@@ -61,7 +61,7 @@ def batch_of(mask_BT: Tensor, sampler_BT: Tensor, **fields: Tensor) -> Batch:
         "groups_B": zeros_B,
         "versions_B": zeros_B,
     }
-    return Batch(mask_BT=mask_BT, sampler_logprobs_BT=sampler_BT, **plain | fields)
+    return Batch.of_matrices(mask_BT=mask_BT, sampler_logprobs_BT=sampler_BT, **plain | fields)
 
 
 def rows_of(inputs: LossInputs, index: slice | Tensor | list[int], width: int | None = None) -> LossInputs:

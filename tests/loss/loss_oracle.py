@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.types import LossInputs
 
 
 @dataclass(frozen=True)

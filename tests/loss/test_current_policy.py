@@ -100,7 +100,7 @@ def test_a_token_without_a_logprob_and_one_without_an_age() -> None:
 
 def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:
     batch = batch_of(torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3), versions_B=torch.tensor([5, 7]))
-    batch = replace(batch, versions_BT=torch.tensor([[5, 6, 7], [7, 7, 8]]))
+    batch = batch.with_matrices(versions_BT=torch.tensor([[5, 6, 7], [7, 7, 8]]))
     found_BT = staleness(batch, BETWEEN, 7)
     assert found_BT is not None and found_BT.tolist() == [[2, 1, 0], [0, 0, 0]]
     assert staleness(batch, BYPASS, 7) is None

@@ -14,12 +14,12 @@ import torch
 from loss_cases import batch_of, rows_of
 from test_loss import CONFIGS, example
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.prox_pass import prox_readers
 from megatron_rl.config.schema import AdvantageConfig, Estimator, LearnerSection, LossConfig, NonFinite
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, completed, correct
-from megatron_rl.types import Batch
 
 RULES = [
     RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),
@@ -110,7 +110,7 @@ def test_the_same_update(loss: str, correction: str) -> None:
         seen_B1 = correct(None, batch, *given[1:])[0].mask_BT.any(dim=1, keepdim=True)
         if not seen_B1.any():
             continue
-        seen = replace(batch, mask_BT=batch.mask_BT & seen_B1)
+        seen = batch.with_matrices(mask_BT=batch.mask_BT & seen_B1)
         assert measured == correct(pi_BT.detach(), seen, *given[1:])[0].metrics
     assert moved
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.batch import collate
 from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
 from megatron_rl.rollout_correction.breakdown import (
     LABELS,
@@ -22,7 +23,7 @@ from megatron_rl.rollout_correction.breakdown import (
 )
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
-from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn, collate
+from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn
 from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns
 

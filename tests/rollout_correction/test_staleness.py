@@ -11,10 +11,10 @@ import pytest
 import torch
 from loss_cases import batch_of
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
 from megatron_rl.rollout_correction import correct, without_stale
-from megatron_rl.types import Batch
 
 # the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a hole and padding
 VERSIONS_BT = torch.tensor([[3, 3, 4, 5], [5, 5, 5, 5], [3, 3, 3, 3], [4, 4, 6, 0]])
@@ -51,7 +51,7 @@ def test_which_tokens_are_too_old(config: CorrectionConfig, kept: list[list[int]
 
 
 def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
-    batch, _ = without_stale(replace(aged(), versions_BT=None), stale(high=1), version=5)
+    batch, _ = without_stale(replace(aged(), versions_N=None), stale(high=1), version=5)
     assert batch.mask_BT.any(dim=1).tolist() == [False, True, False, True]
 
 
@@ -69,7 +69,7 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
         prox_BT = whole.sampler_logprobs_BT + noise_BT
         young, _ = without_stale(whole, ruled, version=5)
         found, advantages_B = correct(prox_BT, young, ruled, advantage)
-        same, same_B = correct(prox_BT, replace(whole, mask_BT=MASK_BT & (VERSIONS_BT >= 5)), plain, advantage)
+        same, same_B = correct(prox_BT, whole.with_matrices(mask_BT=MASK_BT & (VERSIONS_BT >= 5)), plain, advantage)
         assert torch.equal(found.weights_BT, same.weights_BT)
         assert torch.equal(found.denominator_mask_BT, same.denominator_mask_BT)
         assert torch.equal(advantages_B, same_B)

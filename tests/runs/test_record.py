@@ -11,6 +11,7 @@ import torch
 from helpers import program
 from run_factory import make_config, make_scored, make_yaml, quiet, start
 
+from megatron_rl.batch import collate
 from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
 from megatron_rl.runs.metrics import UnknownMetricWarning
 from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
@@ -19,7 +20,6 @@ from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, open_run, read_status, redact
 from megatron_rl.runs.wandb_log import resolve_mode
-from megatron_rl.types import collate
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns
 
 
@@ -179,11 +179,11 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(t
     ((_, path),) = recorded_steps(RunDir(tmp_path / "run").rollouts)
     batch, wanted = load_recorded(path).batch, collate(drawn)
     assert torch.equal(batch.kept_ids_K, wanted.kept_ids_K)
-    assert torch.equal(batch.kept_counts_BT, wanted.kept_counts_BT)
+    assert torch.equal(batch.kept_counts_N, wanted.kept_counts_N)
     with pytest.raises(ValueError, match="1 of 3 answers do not say"):
         collate([*drawn[:2], scored[2]])
     assert [row["versions"] for row in read_rollouts(path).to_pylist()] == [None, versions, None]
-    assert torch.equal(batch.versions_BT, wanted.versions_BT)
+    assert torch.equal(batch.versions_N, wanted.versions_N)
     assert batch.token_versions_BT[1, :n].tolist() == versions
     assert batch.versions_B.tolist() == [3, 3, 3]
     metrics = Seen().metrics(batch, step=6)
@@ -207,11 +207,11 @@ def test_the_experts_of_an_answer_round_trip(tmp_path, many):
     recorder.rollouts(2, told)
     (_, with_experts), (_, without) = recorded_steps(RunDir(tmp_path / "run").rollouts)
     batch, wanted = load_recorded(with_experts).batch, collate(told)
-    assert torch.equal(batch.experts_BSLK, wanted.experts_BSLK)
-    assert wanted.experts_BSLK.dtype == (torch.int8 if many == 128 else torch.int16)
-    assert wanted.experts_BSLK.max() == many - 1
-    assert (wanted.experts_BSLK[1] == -1).all()
-    assert load_recorded(without).batch.experts_BSLK is None
+    assert torch.equal(batch.experts_PLK, wanted.experts_PLK)
+    assert wanted.experts_PLK.dtype == (torch.int8 if many == 128 else torch.int16)
+    assert wanted.experts_PLK.max() == many - 1
+    assert (wanted.rows(torch.tensor([1])).experts_PLK == -1).all()
+    assert load_recorded(without).batch.experts_PLK is None
 
 
 def test_the_silent_recorder_takes_every_call_of_the_loop(tmp_path, monkeypatch):

@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import TinyModel, make_config, make_live, startable
 from transformers import Qwen3Config
 
+from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
 from megatron_rl.learner import host  # noqa: F401 - before megatron
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.train import probe_of
-from megatron_rl.types import Batch, SamplingParams, Scored, collate
+from megatron_rl.types import SamplingParams, Scored
 from megatron_rl.weight_sync import probe
 
 SEED = 3

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
-from megatron_rl.types import Batch
 from megatron_rl.weight_sync.probe import Probe, SyncMismatch, check, check_batch, check_formats, noise
 
 B, T, VOCAB = 8, 32, 64
@@ -133,7 +133,10 @@ def half_off(nats: float, *more_B: torch.Tensor) -> Batch:
     """The second half of the sampler's logprobs is off by so much."""
     zeros_B, sampler_BT = torch.zeros(B, dtype=torch.long), logprobs()
     sampler_BT[4:] += nats
-    return Batch(zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, *more_B)
+    rows_B = zeros_B.float(), zeros_B, more_B[0]
+    formats = {"formats_B": more_B[1]} if len(more_B) > 1 else {}
+    tokens_BS = zeros_B[:, None].expand(B, T)
+    return Batch.of_matrices(tokens_BS, zeros_B, zeros_B + T, mask(), sampler_BT, *rows_B, **formats)
 
 
 def test_only_rows_of_the_synced_version_count() -> None:

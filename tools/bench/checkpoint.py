@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.batch import Batch, Targets
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import (
     CheckpointSection,
@@ -32,7 +33,6 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync.push import WeightSync
 
 VOCAB = 32000
@@ -116,7 +116,7 @@ def make_targets(rows: int, tokens: int, vocab: int = VOCAB) -> Targets:
     random = torch.Generator().manual_seed(1)
     lengths_B = torch.full((rows,), tokens)
     mask_BT = torch.ones(rows, tokens, dtype=torch.bool)
-    batch = Batch(
+    batch = Batch.of_matrices(
         tokens_BS=torch.randint(1, vocab, (rows, 2 * tokens), generator=random),
         prompt_lengths_B=lengths_B,
         response_lengths_B=lengths_B,

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
+from megatron_rl.batch import collate
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_chat_tokenizer
@@ -30,7 +31,7 @@ from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.rollout_file import write_rollouts
 from megatron_rl.sampler.client import EngineClient, Line
 from megatron_rl.sampler.engine import Completion, Look
-from megatron_rl.types import Prompt, Rollout, SamplingParams, collate, written
+from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 
 SAMPLES, PROMPT_TOKENS, SHORTEST, LONGEST = 16, 400, 2_000, 20_000
 

@@ -28,6 +28,7 @@ from megatron_rl.learner.learner import Learner  # patches the host before megat
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
 
+from megatron_rl.batch import Batch, Targets
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Config
 from megatron_rl.learner import costs
@@ -35,7 +36,6 @@ from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.types import Batch, Targets
 
 LONGEST = 20480
 PROMPT = 8
@@ -61,7 +61,7 @@ def make_batch(rows: int, scale: int, vocab: int, random: torch.Generator) -> Ba
     mask_BT = torch.arange(longest) < responses_B[:, None]
     sampler_BT = torch.full(mask_BT.shape, -8.0)
     each = torch.rand(rows, generator=random), torch.arange(rows) // 8, torch.zeros(rows, dtype=torch.int64)
-    return Batch(tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT, *each)
+    return Batch.of_matrices(tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT, *each)
 
 
 def targets_of(batch: Batch, anchor_BT: Tensor) -> Targets:

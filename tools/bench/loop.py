@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_rl.batch import collate
 from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
 from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.models.hf_folder import HfFolder
@@ -27,7 +28,6 @@ from megatron_rl.rollout.collect import Collector, Scorer
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import collate
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
 ROLLOUT = RolloutSection(

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.toy import ToyShape, hf_config
 from megatron_rl.models.hf_folder import write_folder
@@ -35,7 +36,7 @@ from megatron_rl.processes.scratch import entered
 from megatron_rl.rank import alone
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import Batch, Prompt, SamplingParams, Scored, collate
+from megatron_rl.types import Prompt, SamplingParams, Scored
 from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights, settings
 

@@ -83,7 +83,7 @@ def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageC
 
 def expert_table(recorded: Sequence[Recorded]) -> str:
     """Where the sampler has sent the tokens, by layer, of steps that recorded it (log.record_experts)."""
-    told = [one.batch.experts_BSLK.flatten(0, 1) for one in recorded if one.batch.experts_BSLK is not None]
+    told = [one.batch.experts_PLK for one in recorded if one.batch.experts_PLK is not None]
     if not told:
         return ""
     rows = []

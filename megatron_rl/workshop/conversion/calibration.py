@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_rl.batch import Batch, collate
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, QuantizationSection
@@ -22,7 +23,7 @@ from megatron_rl.data.prompts import FolderTokenizer, load_dataset
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.weight_files import companions
-from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, written
+from megatron_rl.types import Prompt, Rollout, Scored, written
 from megatron_rl.workshop.conversion.comparison import compare
 from megatron_rl.workshop.conversion.sources import Source, note, of_folder
 from megatron_rl.workshop.conversion.work import begun

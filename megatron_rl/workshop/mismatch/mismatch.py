@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
+from megatron_rl.batch import collate
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Router
 from megatron_rl.data.dataset import Source
@@ -27,7 +28,7 @@ from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, collate, written
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, written
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_rl.batch import Targets
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite, SamplerSection
@@ -28,7 +29,6 @@ from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.types import Targets
 
 # of a layout: one rank has none of them
 PARALLEL = (

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron_rl.batch import Batch
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.models.points import Kind, Pair, Point, points
-from megatron_rl.types import Batch
 
 LOGITS, LOGPROB = Point(Kind.lm_head), Point(Kind.logprob)
 

@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 from tiny_engine import Live, make_config, make_live, startable
 from transformers import Qwen3ForCausalLM
 
+from megatron_rl.batch import collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
-from megatron_rl.types import Rollout, SamplingParams, Scored, collate
+from megatron_rl.types import Rollout, SamplingParams, Scored
 from megatron_rl.weight_sync import layer_probe
 from megatron_rl.weight_sync.probe import SyncMismatch
 from megatron_rl.workshop.mismatch.walk import Walk

@@ -1,0 +1,317 @@
+"""A step's batch as tensors: its rows one after another, nothing padded; what an update needs of it, and a loss.
+
+Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response (right-padded), N
+response tokens of all rows, P tokens of all rows, K ids. Every matrix with T is aligned to responses: column 0 is the
+first response token.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import format_number
+from megatron_rl.types import NO_EXPERT, Rollout, Scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Prompts and answers as a forward pass reads them: rows of unlike lengths one after another, nothing between.
+
+    A column's last letters say what it holds of a row: one value (B), one for each response token (N) or for each token
+    (P), or as many ids as that row's tokens were drawn among (K).
+    """
+
+    prompt_lengths_B: Tensor  # int64
+    response_lengths_B: Tensor
+    tokens_P: Tensor  # int32: of each row, prompt and then response
+    # int32: how many tokens each was drawn among, and which; None: among all
+    kept_counts_N: Tensor | None = None
+    kept_ids_K: Tensor | None = None
+    experts_PLK: Tensor | None = None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths_B)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        return self.prompt_lengths_B + self.response_lengths_B
+
+    @property
+    def bare(self) -> Sequences:
+        """What a forward pass reads, and nothing else."""
+        parts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(Sequences)}
+        return Sequences(**parts)
+
+    def rows(self, index: Tensor) -> Self:
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index
+        parts: dict[str, Any] = {one.name: self.taken(one.name, getattr(self, one.name), index) for one in fields(self)}
+        return type(self)(**parts)
+
+    def taken(self, name: str, column: Tensor | None, index: Tensor) -> Tensor | None:
+        """The rows' part of a column, in the order of `index`."""
+        if column is None or name.endswith("_B"):
+            return None if column is None else column[index]
+        sizes = self.sizes(name)
+        ends = zip(sizes.cumsum(0)[index].tolist(), sizes[index].tolist(), strict=True)
+        return torch.cat([column[:0], *(column[end - size : end] for end, size in ends)])
+
+    def sizes(self, name: str) -> Tensor:
+        """How much of a column each row has."""
+        if name.endswith("_N"):
+            return self.response_lengths_B
+        if name.endswith("_K"):
+            assert self.kept_counts_N is not None
+            ends_N = torch.nn.functional.pad(self.kept_counts_N.long().cumsum(0), (1, 0))
+            return ends_N[self.response_lengths_B.cumsum(0)].diff(prepend=ends_N[:1])
+        return self.lengths_B if name.endswith(("_P", "_PLK")) else torch.ones_like(self.lengths_B)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Sequences):
+    """The global batch of a step. Rows of a group are neighbours. Matrices with T are made when they are asked for."""
+
+    mask_N: Tensor  # bool: trained-on response tokens
+    sampler_logprobs_N: Tensor  # float32
+    rewards_B: Tensor  # float32, NaN where there is no score
+    groups_B: Tensor  # int64
+    versions_B: Tensor  # int64: policy version that sampled the row, its first token
+    formats_B: Tensor | None = None  # int64: place of the sampler's weight format in schema.Format; -1: unknown
+    versions_N: Tensor | None = None  # int32: of each token, where an update came between some; None: nowhere
+    samples_B: Tensor | None = None  # int64: which of its group's sessions a row is of; None: each row is its own
+    turns_N: Tensor | None = None  # int32: the turn that a token was sampled in, -1: in none; None: all in one
+    kinds_N: Tensor | None = None  # int8: see Rollout.kinds
+    credit_N: Tensor | None = None  # float32: see Rollout.credit
+
+    @classmethod
+    def of_matrices(
+        cls,
+        tokens_BS: Tensor,
+        prompt_lengths_B: Tensor,
+        response_lengths_B: Tensor,
+        mask_BT: Tensor,
+        sampler_logprobs_BT: Tensor,
+        rewards_B: Tensor,
+        groups_B: Tensor,
+        versions_B: Tensor,
+        **more: Tensor | None,
+    ) -> Self:
+        """A batch from right-padded matrices."""
+        flat = {"mask_BT": mask_BT, "sampler_logprobs_BT": sampler_logprobs_BT, **more}
+        lengths = {"prompt_lengths_B": prompt_lengths_B, "response_lengths_B": response_lengths_B}
+        parts: dict[str, Any] = {name: value for name, value in flat.items() if not name.endswith("_BT")}
+        parts |= {
+            name.replace("_BT", "_N"): flat_of(value, response_lengths_B)
+            for name, value in flat.items()
+            if name.endswith("_BT") and value is not None
+        }
+        tokens_P = flat_of(tokens_BS, prompt_lengths_B + response_lengths_B).int()
+        of_rows = {"rewards_B": rewards_B, "groups_B": groups_B, "versions_B": versions_B}
+        return cls(tokens_P=tokens_P, **lengths, **of_rows, **parts)
+
+    def with_matrices(self, **matrices: Tensor | None) -> Self:
+        """The batch with other values of each response token."""
+        flat: dict[str, Any] = {
+            name.replace("_BT", "_N"): None if one is None else flat_of(one, self.response_lengths_B)
+            for name, one in matrices.items()
+        }
+        return replace(self, **flat)
+
+    def matrix(self, values_N: Tensor, fill: float = 0) -> Tensor:
+        """Values of each response token as a matrix, right-padded with `fill`."""
+        return matrix_of(values_N, self.response_lengths_B, fill)
+
+    @property
+    def tokens_BS(self) -> Tensor:
+        return matrix_of(self.tokens_P, self.lengths_B).long()
+
+    @property
+    def mask_BT(self) -> Tensor:
+        return self.matrix(self.mask_N)
+
+    @property
+    def sampler_logprobs_BT(self) -> Tensor:
+        return self.matrix(self.sampler_logprobs_N)
+
+    @property
+    def versions_BT(self) -> Tensor | None:
+        return None if self.versions_N is None else self.matrix(self.versions_N).long()
+
+    @property
+    def token_versions_BT(self) -> Tensor:
+        if self.versions_N is not None:
+            return self.matrix(self.versions_N).long()
+        return self.versions_B[:, None].expand(len(self), max((1, *self.response_lengths_B.tolist())))
+
+    @property
+    def turns_BT(self) -> Tensor | None:
+        return None if self.turns_N is None else self.matrix(self.turns_N, -1).long()
+
+    @property
+    def kinds_BT(self) -> Tensor | None:
+        return None if self.kinds_N is None else self.matrix(self.kinds_N)
+
+    @property
+    def credit_BT(self) -> Tensor | None:
+        return None if self.credit_N is None else self.matrix(self.credit_N)
+
+
+def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
+    """Rows that stand one after another as a matrix, right-padded; at least one column."""
+    lengths = lengths_B.tolist()
+    table = values.new_full((len(lengths), max((1, *lengths)), *values.shape[1:]), fill)
+    for row, part in zip(table, values.split(lengths), strict=True):
+        row[: len(part)] = part
+    return table
+
+
+def flat_of(matrix: Tensor, lengths_B: Tensor) -> Tensor:
+    """The rows of a right-padded matrix one after another, without its padding."""
+    parts = [row[:length] for row, length in zip(matrix, lengths_B.tolist(), strict=True)]
+    return torch.cat([matrix.new_zeros(0, *matrix.shape[2:]), *parts])
+
+
+def collate(scored: Sequence[Scored]) -> Batch:
+    """Rows of one batch."""
+    rollouts = [one.rollout for one in scored]
+    return Batch(
+        prompt_lengths_B=torch.tensor([len(one.prompt.token_ids) for one in rollouts], dtype=torch.int64),
+        response_lengths_B=torch.tensor([len(one.token_ids) for one in rollouts], dtype=torch.int64),
+        tokens_P=joined([part for one in rollouts for part in (one.prompt.token_ids, one.token_ids)], "int32"),
+        mask_N=joined([one.loss_mask for one in rollouts], "int8").bool(),
+        sampler_logprobs_N=joined([one.logprobs for one in rollouts], "float32"),
+        rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
+        groups_B=torch.tensor([one.group for one in rollouts]),
+        versions_B=torch.tensor([one.policy_version for one in rollouts]),
+        formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
+        versions_N=_versions(rollouts),
+        **_kept(rollouts),
+        experts_PLK=_experts(rollouts),
+        **_sessions(rollouts),
+    )
+
+
+def joined(parts: Sequence[Sequence[float]], kind: str) -> Tensor:
+    """The parts one after another; arrays of that kind are copied once."""
+    return torch.from_numpy(np.concatenate([np.zeros(0, kind), *(np.asarray(part, kind) for part in parts)]))
+
+
+def _versions(rollouts: Sequence[Rollout]) -> Tensor | None:
+    if all(one.versions is None for one in rollouts):
+        return None
+    return joined([one.versions or array("i", [one.policy_version]) * len(one.token_ids) for one in rollouts], "int32")
+
+
+def _experts(rollouts: Sequence[Rollout]) -> Tensor | None:
+    told = [one.experts_SLK for one in rollouts if one.experts_SLK is not None]
+    if not told:
+        return None
+    lengths = [len(one.prompt.token_ids) + len(one.token_ids) for one in rollouts]
+    small = all(one.max(initial=0) < 128 for one in told)
+    shape, kind = (sum(lengths), *told[0].shape[1:]), torch.int8 if small else torch.int16
+    chosen_PLK = torch.full(shape, NO_EXPERT, dtype=kind)
+    for part, one in zip(chosen_PLK.split(lengths), rollouts, strict=True):
+        if one.experts_SLK is not None:
+            part[: len(one.experts_SLK)] = torch.from_numpy(one.experts_SLK.astype(np.int16))
+    return chosen_PLK
+
+
+def _sessions(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    if all(one.session is None for one in rollouts):
+        return {}
+    found = {
+        "samples_B": torch.tensor([one.sample for one in rollouts]),
+        "kinds_N": joined([one.kinds or array("b", [0]) * len(one.token_ids) for one in rollouts], "int8"),
+        "turns_N": joined([one.turns or array("i", [-1]) * len(one.token_ids) for one in rollouts], "int32"),
+    }
+    if any(one.credit is not None for one in rollouts):
+        credit = [one.credit or array("f", [0.0]) * len(one.token_ids) for one in rollouts]
+        found["credit_N"] = joined(credit, "float32")
+    return found
+
+
+def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    if all(one.kept_ids is None for one in rollouts):
+        return {}
+    counts = [one.kept_counts for one in rollouts if one.kept_counts is not None]
+    ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
+    if len(ids) < len(rollouts):
+        raise ValueError(f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were drawn among")
+    return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}
+
+
+def padded(rows: Sequence[tuple[Sequence[float], ...]], dtype: torch.dtype) -> Tensor:
+    """One row each, its parts one after the other, with zeros on the right; at least one column."""
+    width = max((1, *(sum(map(len, parts)) for parts in rows)))
+    table = torch.zeros(len(rows), width, dtype=dtype)
+    for row, parts in zip(table.numpy(), rows, strict=True):
+        start = 0
+        for part in parts:
+            row[start : start + len(part)] = part
+            start += len(part)
+    return table
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Everything a policy loss may look at; rows of one micro-batch."""
+
+    logprobs_BT: Tensor  # pi, carries the gradient
+    anchor_logprobs_BT: Tensor | None  # p; mu where there was no prox pass for p; None: pi itself, a constant
+    sampler_logprobs_BT: Tensor
+    ref_logprobs_BT: Tensor | None
+    entropy_BT: Tensor | None
+    advantages_B: Tensor
+    weights_BT: Tensor
+    mask_BT: Tensor
+    denominator_mask_BT: Tensor
+    prompt_ids_B: Tensor
+    selected_BT: Tensor | None = None
+    turns_BT: Tensor | None = None  # see Batch
+    advantages_BT: Tensor | None = None  # of each token; None: its row's
+    staleness_BT: Tensor | None = None  # see Targets
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the loss needs beside the policy's own forward pass: one optimizer update's worth, global.
+
+    Rows match `batch`. Without an anchor, weights and masks are what is known before the loss, which completes them.
+    """
+
+    batch: Batch
+    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward pass gives
+    anchor_logprobs_BT: Tensor | None
+    ref_logprobs_BT: Tensor | None
+    advantages_B: Tensor
+    weights_BT: Tensor
+    mask_BT: Tensor
+    denominator_mask_BT: Tensor
+    selected_BT: Tensor | None = None
+    advantages_BT: Tensor | None = None  # of each token; None: its row's
+    staleness_BT: Tensor | None = None  # updates since the token was sampled; for correction.anchor interpolated
+
+    def rows(self, index: Tensor) -> Targets:
+        batch = self.batch.rows(index)
+        width = max((1, *batch.response_lengths_B.tolist()))
+        named = {name: value for name, value in vars(self).items() if name != "batch"}
+        parts: dict[str, Any] = {
+            name: value if value is None else value[index, :width] if value.dim() == 2 else value[index]
+            for name, value in named.items()
+        }
+        return Targets(batch, **parts)
+
+
+@dataclass(frozen=True)
+class OwnPass:
+    """What an update without an anchor found on its way: the pass that was not made before it."""
+
+    logprobs_BT: Tensor  # the policy's before the update; NaN in rows that nothing was trained on
+    seconds: float  # of its forward pass, on this rank

@@ -1,0 +1,323 @@
+"""Data plane of the learner: the driver holds a step's batch, each replica the rows that it is at work on.
+
+Rows go from the driver to a replica's first rank and on to the ranks that share the model with it, in pieces of bounded
+size; what a pass finds out about their tokens comes back the same way. Every rank knows all lengths, so that nobody has
+to ask for anything. Where each rank holds the whole batch, as in a probe of the sync, nothing moves.
+
+B rows of the batch, T response positions, N response tokens, P tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.batch import Batch, Sequences, Targets
+from megatron_rl.learner.parallel import LearnerRank
+from megatron_rl.models.tensors import dtype_name, torch_dtype
+
+PIECE_BYTES = 32 << 20
+READ = tuple(one.name for one in fields(Sequences) if not one.name.endswith("_B"))  # by a forward pass
+# by a loss, beside what it finds in the targets
+OF_BATCH = ("sampler_logprobs_N", "turns_N", "groups_B")
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # of a column: dtype, shape of one entry
+
+
+@dataclass
+class _Held:
+    """What of a batch has been handed out so far."""
+
+    rows: list[list[int]]  # to each replica
+    mine: Sequences | None = None  # in this rank's memory; the driver has them all
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A batch as one rank sees it: lengths and groups of all rows, the rows themselves on the driver alone."""
+
+    whole: Batch | None  # None on the other ranks
+    prompt_lengths_B: Tensor
+    response_lengths_B: Tensor
+    groups_B: Tensor
+    kept_sizes_B: Tensor  # ids in `kept_ids_K`
+    kinds: Mapping[str, Kind]
+    held: _Held
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths_B)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        return self.prompt_lengths_B + self.response_lengths_B
+
+    def sizes(self, name: str) -> list[int]:
+        """How much of a column each row has."""
+        if name.endswith("_B"):
+            return [1] * len(self)
+        if name.endswith("_K"):
+            return self.kept_sizes_B.tolist()
+        return (self.lengths_B if name.endswith(("_P", "_PLK")) else self.response_lengths_B).tolist()
+
+
+@dataclass(frozen=True)
+class SharedTargets:
+    """An update's targets as one rank sees them."""
+
+    batch: Shared
+    whole: Targets | None
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some rows of a batch in this rank's memory."""
+
+    sequences: Sequences
+    place: Mapping[int, int] | None = None  # of the batch's rows in it; None: it is the batch itself
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # what a loss reads of them
+
+    def of(self, rows: Sequence[int]) -> Share:
+        """The same for these rows alone."""
+        return Share(
+            self.sequences.bare.rows(torch.tensor(self.at(rows), dtype=torch.int64)),
+            {row: at for at, row in enumerate(rows)},
+        )
+
+    def at(self, rows: Sequence[int]) -> list[int]:
+        return [row if self.place is None else self.place[row] for row in rows]
+
+
+class DataPlane:
+    """One rank's end of it."""
+
+    def __init__(self, ranks: LearnerRank) -> None:
+        self._ranks, self._driver = ranks, ranks.is_driver
+        places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
+        self._members = [
+            [rank for rank, place in enumerate(places) if place.dp == replica] for replica in range(ranks.layout.dp)
+        ]
+        last = ranks.layout.pp - 1
+        self._speakers = [
+            next(rank for rank in members if places[rank].pp == last and places[rank].tp == 0)
+            for members in self._members
+        ]
+        self._replica = ranks.place.dp
+        self._group: dist.ProcessGroup | None = None  # of the ranks that share a replica; None: the world, or one rank
+        if 1 < len(self._members[0]) < ranks.world_size:
+            groups = [dist.new_group(members, timeout=ranks.limit, backend="gloo") for members in self._members]
+            self._group = groups[self._replica]
+        self.sent = self.received = 0  # bytes, on this rank
+
+    def share(self, batch: Batch | None) -> Shared:
+        """The driver's batch, for all ranks."""
+        about: dict[str, Any] = {}
+        if batch is not None:
+            columns = {name: getattr(batch, name) for name in READ}
+            about = {name: getattr(batch, name) for name in ("prompt_lengths_B", "response_lengths_B", "groups_B")}
+            about["kept_sizes_B"] = torch.zeros(0) if batch.kept_ids_K is None else batch.sizes("kept_ids_K")
+            about["kinds"] = _kinds(columns)
+        about = self._ranks.broadcast(about)
+        kinds, held = _read_kinds(about.pop("kinds")), _Held([[] for _ in self._members])
+        return Shared(whole=batch if self._driver else None, kinds=kinds, held=held, **about)
+
+    def share_targets(self, batch: Shared, targets: Targets | None) -> SharedTargets:
+        kinds = self._ranks.broadcast(None if targets is None else _kinds(loss_columns(targets)))
+        return SharedTargets(batch, targets if self._driver else None, _read_kinds(kinds))
+
+    def read(self, batch: Sequences | Shared, wanted: Sequence[Sequence[int]]) -> Share:
+        """The rows that this replica passes. `wanted`: those of each replica."""
+        if isinstance(batch, Sequences):
+            return Share(batch)
+        held = batch.held
+        missing = [sorted({*rows} - {*had}) for rows, had in zip(wanted, held.rows, strict=True)]
+        columns = None if batch.whole is None else {name: getattr(batch.whole, name) for name in batch.kinds}
+        got = self._hand_out(batch, batch.kinds, columns, missing)
+        for had, rows in zip(held.rows, missing, strict=True):
+            had += rows
+        if batch.whole is not None:
+            return Share(batch.whole)
+        new = _sequences(batch, missing[self._replica], got)
+        held.mine = new if held.mine is None or not len(held.mine) else _joined(held.mine, new)
+        return Share(held.mine, {row: at for at, row in enumerate(held.rows[self._replica])})
+
+    def loss_rows(self, targets: Targets | SharedTargets, wanted: Sequence[Sequence[int]]) -> Share:
+        """What a loss reads of the rows that this replica passes."""
+        whole = isinstance(targets, Targets)
+        columns = loss_columns(targets) if isinstance(targets, Targets) else None
+        if isinstance(targets, SharedTargets) and targets.whole is not None:
+            columns = loss_columns(targets.whole)
+        mine = sorted(wanted[self._replica])
+        place = {row: at for at, row in enumerate(mine)}
+        if whole or self._driver:
+            assert columns is not None
+            batch = targets.batch
+            lengths = batch.response_lengths_B[mine]
+            own = {name: _rows_of(name, one, batch, mine) for name, one in columns.items() if one is not None}
+        if isinstance(targets, SharedTargets):
+            got = self._hand_out(targets.batch, targets.kinds, columns, [sorted(rows) for rows in wanted])
+            lengths = targets.batch.response_lengths_B[mine]
+            own = own if self._driver else got
+        nothing = torch.zeros(0, dtype=torch.int32)
+        bare = Sequences(prompt_lengths_B=0 * lengths, response_lengths_B=lengths, tokens_P=nothing)
+        return Share(bare, place, {name.replace("_BT", "_N"): one for name, one in own.items()})
+
+    def collect(
+        self, batch: Shared, rows: Sequence[Sequence[int]], name: str, mine: Mapping[int, Tensor], kind: Kind
+    ) -> Tensor | None:
+        """A new column, on the driver: of each replica's `rows`, whose speaker has them in `mine`; zero elsewhere."""
+        sizes, (dtype, shape) = batch.sizes(name), kind
+        starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        found = torch.zeros(starts[-1], *shape, dtype=dtype) if self._driver else None
+        for speaker, theirs in zip(self._speakers, rows, strict=True):
+            if self._ranks.rank not in (0, speaker):
+                continue
+            for piece in _pieces(sorted(theirs), sizes, dtype.itemsize * prod(shape)):
+                data = torch.empty(sum(sizes[row] for row in piece), *shape, dtype=dtype)
+                if self._ranks.rank == speaker:
+                    data = torch.cat([data[:0], *(mine[row] for row in piece)])
+                if speaker != 0:
+                    self._move(data, speaker, 0)
+                if found is not None:
+                    for row, part in zip(piece, data.split([sizes[row] for row in piece]), strict=True):
+                        found[starts[row] : starts[row] + len(part)] = part
+        return found
+
+    def with_experts(self, batch: Shared, rows: Sequence[Sequence[int]], share: Share, mine_PLK: Tensor) -> Shared:
+        """The batch with experts: the driver's of all rows, a rank's own of the rows that it has them for."""
+        assert share.place is not None
+        own = replace(share.sequences, experts_PLK=mine_PLK)
+        parts = dict(zip(share.place, mine_PLK.split(own.lengths_B.tolist()), strict=True))
+        kind = (mine_PLK.dtype, tuple(mine_PLK.shape[1:]))
+        found_PLK = self.collect(batch, rows, "experts_PLK", parts, kind)
+        whole = None if batch.whole is None else replace(batch.whole, experts_PLK=found_PLK)
+        held = _Held([sorted(each) for each in rows], None if self._driver else own)
+        return replace(batch, whole=whole, held=held, kinds={**batch.kinds, "experts_PLK": kind})
+
+    def most(self, tensor: Tensor) -> Tensor:
+        """The largest values over the ranks of this replica."""
+        if len(self._members[self._replica]) > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def _hand_out(
+        self,
+        batch: Shared,
+        kinds: Mapping[str, Kind],
+        whole: Mapping[str, Tensor | None] | None,
+        wanted: Sequence[Sequence[int]],
+    ) -> dict[str, Tensor]:
+        """This replica's rows of each column, in the order of `wanted`. The driver needs no copy and gets nothing."""
+        sizes = {name: batch.sizes(name) for name in kinds}
+        mine = self._ranks.place.dp
+        got = {}
+        if not self._driver:
+            got = {
+                name: torch.empty(sum(sizes[name][row] for row in wanted[mine]), *shape, dtype=dtype)
+                for name, (dtype, shape) in kinds.items()
+            }
+        for replica, (members, rows) in enumerate(zip(self._members, wanted, strict=True)):
+            if members == [0] or not (self._driver or replica == mine):
+                continue
+            for name, (dtype, shape) in kinds.items():
+                start = 0
+                for piece in _pieces(rows, sizes[name], dtype.itemsize * prod(shape)):
+                    end = start + sum(sizes[name][row] for row in piece)
+                    if whole is not None:
+                        column = whole[name]
+                        assert column is not None
+                        data = _rows_of(name, column, batch, piece)
+                    else:
+                        data = got[name][start:end]
+                    self._pass_on(data, members, replica == mine)
+                    start = end
+        return got
+
+    def _pass_on(self, data: Tensor, members: Sequence[int], ours: bool) -> None:
+        """From the driver to a replica's first rank, and from there to the others."""
+        first = members[0]
+        if first != 0 and self._ranks.rank in (0, first):
+            self._move(data, 0, first)
+        if ours and len(members) > 1:
+            dist.broadcast(_bytes(data), src=first, group=self._group)
+            self._count(data, first)
+
+    def _move(self, data: Tensor, source: int, to: int) -> None:
+        if self._ranks.rank == source:
+            dist.send(_bytes(data), to)
+        else:
+            dist.recv(_bytes(data), source)
+        self._count(data, source)
+
+    def _count(self, data: Tensor, source: int) -> None:
+        sends = self._ranks.rank == source
+        self.sent, self.received = self.sent + sends * data.nbytes, self.received + (not sends) * data.nbytes
+
+
+def loss_columns(targets: Targets) -> dict[str, Tensor | None]:
+    """What a loss looks at, beside the policy's own logprobs."""
+    columns = {name: value for name, value in vars(targets).items() if name != "batch"}
+    return columns | {name: getattr(targets.batch, name) for name in OF_BATCH}
+
+
+def _kinds(columns: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    told = {name: one for name, one in columns.items() if one is not None}
+    return {name: [dtype_name(one.dtype), list(_entry(name, one))] for name, one in told.items()}
+
+
+def _entry(name: str, column: Tensor) -> torch.Size:
+    return column.shape[2 if name.endswith("_BT") else 1 :]
+
+
+def _read_kinds(about: Mapping[str, Any]) -> dict[str, Kind]:
+    return {name: (torch_dtype(dtype), tuple(shape)) for name, (dtype, shape) in about.items()}
+
+
+def _rows_of(name: str, column: Tensor, batch: Shared | Batch, rows: Sequence[int]) -> Tensor:
+    """The rows' part of a column, which may be a right-padded matrix."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    if name.endswith("_BT"):
+        lengths = batch.response_lengths_B[index].tolist()
+        parts = [column[row, :length] for row, length in zip(rows, lengths, strict=True)]
+        return torch.cat([column.new_zeros(0, *column.shape[2:]), *parts])
+    whole = batch.whole if isinstance(batch, Shared) else batch
+    assert whole is not None
+    taken = whole.taken(name, column, index)
+    assert taken is not None
+    return taken.contiguous()
+
+
+def _sequences(batch: Shared, rows: Sequence[int], columns: Mapping[str, Tensor]) -> Sequences:
+    index = torch.tensor(rows, dtype=torch.int64)
+    lengths = {name: getattr(batch, name)[index] for name in ("prompt_lengths_B", "response_lengths_B")}
+    return Sequences(**lengths, **columns)
+
+
+def _joined(first: Sequences, second: Sequences) -> Sequences:
+    parts = {one.name: (getattr(first, one.name), getattr(second, one.name)) for one in fields(Sequences)}
+    joined: dict[str, Any] = {name: None if pair[0] is None else torch.cat(pair) for name, pair in parts.items()}
+    return Sequences(**joined)
+
+
+def _pieces(rows: Sequence[int], sizes: Sequence[int], entry_bytes: int) -> Iterator[list[int]]:
+    """Runs of rows of at most PIECE_BYTES, or of one row."""
+    piece: list[int] = []
+    held = 0
+    for row in rows:
+        if piece and held + sizes[row] * entry_bytes > PIECE_BYTES:
+            yield piece
+            piece, held = [], 0
+        piece.append(row)
+        held += sizes[row] * entry_bytes
+    if piece:
+        yield piece
+
+
+def _bytes(data: Tensor) -> Tensor:
+    return data.view(torch.uint8) if data.dim() else data

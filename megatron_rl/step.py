@@ -1,0 +1,68 @@
+"""Arithmetic of one step on its batch, which the driver alone holds: from logprobs to what the updates need, and back.
+
+Shape suffixes: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_rl.advantage import turn_advantages
+from megatron_rl.batch import Batch, OwnPass, Targets
+from megatron_rl.config.schema import Config
+from megatron_rl.loss.covariance import select_by_covariance
+from megatron_rl.rollout_correction import Correction, completed, correct, staleness
+from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format, mismatch_in_sessions
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch with its correction and its advantages."""
+
+    config: Config
+    batch: Batch
+    version: int  # the learner's, before the updates
+    anchor_BT: torch.Tensor | None
+    correction: Correction
+    advantages_B: torch.Tensor
+
+    @classmethod
+    def corrected(cls, config: Config, batch: Batch, version: int, anchor_BT: torch.Tensor | None) -> Step:
+        correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
+        return cls(config, batch, version, anchor_BT, correction, advantages_B)
+
+    def targets(self, reference_BT: torch.Tensor | None) -> Targets:
+        """All that the step's updates need. A covariance loss selects among the tokens that are trained on."""
+        config, correction = self.config, self.correction
+        seed = config.run.seed + self.version + 1
+        chosen = self.anchor_BT, self.advantages_B, correction.mask_BT
+        return Targets(
+            batch=self.batch,
+            anchor_logprobs_BT=self.anchor_BT,
+            ref_logprobs_BT=reference_BT,
+            advantages_B=self.advantages_B,
+            weights_BT=correction.weights_BT,
+            mask_BT=correction.mask_BT,
+            denominator_mask_BT=correction.denominator_mask_BT,
+            selected_BT=select_by_covariance(*chosen, config.loss, seed),
+            advantages_BT=turn_advantages(self.batch, self.advantages_B, config.advantage, config.environment.credit),
+            staleness_BT=staleness(self.batch, config.correction, self.version),
+        )
+
+    def settled(self, own: OwnPass | None) -> tuple[Step, dict[str, float]]:
+        """The correction as the update has made it; its metrics, and what the pass that was not made before it cost."""
+        step, saved = self, {}
+        if own is not None:
+            given = self.batch, self.config.correction, self.config.advantage
+            step = replace(self, correction=completed(self.correction, own.logprobs_BT, *given))
+            saved = {"perf/prox_saved_s": own.seconds}
+        prox_BT = step.correction.source.prox_logprobs_BT
+        return step, {
+            **saved,
+            **mismatch_by_format(prox_BT, self.batch),
+            **mismatch_by_age(prox_BT, self.batch, self.version),
+            **mismatch_in_sessions(prox_BT, self.batch),
+            **step.correction.metrics,
+        }
