@@ -27,6 +27,7 @@ from replicas_worker import replicas
 from routing_worker import faulty, routed, routed_forward
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
+from shares_worker import shared
 
 from megatron_rl.batch import Targets
 from megatron_rl.checkpoint.torch_dist.reader import Reader
@@ -409,7 +410,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
-        gains, again, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
+        gains, again, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen, shared,
     )
 }  # fmt: skip
 

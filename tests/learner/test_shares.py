@@ -1,0 +1,59 @@
+"""What only the driver holds is passed and trained on as if every rank held it, and each replica gets its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import learner_cases as cases
+import pytest
+
+# (name, model, layout, more of the job)
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    *((at, cases.QWEN3, cases.LAYOUTS[at], {"kept": True}) for at in ("tp2", "pp2", "vp2", "dp2")),
+    *(
+        (f"experts_{at}", cases.QWEN3_MOE, layout, {"experts": True})
+        for at, layout in cases.EXPERT_LAYOUTS.items()
+        if at in ("ep2", "tp2_ep2")
+    ),
+]
+REPLICAS = {"dp2", "experts_ep2"}
+
+
+def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    router = {"router": "replay"} if more.get("experts") else {}
+    return {
+        "kind": "shared",
+        "name": name,
+        "hf": hf,
+        "layout": {"tokens_per_microbatch": 60, **layout, **router},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    alone = [_job("alone", cases.QWEN3, {}, {"kept": True})]
+    return cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES])
+
+
+@pytest.mark.parametrize("name", ["alone", *(case[0] for case in CASES)])
+def test_passes_and_updates_are_the_same_to_the_last_bit(found: dict[str, Any], name: str) -> None:
+    assert found[name]["same"] == [True, True]
+    assert all(found[name]["empty"]), "only the driver is told"
+
+
+@pytest.mark.parametrize("name", [case[0] for case in CASES])
+def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: dict[str, Any], name: str) -> None:
+    driver, other = found[name]["ranks"]
+    assert driver["rows"] == 14 and other["again"] == 0, "rows that are there are not sent again"
+    if name in REPLICAS:
+        # its own of the first passes, and those that the minibatches gave it besides
+        assert 0 < other["rows"] < driver["rows"] and 0 < other["tokens"] < driver["tokens"]
+    else:
+        assert other["rows"] == driver["rows"]
+    assert other["received"] and driver["sent"]
+
+
+def test_a_lone_rank_moves_nothing(found: dict[str, Any]) -> None:
+    (only,) = found["alone"]["ranks"]
+    assert only["sent"] == only["received"] == 0
