@@ -149,24 +149,17 @@ class DataPlane:
 
     def loss_rows(self, targets: Targets | SharedTargets, wanted: Sequence[Sequence[int]]) -> Share:
         """What a loss reads of the rows that this replica passes."""
-        whole = isinstance(targets, Targets)
-        columns = loss_columns(targets) if isinstance(targets, Targets) else None
-        if isinstance(targets, SharedTargets) and targets.whole is not None:
-            columns = loss_columns(targets.whole)
-        mine = sorted(wanted[self._replica])
-        place = {row: at for at, row in enumerate(mine)}
-        if whole or self._driver:
-            assert columns is not None
-            batch = targets.batch
-            lengths = batch.response_lengths_B[mine]
-            own = {name: _rows_of(name, one, batch, mine) for name, one in columns.items() if one is not None}
+        mine, got = sorted(wanted[self._replica]), {}
+        batch, whole = targets.batch, targets if isinstance(targets, Targets) else targets.whole
+        columns = None if whole is None else loss_columns(whole)
         if isinstance(targets, SharedTargets):
             got = self._hand_out(targets.batch, targets.kinds, columns, [sorted(rows) for rows in wanted])
-            lengths = targets.batch.response_lengths_B[mine]
-            own = own if self._driver else got
-        nothing = torch.zeros(0, dtype=torch.int32)
+        if columns is not None:
+            got = {name: _rows_of(name, one, batch, mine) for name, one in columns.items() if one is not None}
+        lengths, nothing = batch.response_lengths_B[mine], torch.zeros(0, dtype=torch.int32)
         bare = Sequences(prompt_lengths_B=0 * lengths, response_lengths_B=lengths, tokens_P=nothing)
-        return Share(bare, place, {name.replace("_BT", "_N"): one for name, one in own.items()})
+        place = {row: at for at, row in enumerate(mine)}
+        return Share(bare, place, {name.replace("_BT", "_N"): one for name, one in got.items()})
 
     def collect(
         self, batch: Shared, rows: Sequence[Sequence[int]], name: str, mine: Mapping[int, Tensor], kind: Kind
@@ -215,8 +208,7 @@ class DataPlane:
     ) -> dict[str, Tensor]:
         """This replica's rows of each column, in the order of `wanted`. The driver needs no copy and gets nothing."""
         sizes = {name: batch.sizes(name) for name in kinds}
-        mine = self._ranks.place.dp
-        got = {}
+        mine, got = self._replica, {}
         if not self._driver:
             got = {
                 name: torch.empty(sum(sizes[name][row] for row in wanted[mine]), *shape, dtype=dtype)
