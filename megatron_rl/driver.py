@@ -185,6 +185,10 @@ class Driver:
         with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
+    def paused(self) -> dict[str, float]:
+        """For how long the last sync kept engines from answering."""
+        return {"sync/pause_s": self.sampler.last_sync["pause_s"]}
+
     def goes_on_without(self, step: int) -> bool:
         """Whether there will be a batch for this step though the sampler refused the weights that it should have."""
         return self._batches.goes_on_without(step)

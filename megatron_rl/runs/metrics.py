@@ -287,6 +287,7 @@ _TABLE = (
         ("gather_s", "gathering over the tensor-parallel group", "sum", "s"),
         ("transfer_s", "moving the buckets to the sampler", "sum", "s"),
         ("load_s", "loading and verifying in the sampler", "sum", "s"),
+        ("pause_s", "the part of it in which no engine answers", "sum", "s"),
         ("total_s", "the whole sync as the driver sees it", "sum", "s"),
         ("quant_error_max", "largest relative quantization error over the layers", "max"),
         ("quant_error_mean", "mean relative quantization error over the layers"),

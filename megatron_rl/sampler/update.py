@@ -32,6 +32,7 @@ class Updates:
         self._releases = False  # at the end of the update: nobody holds it for longer
         self._taken_by: list[tuple[Replica, Engine]] = []  # a replica that has another engine by now takes it no more
         self._told: list[Told] = []
+        self._stood_s = 0.0  # what engines have stood still for this update so far
 
     async def on_all(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
         """Ask every engine that is up, all at once. One that is gone is taken out; with none left, who comes back."""
@@ -113,7 +114,7 @@ class Updates:
         self.require_group()
         self._releases = not self.holds
         await self.hold()
-        self._taken_by, self._told = self._all_up(), []
+        self._taken_by, self._told, self._stood_s = self._all_up(), [], 0.0
         try:
             await self._tell("start", {})
         except BaseException:
@@ -126,18 +127,24 @@ class Updates:
 
     async def stage(self, updates: dict[Format, dict[str, Any]]) -> None:
         """Engines go on answering while they verify, where the update says so; nothing is loaded yet."""
+        began = time.perf_counter()
         try:
             await self._tell("stage", {format: {"update_info": info} for format, info in updates.items()})
             if all(info.get(BACKGROUND) for info in updates.values()):
                 await self._tell("await", {})
+            else:
+                self._stood_s += time.perf_counter() - began
         except BaseException:
             await self._abort()
             await self._end()
             raise
 
     async def finish(self) -> dict[str, Any]:
-        """Load the update. No engine goes on before every one has: no token is of weights that are taken back."""
-        state, told = self._state, list(self._told)
+        """Load the update. No engine goes on before every one has: no token is of weights that are taken back.
+
+        With what the slowest engine says of it, and for how long engines stood still.
+        """
+        state, told, began = self._state, list(self._told), time.perf_counter()
         for replica, _ in self._taken_by:
             replica.updating = True
         try:
@@ -148,7 +155,8 @@ class Updates:
             state.kept_update = [*told, ("finish", {})]
             for replica in self._taking:
                 replica.version, replica.ready, replica.reason = state.version, True, ""
-            stood_s = await self._resume() if stand else 0.0
+            if stand:
+                await self._resume()
         except BaseException:  # of every kind: one that was interrupted may have either version
             await asyncio.shield(self._doubt())
             raise
@@ -157,7 +165,7 @@ class Updates:
                 replica.updating = False
             await self._end()
             state.tell()
-        return slowest | {"stood_s": stood_s}
+        return slowest | {"pause_s": self._stood_s + time.perf_counter() - began}
 
     async def _doubt(self) -> None:
         """After a load that failed somewhere: engines that have the version before go on, others are taken out."""
@@ -172,15 +180,13 @@ class Updates:
             except SamplerError as error:
                 self._state.take_out(replica, str(error))
 
-    async def _resume(self) -> float:
-        """Let engines that stand still go on; how long that took. One that cannot go on is taken out."""
-        began = time.perf_counter()
+    async def _resume(self) -> None:
+        """Let engines that stand still go on. One that cannot go on is taken out."""
         standing = self._taking
         asked = (one.wait_for(one.engine.update("resume")) for one in standing)
         for replica, answer in zip(standing, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException):
                 self._state.take_out(replica, str(answer))
-        return time.perf_counter() - began
 
     async def _tell(self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any) -> list[Any]:
         while True:
