@@ -32,7 +32,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]  # of a column: dtype, shape of one e
 
 @dataclass
 class _Held:
-    """What of a batch has been handed out so far."""
+    """What has been handed out of a batch for the last pass."""
 
     rows: list[list[int]]  # to each replica
     mine: Sequences | None = None  # in this rank's memory; the driver has them all
@@ -135,16 +135,19 @@ class DataPlane:
         """The rows that this replica passes. `wanted`: those of each replica."""
         if isinstance(batch, Sequences):
             return Share(batch)
-        held = batch.held
-        missing = [sorted({*rows} - {*had}) for rows, had in zip(wanted, held.rows, strict=True)]
+        held, sets = batch.held, [{*rows} for rows in wanted]
+        missing = [sorted(rows - {*had}) for rows, had in zip(sets, held.rows, strict=True)]
+        # what is passed no more goes
+        stays = [at for at, row in enumerate(held.rows[self._replica]) if row in sets[self._replica]]
         columns = None if batch.whole is None else {name: getattr(batch.whole, name) for name in batch.kinds}
         got = self._hand_out(batch, batch.kinds, columns, missing)
-        for had, rows in zip(held.rows, missing, strict=True):
-            had += rows
+        held.rows = [
+            [row for row in had if row in rows] + new for had, rows, new in zip(held.rows, sets, missing, strict=True)
+        ]
         if batch.whole is not None:
             return Share(batch.whole)
         new = _sequences(batch, missing[self._replica], got)
-        held.mine = new if held.mine is None or not len(held.mine) else _joined(held.mine, new)
+        held.mine = new if held.mine is None else _joined(held.mine.rows(torch.tensor(stays, dtype=torch.int64)), new)
         return Share(held.mine, {row: at for at, row in enumerate(held.rows[self._replica])})
 
     def loss_rows(self, targets: Targets | SharedTargets, wanted: Sequence[Sequence[int]]) -> Share:

@@ -42,10 +42,9 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     ours_BT = learner.logprobs(held)
     passed = plane.received
     assert torch.equal(ours_BT, learner.logprobs(held))
-    again = plane.received - passed
+    again, mine = plane.received - passed, held.held.mine
     targets = plane.share_targets(held, _targets(held.whole, ours_BT) if held.whole is not None else None)
     steps = [learner.update(targets, rows) for rows in parts]
-    mine = held.held.mine
     about = {
         "replica": learner.place.dp,
         "rows": len(batch) if mine is None else len(mine),

@@ -47,8 +47,7 @@ def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: dict[str
     driver, other = found[name]["ranks"]
     assert driver["rows"] == 14 and other["again"] == 0, "rows that are there are not sent again"
     if name in REPLICAS:
-        # its own of the first passes, and those that the minibatches gave it besides
-        assert 0 < other["rows"] < driver["rows"] and 0 < other["tokens"] < driver["tokens"]
+        assert 0 < other["rows"] < driver["rows"] and 0 < other["tokens"] < 0.7 * driver["tokens"]
     else:
         assert other["rows"] == driver["rows"]
     assert other["received"] and driver["sent"]

@@ -239,12 +239,12 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
         found["new"] += np.abs(of_new - r.logprobs)[versions > old].tolist()
         found["swapped"] += np.abs(of_old - r.logprobs)[versions > old].tolist()
     means = {name: float(np.mean(values)) for name, values in found.items()}
-    print(f"{cache.value}: {len(spanning)} answers span the update, stood {live.sampler.last_sync['stood_s']:.4f} s")
+    print(f"{cache.value}: {len(spanning)} answers span the update, stood {live.sampler.last_sync['pause_s']:.4f} s")
     print(means)
     assert means["old"] < CLOSE
     assert means["swapped"] > 10 * CLOSE
     assert (means["new"] < CLOSE) == (cache == Cache.rebuild), means
-    assert live.sampler.last_sync["stood_s"] > 0
+    assert live.sampler.last_sync["pause_s"] > 0
 
 
 @pytest.mark.fault("an update refused in the middle of answers", "the answers go on with the version before")

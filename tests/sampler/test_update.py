@@ -73,7 +73,7 @@ def test_no_engine_goes_on_before_every_one_has_loaded():
     ]
     assert state.served[-2:] == [0, 1]
     assert (result["policy_version"], result["load_s"]) == (1, 0.05), "the slowest engine's"
-    assert result["stood_s"] >= 0
+    assert result["pause_s"] >= 0.05, "as long as the slowest load"
     assert all((one.ready, one.version) == (True, 1) for one in replicas)
 
 
@@ -84,7 +84,7 @@ def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them(
         state.keep_cache, updates, open_one = True, Updates([one], state), SimpleNamespace(changed=asyncio.Event())
         state.dispatchers.append(open_one)
         await updates.hold()
-        assert (await loaded(updates))["stood_s"] == 0
+        await loaded(updates)
         assert state.updating.locked(), "files may be written over until then"
         assert open_one.changed.is_set(), "it takes prompts again"
         await updates.release()
