@@ -86,6 +86,7 @@ def test_a_pack_moves_in_one_copy(kept: bool) -> None:
 @pytest.mark.parametrize("anchored", [False, True])
 def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     batch = make_batch()
+    batch = batch.with_matrices(turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3)
     targets = make_targets(batch, torch.rand(batch.mask_BT.shape) if anchored else None)  # type: ignore[arg-type]
     mine = pack(batch, [1, 4, 6])
     logprobs_bT = torch.zeros(3, mine.horizon)
@@ -98,6 +99,7 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     _check_moved(moved, here, ("logprobs_BT",))
     inside_BT = torch.arange(mine.horizon) < batch.response_lengths_B[rows, None]
     assert torch.equal(here.weights_BT, torch.where(inside_BT, targets.weights_BT[rows, : mine.horizon], 0.0))
+    assert batch.turns_BT is not None and torch.equal(here.turns_BT, batch.turns_BT[rows, : mine.horizon])
     assert torch.equal(here.prompt_ids_B, targets.batch.groups_B[rows])
     assert torch.equal(here.advantages_B, targets.advantages_B[rows])
     assert here.mask_BT.dtype == torch.bool and here.entropy_BT is None
