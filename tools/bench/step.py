@@ -63,6 +63,7 @@ class Workload:
     samples: int
     prompt_tokens: int = 16
     response_tokens: int = 32
+    ends: bool = False  # a token of the model ends an answer
 
     @property
     def layer_weights(self) -> int:
@@ -152,19 +153,20 @@ def write_model(folder: Path, work: Workload) -> Path:
     words = {f"t{number}": number for number in range(work.vocab)} | {"<never>": NEVER}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    save_tokenizer(tokenizer, folder, pad_token="t0", eos_token="<never>")
+    end = 1 if work.ends else NEVER
+    save_tokenizer(tokenizer, folder, pad_token="t0", eos_token="t1" if work.ends else "<never>")
     shape = {
         "model_type": "qwen3", "vocab_size": work.vocab, "hidden_size": work.hidden, "num_hidden_layers": work.layers,
         "num_attention_heads": work.heads, "num_key_value_heads": work.kv_heads, "head_dim": work.head_dim,
         "intermediate_size": work.ffn, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "max_position_embeddings": 1024, "tie_word_embeddings": True, "attention_bias": False,
-        "eos_token_id": NEVER, "pad_token_id": 0, "bos_token_id": None,
+        "eos_token_id": end, "pad_token_id": 0, "bos_token_id": None,
     }  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16).save_pretrained(folder)
     config = shape | {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))  # vLLM refuses to wait for NEVER
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1] if work.ends else []}))  # vLLM refuses to wait for NEVER
     return folder
 
 
@@ -177,7 +179,7 @@ def texts(work: Workload) -> list[str]:
 # our side
 
 
-def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[str, Any]:
+def recipe(work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8") -> dict[str, Any]:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
@@ -196,7 +198,7 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[st
             "vllm": {"max_num_seqs": work.answers},
             "engines": layout.engines,
         },
-        "quantization": {"format": "int8"},
+        "quantization": {"format": format},
         "reward": {"name": f"{HERE / 'step_trl.py'}:varied"},
         "optim": {"lr": 1e-6},
         "learner": {
@@ -263,8 +265,10 @@ class Side:
 
 
 @contextmanager
-def ours(work: Workload, folder: Path, model: Path, layout: Layout) -> Iterator[tuple[Side, RunDir]]:
-    config = from_mapping(recipe(work, folder, model, layout))
+def ours(
+    work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8"
+) -> Iterator[tuple[Side, RunDir]]:
+    config = from_mapping(recipe(work, folder, model, layout, format))
     run, _ = open_run(folder / "ours", IfExists.refuse, to_yaml(config))
     store, log = folder / "store", folder / "ours.log"
     processes = []

@@ -1,0 +1,201 @@
+"""`megatron-rl plan --precision`: seconds of a step by the sampler's format, and from where on low precision pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import log
+from typing import Any
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import Format, KvCache
+from megatron_rl.models.mapping import parameters
+from megatron_rl.preflight import engine
+from megatron_rl.quantization.formats import format_problem
+from megatron_rl.runs.console import table
+from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.fit import Costs, Measured, fitted, seconds_of
+
+PHASES = ("rollout", "prox", "update", "sync")
+NAMES = {
+    "BF16": (Format.none, KvCache.none),
+    "INT8": (Format.int8, KvCache.none),
+    "FP8": (Format.fp8, KvCache.none),
+    "FP8, FP8 cache": (Format.fp8, KvCache.fp8),
+}
+FACTORS = tuple(2.0**power for power in range(-5, 6))  # of what the recipe has, where a break-even is looked for
+TINY = 1e-3  # ratios nearer to 1 than this are no gain and no loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step with the sampler in one format."""
+
+    name: str
+    seconds: dict[str, float]  # by phase
+    quantizing: float  # of sync
+    ratio: float  # to a step in BF16
+    sample_size: float | None  # None: no run of this format says
+    breaks: dict[str, str]  # what is varied -> where it pays
+
+
+def describe(base: Case, runs: Sequence[Measured]) -> str:
+    rows, left_out = rows_of(base, runs)
+    head = ("", *PHASES, "quantizing", "step", "of BF16", "sample size")
+    lines = [f"{base.config.model.path} on {base.machine}: seconds of a step by the sampler's format", ""]
+    lines += table(head, [_row(row) for row in rows])
+    low = [row for row in rows if row.breaks]
+    if low:
+        names = list(low[0].breaks)
+        lines += ["", *table(("pays", *(row.name for row in low)), [(n, *(r.breaks[n] for r in low)) for n in names])]
+    return "\n".join([*lines, "", *_notes(base, runs, rows, left_out)])
+
+
+def as_json(base: Case, runs: Sequence[Measured]) -> list[dict[str, Any]]:
+    return [vars(row) for row in rows_of(base, runs)[0]]
+
+
+def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]:
+    if not base.host and base.machine.gpu is None:
+        raise ConfigError("--precision: for a GPU of a known kind, or a host; name one, such as --on 1x8xH100-80")
+    costs, rows, left_out = fitted(runs), [], []
+    plain = _step(costs, _with(base, "BF16"))
+    for name in NAMES:
+        case = _with(base, name)
+        if why := _refused(case):
+            left_out.append(f"{name}: {why}")
+            continue
+        seconds = costs.phases(case)
+        quantizing = sum(
+            each * costs.of(part) for part, each in seconds_of(case).items() if part[1].startswith("quantized ")
+        )
+        sizes = [one.sample_size for one in runs if (one.format, one.cache) == NAMES[name] and one.sample_size]
+        breaks = {} if name == "BF16" else dict(_breaks(base, name, costs))
+        size = sum(sizes) / len(sizes) if sizes else None
+        rows.append(Row(name, seconds, quantizing, sum(seconds.values()) / plain, size, breaks))
+    return rows, left_out
+
+
+def _with(base: Case, name: str) -> Case:
+    format, cache = NAMES[name]
+    config = base.config
+    fleet = replace(config.sampler.fleet, formats=[])
+    quantization = replace(config.quantization, format=format, kv_cache=cache)
+    return replace(
+        base, config=replace(config, quantization=quantization, sampler=replace(config.sampler, fleet=fleet))
+    )
+
+
+def _refused(case: Case) -> str:
+    """Why the machine does not run the format."""
+    quantization = case.config.quantization
+    machine = case.machine
+    format = format_problem(quantization.format, machine.kind, machine.name, machine.capability)
+    return format or next(engine.cache(machine, quantization), "")
+
+
+def _step(costs: Costs, case: Case) -> float:
+    return sum(costs.phases(case).values())
+
+
+def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
+    """Where a step takes less than in BF16, along each of what may be larger or smaller."""
+    rollout, shape = base.config.rollout, base.model.shape
+
+    def longer(factor: float) -> tuple[float, Case]:
+        tokens = max(round(rollout.max_response_tokens * factor), 1)
+        return tokens, _changed(base, max_response_tokens=tokens)
+
+    def more(factor: float) -> tuple[float, Case]:
+        prompts = max(round(rollout.prompts_per_step * factor), 1)
+        return prompts * rollout.samples_per_prompt, _changed(base, prompts_per_step=prompts)
+
+    def wider(factor: float) -> tuple[float, Case]:
+        case = replace(base, hf_config=_scaled(base, factor))
+        return float(parameters(case.model.shape)), case
+
+    mean = f"{base.assumed.response:.0%} of it the mean"
+    yield f"answers of at most so many tokens ({mean})", _where(longer, base, name, costs, _short)
+    yield "answers in a step", _where(more, base, name, costs, _short)
+    yield f"parameters ({shape.layers} layers)", _where(wider, base, name, costs, _short)
+
+
+def _changed(base: Case, **changes: int) -> Case:
+    return replace(base, config=replace(base.config, rollout=replace(base.config.rollout, **changes)))
+
+
+def _scaled(base: Case, factor: float) -> dict[str, Any]:
+    """A model's config.json with wider layers: more heads of the same size."""
+    given, shape = base.hf_config, base.model.shape
+    groups = max(round(shape.kv_heads * factor), 1)
+    each = shape.heads // shape.kv_heads
+    unit = 16
+    wide = {
+        key: max(round(given[key] * factor / unit), 1) * unit
+        for key in ("hidden_size", "intermediate_size", "moe_intermediate_size")
+        if given.get(key)
+    }
+    heads = {"num_attention_heads": groups * each, "num_key_value_heads": groups, "head_dim": shape.head_dim}
+    return {**given, **wide, **heads}
+
+
+def _where(
+    varied: Callable[[float], tuple[float, Case]], base: Case, name: str, costs: Costs, told: Callable[[float], str]
+) -> str:
+    points: dict[float, float] = {}
+    for factor in FACTORS:
+        size, case = varied(factor)
+        if _fits(case):
+            points[size] = log(_step(costs, _with(case, name)) / _step(costs, _with(case, "BF16")))
+    sizes = sorted(points)
+    reach = f"{told(sizes[0])} to {told(sizes[-1])}"
+    pays = [points[size] < -TINY for size in sizes]
+    if all(pays):
+        return f"everywhere from {reach}"
+    if not any(pays):
+        return f"nowhere from {reach}"
+    turns = []
+    for (one, before), (two, after) in pairwise(zip(sizes, pays, strict=True)):
+        if before != after:
+            turns.append(f"{'below' if before else 'above'} {told(_crossing(one, two, points))}")
+    return " and ".join(turns)
+
+
+def _crossing(one: float, two: float, points: dict[float, float]) -> float:
+    share = (points[one] + TINY) / (points[one] - points[two])
+    return one * (two / one) ** min(max(share, 0.0), 1.0)
+
+
+def _fits(case: Case) -> bool:
+    """Whether an engine in BF16 has room for the longest answer."""
+    plain = _with(case, "BF16")
+    return plain.limit is None or plain.engine.tokens >= plain.longest
+
+
+def _short(number: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.2g} {unit}"
+    return f"{float(f'{number:.2g}'):,.0f}"
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    size = "not known" if row.sample_size is None else f"{row.sample_size:.1%}"
+    step = sum(row.seconds.values())
+    cells = (f"{row.seconds[phase]:.3g}" for phase in PHASES)
+    return (row.name, *cells, f"{row.quantizing:.3g}", f"{step:.3g}", f"{row.ratio:.2f}", size)
+
+
+def _notes(base: Case, runs: Sequence[Measured], rows: Sequence[Row], left_out: Sequence[str]) -> Iterator[str]:
+    yield from (f"left out  {why}" for why in left_out)
+    if runs:
+        told = ", ".join(f"{one.run} ({one.format}, {one.steps} steps)" for one in runs)
+        yield f"fitted    to {told}"
+        known = {(one.format, one.cache) for one in runs}
+        if missing := [row.name for row in rows if NAMES[row.name] not in known]:
+            yield f"not run   {', '.join(missing)}: the assumed costs, at the factor that suits the other runs"
+    else:
+        where = "one thread of a Zen 5 with AVX-512, BF16 and VNNI" if base.host else "the maker's peaks and --assume"
+        yield f"assumed   costs of {where}; --fit RUN takes a run's own, best one of each format"
+    yield "          sample size: what correction weights leave of a batch's tokens; fewer steps may not be less time"
