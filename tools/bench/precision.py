@@ -1,16 +1,19 @@
 """Is `megatron-rl plan --precision --fit` right? Steps of nine combinations of size and lengths, planned and measured.
 
-    OMP_NUM_THREADS=1 python tools/bench/precision.py FOLDER [--steps 12] [--size small ...] [--mix long ...]
+    python tools/bench/precision.py FOLDER [--steps 14] [NAME ...]
 
-Two more sizes, whose lengths are no combination's, give the costs. For each model a run in BF16, in INT8 and in FP8
-stand side by side and take their steps in turn; runs that FOLDER holds already are not made again, so that a command
-that was cut off, or asked for a part, goes on. A combination's seconds are the lower quartiles of its steps, as `--fit`
+NAME: a combination, such as small-long; all of them where none is named. Two more sizes, narrow and wide, whose lengths
+are no combination's, give the costs. For each model a run in BF16, in INT8 and in FP8 stand side by side and take their
+steps in turn. What FOLDER holds already is not made again, so that a command that was cut off goes on, and several
+(`taskset -c 0 ...`) may make a part each. A combination's seconds are the lower quartiles of its steps, as `--fit`
 reads them: the plan knows its lengths, and none of its times.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,16 +44,16 @@ def workload(width: int, layers: int, prompt: int, answer: int, ends: bool) -> W
     return Workload(*shape, prompts=4, samples=8, prompt_tokens=prompt, response_tokens=answer, ends=ends)
 
 
-def combinations(sizes: list[str], mixes: list[str]) -> Iterator[tuple[str, Workload]]:
+def combinations() -> Iterator[tuple[str, Workload]]:
     for name, shape in COSTS_FROM.items():
         yield name, workload(*shape)
-    for size in sizes:
-        for mix in mixes:
-            yield f"{size}, {mix}", workload(*SIZES[size], *MIXES[mix])
+    for size, mix in itertools.product(SIZES, MIXES):
+        yield f"{size}-{mix}", workload(*SIZES[size], *MIXES[mix])
 
 
 def in_turn(work: Workload, folder: Path, steps: int) -> None:
     """A step of each run, round after round."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a command that was cut off
     folder.mkdir(parents=True)
     model = write_model(folder / "model", work)
     with ExitStack() as stack:
@@ -75,8 +78,7 @@ def row(name: str, runs: Three, costs: Costs) -> tuple[list[str], list[float]]:
     cells, errors = [name, f"{step_s(runs['none'].seconds):.3f}", f"{step_s(planned['none']):.3f}"], []
     for format in FORMATS[1:]:
         was, said = (
-            step_s(of[format]) / step_s(of["none"])
-            for of in ({key: run.seconds for key, run in runs.items()}, planned)
+            step_s(of[format]) / step_s(of["none"]) for of in ({key: run.seconds for key, run in runs.items()}, planned)
         )
         errors.append(said / was - 1)
         rolled = runs[format].seconds["rollout"] / runs["none"].seconds["rollout"]
@@ -96,25 +98,31 @@ def misplaced(runs: Three, costs: Costs) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=12, help="of each run; the first two are left out")
-    parser.add_argument("--size", action="append", choices=SIZES)
-    parser.add_argument("--mix", action="append", choices=MIXES)
+    parser.add_argument("--steps", type=int, default=14, help="of each run; the first two are left out")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
     machine, found = detect(), {}
-    for name, work in combinations(options.size or [*SIZES], options.mix or [*MIXES]):
-        folder = options.folder.resolve() / name.replace(", ", "-")
-        if not (folder / "done").exists():
+    for name, work in combinations():
+        folder = options.folder.resolve() / name
+        if name in (options.names or [name]) and not (folder / "done").exists():
             in_turn(work, folder, options.steps)
-        found[name] = {format: measured(folder / format / "ours", machine) for format in FORMATS}
-        print(name, *(f"{format} {step_s(run.seconds):.3f} s" for format, run in found[name].items()), flush=True)
+        if (folder / "done").exists():
+            found[name] = {format: measured(folder / format / "ours", machine) for format in FORMATS}
+    if not {*COSTS_FROM} < {*found}:
+        print(f"made {', '.join(found)}; {', '.join(COSTS_FROM)} and a combination are needed for a plan")
+        return
     costs = fitted([run for name in COSTS_FROM for run in found[name].values()])
     rows = {name: row(name, runs, costs) for name, runs in found.items() if name not in COSTS_FROM}
-    of = [f"{format}{what}" for format in ("INT8", "FP8") for what in (", step", " planned", "", ", rollout", " planned")]
+    of = [
+        f"{format}{what}" for format in ("INT8", "FP8") for what in (", step", " planned", "", ", rollout", " planned")
+    ]
     print("\n".join(table(("", "BF16, s", "planned", *of), [cells for cells, _ in rows.values()])))
     errors = [abs(error) for _, each in rows.values() for error in each]
     wrong = sum(misplaced(found[name], costs) for name in rows)
     within = sum(error <= WITHIN for error in errors)
-    print(f"{within} of {len(errors)} ratios within {WITHIN:.0%}, the worst off by {max(errors):.1%}; {wrong} misplaced")
+    print(
+        f"{within} of {len(errors)} ratios within {WITHIN:.0%}, the worst off by {max(errors):.1%}; {wrong} misplaced"
+    )
 
 
 if __name__ == "__main__":

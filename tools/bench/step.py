@@ -166,7 +166,9 @@ def write_model(folder: Path, work: Workload) -> Path:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16).save_pretrained(folder)
     config = shape | {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1] if work.ends else []}))  # vLLM refuses to wait for NEVER
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1] if work.ends else []})
+    )  # vLLM refuses to wait for NEVER
     return folder
 
 

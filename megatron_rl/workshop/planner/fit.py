@@ -1,8 +1,8 @@
 """`--fit RUN`: what the first steps of runs say about the costs that a plan of seconds assumes.
 
-A run gives one measured time for each phase, the lower quartile of its steps, and its lengths. The factors of a phase's costs
-are those with the smallest squares of relative errors over all runs; where the runs leave some free, they stay by the
-one factor that suits all of the phase.
+A run gives one measured time for each phase, the lower quartile of its steps, and its lengths. The factors of a phase's
+costs are those with the smallest squares of relative errors over all runs; where the runs leave some free, they stay by
+the one factor that suits all of the phase.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.workshop.planner.time import parts as parts_of_gpus
 from megatron_rl.workshop.planner.workload import Assumptions
 
 STEPS, WARMING, LEAST = 20, 2, 5  # of a run: those that are read, of them left out, and how many there have to be
-FREE = 0.003  # a cost that is twice the others' factor weighs as much as a run that is missed by 5 %
+FREE = 0.001  # a cost of twice the others' factor weighs as much as a run that is missed by 3 %
 SWEEPS = 2000
 
 
@@ -73,15 +73,18 @@ def measured(run: Path, machine: Machine) -> Measured:
         hf_config = read_card(str(config.model.folder))
     except ConfigError as error:
         raise ConfigError(f"--fit {run}: {error}; or plan in the folder that the run was started in") from None
-    names = {name for line in lines for name in line}
-    middle = {name: median(line.get(name, 0.0) for line in lines) for name in names}
-    # what else the machine does makes steps longer, and none shorter
-    quick = {name: quantiles([line.get(name, 0.0) for line in lines], n=4)[0] for name in names}
+    middle = {name: median(line.get(name, 0.0) for line in lines) for line in lines for name in line}
     case = Case(config, hf_config, machine, _lengths(config, middle))
     rollout = "rollout/seconds" if config.rollout.ahead and middle.get("rollout/seconds") else "time/rollout"
-    seconds = {phase: quick.get(f"time/{phase}", 0.0) for phase in ("prox", "update")}
-    seconds |= {"rollout": quick[rollout], "sync": quick.get("sync/total_s", 0.0) / config.sync.every}
+    seconds = {phase: _quick(lines, f"time/{phase}") for phase in ("prox", "update")}
+    seconds |= {"rollout": _quick(lines, rollout), "sync": _quick(lines, "sync/total_s") / config.sync.every}
     return Measured(run, case, seconds, middle.get(SAMPLE_SIZE), len(lines))
+
+
+def _quick(lines: Sequence[Mapping[str, float]], name: str) -> float:
+    """The lower quartile: what else a machine does makes steps longer, and none shorter."""
+    taken = [line[name] for line in lines if line.get(name)]
+    return quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else sum(taken)
 
 
 LENGTHS = ("response", "prompt", "longest", "batches")
@@ -143,6 +146,7 @@ def fitted(runs: Sequence[Measured]) -> Costs:
             shares = np.array([[row.get(name, 0.0) for name in names] for row in rows])
             found, others[phase] = _least_squares(shares)
             factors |= zip(names, map(float, found), strict=True)
+    others.setdefault("prox", others.get("update", 1.0))
     return Costs(factors, others)
 
 

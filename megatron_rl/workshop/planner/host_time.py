@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
-from megatron_rl.config.schema import Format
 from megatron_rl.learner.costs import operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.quantization.formats import QUANTIZED
@@ -30,7 +29,6 @@ COSTS = {
     "none": 1 / (150 * GIGA),  # an operation of the layers' matrices, by their format
     "int8": 1 / (300 * GIGA),
     "fp8": 1 / (150 * GIGA),
-    "fp8_block": 1 / (150 * GIGA),
     "int4": 1 / (300 * GIGA),
     "rounding": 1 / GIGA,  # an activation, where a matrix is quantized
     "calls": 1e-4,  # more of a layer's step where its matrices are quantized

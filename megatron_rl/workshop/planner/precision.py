@@ -9,7 +9,7 @@ from math import log
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Format, KvCache
+from megatron_rl.config.schema import Format, KvCache, RolloutSection
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight import engine
 from megatron_rl.quantization.formats import format_problem
@@ -33,11 +33,17 @@ class Row:
     """A step with the sampler in one format."""
 
     name: str
+    assumed: bool  # there are runs, and none in this format
     seconds: dict[str, float]  # by phase
     quantizing: float  # of sync
-    ratio: float  # to a step in BF16
+    step: float
+    ratio: float  # of a step to one in BF16
     sample_size: float | None  # None: no run of this format says
     breaks: dict[str, str]  # what is varied -> where it pays
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (assumed)" if self.assumed else self.name
 
 
 def describe(base: Case, runs: Sequence[Measured]) -> str:
@@ -48,7 +54,7 @@ def describe(base: Case, runs: Sequence[Measured]) -> str:
     low = [row for row in rows if row.breaks]
     if low:
         names = list(low[0].breaks)
-        lines += ["", *table(("pays", *(row.name for row in low)), [(n, *(r.breaks[n] for r in low)) for n in names])]
+        lines += ["", *table(("pays", *(row.title for row in low)), [(n, *(r.breaks[n] for r in low)) for n in names])]
     return "\n".join([*lines, "", *_notes(base, runs, rows, left_out)])
 
 
@@ -61,19 +67,21 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
         raise ConfigError("--precision: for a GPU of a known kind, or a host; name one, such as --on 1x8xH100-80")
     costs, rows, left_out = fitted(runs), [], []
     plain = _step(costs, _with(base, "BF16"))
+    known = {(one.format, one.cache) for one in runs}
     for name in NAMES:
         case = _with(base, name)
         if why := _refused(case):
             left_out.append(f"{name}: {why}")
             continue
-        seconds = costs.phases(case)
+        seconds, step = costs.phases(case), _step(costs, case)
         quantizing = sum(
             each * costs.of(part) for part, each in seconds_of(case).items() if part[1].startswith("quantized ")
         )
         sizes = [one.sample_size for one in runs if (one.format, one.cache) == NAMES[name] and one.sample_size]
         breaks = {} if name == "BF16" else dict(_breaks(base, name, costs))
         size = sum(sizes) / len(sizes) if sizes else None
-        rows.append(Row(name, seconds, quantizing, sum(seconds.values()) / plain, size, breaks))
+        assumed = bool(runs) and NAMES[name] not in known
+        rows.append(Row(name, assumed, seconds, quantizing, step, step / plain, size, breaks))
     return rows, left_out
 
 
@@ -96,7 +104,10 @@ def _refused(case: Case) -> str:
 
 
 def _step(costs: Costs, case: Case) -> float:
-    return sum(costs.phases(case).values())
+    seconds = costs.phases(case)
+    learner = seconds["prox"] + seconds["update"]
+    overlap = min(seconds["rollout"], learner) if case.config.rollout.ahead else 0.0
+    return sum(seconds.values()) - overlap
 
 
 def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
@@ -105,24 +116,24 @@ def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
 
     def longer(factor: float) -> tuple[float, Case]:
         tokens = max(round(rollout.max_response_tokens * factor), 1)
-        return tokens, _changed(base, max_response_tokens=tokens)
+        return tokens, _changed(base, replace(rollout, max_response_tokens=tokens))
 
     def more(factor: float) -> tuple[float, Case]:
         prompts = max(round(rollout.prompts_per_step * factor), 1)
-        return prompts * rollout.samples_per_prompt, _changed(base, prompts_per_step=prompts)
+        return prompts * rollout.samples_per_prompt, _changed(base, replace(rollout, prompts_per_step=prompts))
 
     def wider(factor: float) -> tuple[float, Case]:
         case = replace(base, hf_config=_scaled(base, factor))
         return float(parameters(case.model.shape)), case
 
     mean = f"{base.assumed.response:.0%} of it the mean"
-    yield f"answers of at most so many tokens ({mean})", _where(longer, base, name, costs, _short)
-    yield "answers in a step", _where(more, base, name, costs, _short)
-    yield f"parameters ({shape.layers} layers)", _where(wider, base, name, costs, _short)
+    yield f"answers of at most so many tokens ({mean})", _where(longer, name, costs)
+    yield "answers in a step", _where(more, name, costs)
+    yield f"parameters ({shape.layers} layers)", _where(wider, name, costs)
 
 
-def _changed(base: Case, **changes: int) -> Case:
-    return replace(base, config=replace(base.config, rollout=replace(base.config.rollout, **changes)))
+def _changed(base: Case, rollout: RolloutSection) -> Case:
+    return replace(base, config=replace(base.config, rollout=rollout))
 
 
 def _scaled(base: Case, factor: float) -> dict[str, Any]:
@@ -140,16 +151,14 @@ def _scaled(base: Case, factor: float) -> dict[str, Any]:
     return {**given, **wide, **heads}
 
 
-def _where(
-    varied: Callable[[float], tuple[float, Case]], base: Case, name: str, costs: Costs, told: Callable[[float], str]
-) -> str:
+def _where(varied: Callable[[float], tuple[float, Case]], name: str, costs: Costs) -> str:
     points: dict[float, float] = {}
     for factor in FACTORS:
         size, case = varied(factor)
         if _fits(case):
             points[size] = log(_step(costs, _with(case, name)) / _step(costs, _with(case, "BF16")))
     sizes = sorted(points)
-    reach = f"{told(sizes[0])} to {told(sizes[-1])}"
+    reach = f"{_short(sizes[0])} to {_short(sizes[-1])}"
     pays = [points[size] < -TINY for size in sizes]
     if all(pays):
         return f"everywhere from {reach}"
@@ -158,7 +167,7 @@ def _where(
     turns = []
     for (one, before), (two, after) in pairwise(zip(sizes, pays, strict=True)):
         if before != after:
-            turns.append(f"{'below' if before else 'above'} {told(_crossing(one, two, points))}")
+            turns.append(f"{'below' if before else 'above'} {_short(_crossing(one, two, points))}")
     return " and ".join(turns)
 
 
@@ -174,28 +183,24 @@ def _fits(case: Case) -> bool:
 
 
 def _short(number: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.2g} {unit}"
-    return f"{float(f'{number:.2g}'):,.0f}"
+    unit, size = next(((unit, size) for unit, size in ((" B", 1e9), (" M", 1e6)) if number >= size), ("", 1))
+    return f"{float(f'{number / size:.2g}'):,.10g}{unit}"
 
 
 def _row(row: Row) -> tuple[str, ...]:
     size = "not known" if row.sample_size is None else f"{row.sample_size:.1%}"
-    step = sum(row.seconds.values())
-    cells = (f"{row.seconds[phase]:.3g}" for phase in PHASES)
-    return (row.name, *cells, f"{row.quantizing:.3g}", f"{step:.3g}", f"{row.ratio:.2f}", size)
+    cells = (*(row.seconds[phase] for phase in PHASES), row.quantizing, row.step)
+    told = (f"{cell:,.0f}" if cell >= 100 else f"{cell:.3g}" for cell in cells)
+    return (row.title, *told, f"{row.ratio:.2f}", size)
 
 
 def _notes(base: Case, runs: Sequence[Measured], rows: Sequence[Row], left_out: Sequence[str]) -> Iterator[str]:
-    yield from (f"left out  {why}" for why in left_out)
     if runs:
-        told = ", ".join(f"{one.run} ({one.format}, {one.steps} steps)" for one in runs)
-        yield f"fitted    to {told}"
-        known = {(one.format, one.cache) for one in runs}
-        if missing := [row.name for row in rows if NAMES[row.name] not in known]:
-            yield f"not run   {', '.join(missing)}: the assumed costs, at the factor that suits the other runs"
+        yield "fitted    to " + ", ".join(f"{one.run} ({one.format}, {one.steps} steps)" for one in runs)
+        if any(row.assumed for row in rows):
+            yield "assumed   costs of formats that no run had, at the factor that suits the runs; --fit one of each"
     else:
         where = "one thread of a Zen 5 with AVX-512, BF16 and VNNI" if base.host else "the maker's peaks and --assume"
-        yield f"assumed   costs of {where}; --fit RUN takes a run's own, best one of each format"
-    yield "          sample size: what correction weights leave of a batch's tokens; fewer steps may not be less time"
+        yield f"assumed   costs of {where}; --fit RUN takes them from a run, best from one of each format"
+    yield "size      of a sample: the share of a batch that the correction's weights leave, by the runs"
+    yield from (f"left out  {why}" for why in left_out)
