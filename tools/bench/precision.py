@@ -1,6 +1,6 @@
 """Is `megatron-rl plan --precision --fit` right? Steps of nine combinations of size and lengths, planned and measured.
 
-    python tools/bench/precision.py FOLDER [--steps 14] [NAME ...]
+    python tools/bench/precision.py FOLDER [--steps 14] [--processor] [NAME ...]
 
 NAME: a combination, such as small-long; all of them where none is named. Two more sizes, narrow and wide, whose lengths
 are no combination's, give the costs. For each model a run in BF16, in INT8 and in FP8 stand side by side and take their
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from step import Layout, Workload, ours, write_model
+from step import PROCESSOR, Layout, Workload, ours, write_model
 
 from megatron_rl.preflight.machine import detect
 from megatron_rl.runs.console import table
@@ -99,8 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=14, help="of each run; the first two are left out")
+    parser.add_argument("--processor", action="store_true", help="seconds of processors, where others are at work")
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
+    if options.processor:
+        os.environ[PROCESSOR] = "1"
     machine, found = detect(), {}
     for name, work in combinations():
         folder = options.folder.resolve() / name

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Format, KvCache, RolloutSection
+from megatron_rl.config.schema import Format, KvCache
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight import engine
 from megatron_rl.quantization.formats import format_problem
@@ -74,9 +74,8 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
             left_out.append(f"{name}: {why}")
             continue
         seconds, step = costs.phases(case), _step(costs, case)
-        quantizing = sum(
-            each * costs.of(part) for part, each in seconds_of(case).items() if part[1].startswith("quantized ")
-        )
+        parts = [part for part in seconds_of(case).items() if part[0][1].startswith("quantized ")]
+        quantizing = sum(each * costs.of(part) for part, each in parts)
         sizes = [one.sample_size for one in runs if (one.format, one.cache) == NAMES[name] and one.sample_size]
         breaks = {} if name == "BF16" else dict(_breaks(base, name, costs))
         size = sum(sizes) / len(sizes) if sizes else None
@@ -88,17 +87,14 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
 def _with(base: Case, name: str) -> Case:
     format, cache = NAMES[name]
     config = base.config
-    fleet = replace(config.sampler.fleet, formats=[])
+    sampler = replace(config.sampler, fleet=replace(config.sampler.fleet, formats=[]))
     quantization = replace(config.quantization, format=format, kv_cache=cache)
-    return replace(
-        base, config=replace(config, quantization=quantization, sampler=replace(config.sampler, fleet=fleet))
-    )
+    return replace(base, config=replace(config, quantization=quantization, sampler=sampler))
 
 
 def _refused(case: Case) -> str:
     """Why the machine does not run the format."""
-    quantization = case.config.quantization
-    machine = case.machine
+    machine, quantization = case.machine, case.config.quantization
     format = format_problem(quantization.format, machine.kind, machine.name, machine.capability)
     return format or next(engine.cache(machine, quantization), "")
 
@@ -112,74 +108,50 @@ def _step(costs: Costs, case: Case) -> float:
 
 def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
     """Where a step takes less than in BF16, along each of what may be larger or smaller."""
-    rollout, shape = base.config.rollout, base.model.shape
+    rollout, layers = base.config.rollout, base.model.shape.layers
 
-    def longer(factor: float) -> tuple[float, Case]:
-        tokens = max(round(rollout.max_response_tokens * factor), 1)
-        return tokens, _changed(base, replace(rollout, max_response_tokens=tokens))
+    def varied(key: str, of_each: int) -> Iterator[tuple[float, Case]]:
+        for factor in FACTORS:
+            value: Any = max(round(getattr(rollout, key) * factor), 1)
+            changed = replace(base.config, rollout=replace(rollout, **{key: value}))
+            yield value * of_each, replace(base, config=changed)
 
-    def more(factor: float) -> tuple[float, Case]:
-        prompts = max(round(rollout.prompts_per_step * factor), 1)
-        return prompts * rollout.samples_per_prompt, _changed(base, replace(rollout, prompts_per_step=prompts))
-
-    def wider(factor: float) -> tuple[float, Case]:
-        case = replace(base, hf_config=_scaled(base, factor))
-        return float(parameters(case.model.shape)), case
-
+    wider = (replace(base, hf_config=_scaled(base, factor)) for factor in FACTORS)
     mean = f"{base.assumed.response:.0%} of it the mean"
-    yield f"answers of at most so many tokens ({mean})", _where(longer, name, costs)
-    yield "answers in a step", _where(more, name, costs)
-    yield f"parameters ({shape.layers} layers)", _where(wider, name, costs)
-
-
-def _changed(base: Case, rollout: RolloutSection) -> Case:
-    return replace(base, config=replace(base.config, rollout=rollout))
+    yield f"answers of at most so many tokens ({mean})", _where(varied("max_response_tokens", 1), name, costs)
+    yield "answers in a step", _where(varied("prompts_per_step", rollout.samples_per_prompt), name, costs)
+    yield f"parameters ({layers} layers)", _where(((parameters(one.model.shape), one) for one in wider), name, costs)
 
 
 def _scaled(base: Case, factor: float) -> dict[str, Any]:
     """A model's config.json with wider layers: more heads of the same size."""
     given, shape = base.hf_config, base.model.shape
     groups = max(round(shape.kv_heads * factor), 1)
-    each = shape.heads // shape.kv_heads
-    unit = 16
-    wide = {
-        key: max(round(given[key] * factor / unit), 1) * unit
-        for key in ("hidden_size", "intermediate_size", "moe_intermediate_size")
-        if given.get(key)
-    }
-    heads = {"num_attention_heads": groups * each, "num_key_value_heads": groups, "head_dim": shape.head_dim}
-    return {**given, **wide, **heads}
+    sizes = [key for key in ("hidden_size", "intermediate_size", "moe_intermediate_size") if given.get(key)]
+    wide = {key: max(round(given[key] * factor / 16), 1) * 16 for key in sizes}
+    heads = {"num_attention_heads": groups * (shape.heads // shape.kv_heads), "num_key_value_heads": groups}
+    return {**given, **wide, **heads, "head_dim": shape.head_dim}
 
 
-def _where(varied: Callable[[float], tuple[float, Case]], name: str, costs: Costs) -> str:
-    points: dict[float, float] = {}
-    for factor in FACTORS:
-        size, case = varied(factor)
-        if _fits(case):
-            points[size] = log(_step(costs, _with(case, name)) / _step(costs, _with(case, "BF16")))
+def _where(cases: Iterable[tuple[float, Case]], name: str, costs: Costs) -> str:
+    """In words; cases in which an engine in BF16 has no room for the longest answer are left out."""
+    points: dict[float, float] = {}  # size -> logarithm of the ratio, and a hair: as long as in BF16 is no gain
+    for size, case in cases:
+        plain = _with(case, "BF16")
+        if plain.limit is None or plain.engine.tokens >= plain.longest:
+            points[size] = log(_step(costs, _with(case, name)) / _step(costs, plain)) + TINY
+    if not points:
+        return "not known: BF16 has no room"
     sizes = sorted(points)
-    reach = f"{_short(sizes[0])} to {_short(sizes[-1])}"
-    pays = [points[size] < -TINY for size in sizes]
-    if all(pays):
-        return f"everywhere from {reach}"
-    if not any(pays):
-        return f"nowhere from {reach}"
+    pays = {points[size] < 0 for size in sizes}
+    if len(pays) == 1:
+        return f"{'every' if pays == {True} else 'no'}where from {_short(sizes[0])} to {_short(sizes[-1])}"
     turns = []
-    for (one, before), (two, after) in pairwise(zip(sizes, pays, strict=True)):
-        if before != after:
-            turns.append(f"{'below' if before else 'above'} {_short(_crossing(one, two, points))}")
+    for one, two in pairwise(sizes):
+        if (points[one] < 0) != (points[two] < 0):
+            even = one * (two / one) ** (points[one] / (points[one] - points[two]))
+            turns.append(f"{'below' if points[one] < 0 else 'above'} {_short(even)}")
     return " and ".join(turns)
-
-
-def _crossing(one: float, two: float, points: dict[float, float]) -> float:
-    share = (points[one] + TINY) / (points[one] - points[two])
-    return one * (two / one) ** min(max(share, 0.0), 1.0)
-
-
-def _fits(case: Case) -> bool:
-    """Whether an engine in BF16 has room for the longest answer."""
-    plain = _with(case, "BF16")
-    return plain.limit is None or plain.engine.tokens >= plain.longest
 
 
 def _short(number: float) -> str:
