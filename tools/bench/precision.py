@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14, help="of each run; the first two are left out")
     parser.add_argument("--processor", action="store_true", help="seconds of processors, where others are at work")
     parser.add_argument("names", nargs="*", metavar="NAME")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.processor:
         os.environ[PROCESSOR] = "1"
     machine, found = detect(), {}

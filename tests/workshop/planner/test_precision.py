@@ -28,7 +28,7 @@ HOST = Machine(Device.cpu, "x86_64 CPU")
 PHASES = ("rollout", "prox", "update", "sync")
 # a machine that is slow at what formats differ in
 TRUE = Costs(
-    {("rollout", "products int8"): 3.0, ("rollout", "rounding fp8"): 8.0, ("rollout", "layer"): 0.5},
+    {("rollout", "products int8"): 6.0, ("rollout", "rounding fp8"): 12.0, ("rollout", "layer"): 0.5},
     {"rollout": 1.3, "prox": 2.0, "update": 2.0, "sync": 4.0},
 )
 
@@ -127,27 +127,26 @@ def test_a_break_even_is_where_a_step_takes_as_long(place: Path) -> None:
         for at in [case(place, answer=64, prompts_per_step=round(float(number.replace(",", "")) / samples * share))]
     ]
     assert ratios[0] > 1 > ratios[2]
-    assert ratios[1] == pytest.approx(1, abs=0.01)
+    assert abs(ratios[1] - 1) < 0.3 * min(ratios[0] - 1, 1 - ratios[2])
 
 
 def test_costs_of_runs_carry_over_to_other_sizes_and_lengths(place: Path) -> None:
-    sizes = ((1, 64), (3, 32))
     runs = [
         measured(a_run(place, f"{format}_{width}", case(place, format, width, answer)), HOST)
-        for width, answer in sizes
+        for width, answer in ((2, 64), (6, 32))
         for format in ("none", "int8", "fp8")
     ]
-    costs = fitted(runs)
-    for width, answer in ((2, 128), (4, 16), (2, 16)):
-        step = {
-            format: [sum(of.phases(case(place, format, width, answer)).values()) for of in (TRUE, costs, fitted([]))]
+    costs = [TRUE, fitted(runs), fitted([])]
+    for width, answer in ((4, 128), (8, 16), (4, 16)):
+        plain, int8, fp8 = (
+            [sum(of.phases(case(place, format, width, answer)).values()) for of in costs]
             for format in ("none", "int8", "fp8")
-        }
-        for format in ("int8", "fp8"):
-            true, planned, _ = (one / plain for one, plain in zip(step[format], step["none"], strict=True))
-            assert planned == pytest.approx(true, rel=0.08)
-        assert step["none"][1] == pytest.approx(step["none"][0], rel=0.15)
-        assert step["none"][2] != pytest.approx(step["none"][0], rel=0.15)  # what is assumed is another machine
+        )
+        for low in (int8, fp8):
+            true, planned, assumed = (one / other for one, other in zip(low, plain, strict=True))
+            assert planned == pytest.approx(true, rel=0.04)
+            assert assumed != pytest.approx(true, rel=0.04)  # of another machine
+        assert plain[1] == pytest.approx(plain[0], rel=0.1)
 
 
 def test_one_run_tells_one_factor_and_the_others_are_called_assumed(
