@@ -42,12 +42,8 @@ class Measured:
     steps: int
 
     @property
-    def format(self) -> Format:
-        return self.case.config.quantization.format
-
-    @property
-    def cache(self) -> KvCache:
-        return self.case.config.quantization.kv_cache
+    def sampler(self) -> tuple[Format, KvCache]:
+        return self.case.config.quantization.format, self.case.config.quantization.kv_cache
 
 
 def measured(run: Path, machine: Machine) -> Measured:

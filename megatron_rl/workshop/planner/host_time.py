@@ -41,13 +41,9 @@ COSTS = {
 
 
 def parts(case: Case) -> dict[Part, float]:
-    """Seconds of each part of each phase, by `COSTS`."""
+    """Seconds of each part of each phase; the first word of its name is a cost's."""
     counted = {**_rollout(case), **_learner(case), **_sync(case)}
-    return {part: count * COSTS[_cost(part[1])] for part, count in counted.items()}
-
-
-def _cost(name: str) -> str:
-    return name.rpartition(" ")[2] if name.startswith("products ") else name.partition(" ")[0]
+    return {part: count * COSTS[part[1].partition(" ")[0]] for part, count in counted.items()}
 
 
 def _rollout(case: Case) -> dict[Part, float]:
@@ -66,7 +62,7 @@ def _rollout(case: Case) -> dict[Part, float]:
         "token": sequences * sampled,
         "attention": tokens * each.attention,
         "head": sequences * sampled * each.head,
-        f"products {format}": tokens * (each.dense + each.experts),
+        f"{format} products": tokens * (each.dense + each.experts),
     }
     if format in QUANTIZED:
         wide = shape.hidden + shape.size("q") + shape.hidden + (shape.expert_ffn if shape.experts else shape.ffn)
@@ -85,10 +81,10 @@ def _learner(case: Case) -> dict[Part, float]:
         ("update", "update"): work.updates,
         ("update", "weight"): work.updates * parameters(case.model.shape),
         ("update", "layer"): 3 * work.updates * layers,
-        ("update", "products none"): (3 + again) * forward,
+        ("update", "none products"): (3 + again) * forward,
         ("update", "attention"): (3 + again) * attention,
         ("prox", "layer"): scores * work.updates * layers,
-        ("prox", "products none"): scores * forward,
+        ("prox", "none products"): scores * forward,
         ("prox", "attention"): scores * attention,
     }
 

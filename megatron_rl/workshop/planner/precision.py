@@ -67,7 +67,7 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
         raise ConfigError("--precision: for a GPU of a known kind, or a host; name one, such as --on 1x8xH100-80")
     costs, rows, left_out = fitted(runs), [], []
     plain = _step(costs, _with(base, "BF16"))
-    known = {(one.format, one.cache) for one in runs}
+    known = {one.sampler for one in runs}
     for name in NAMES:
         case = _with(base, name)
         if why := _refused(case):
@@ -76,7 +76,7 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
         seconds, step = costs.phases(case), _step(costs, case)
         parts = [part for part in seconds_of(case).items() if part[0][1].startswith("quantized ")]
         quantizing = sum(each * costs.of(part) for part, each in parts)
-        sizes = [one.sample_size for one in runs if (one.format, one.cache) == NAMES[name] and one.sample_size]
+        sizes = [one.sample_size for one in runs if one.sampler == NAMES[name] and one.sample_size]
         breaks = {} if name == "BF16" else dict(_breaks(base, name, costs))
         size = sum(sizes) / len(sizes) if sizes else None
         assumed = bool(runs) and NAMES[name] not in known
@@ -168,7 +168,7 @@ def _row(row: Row) -> tuple[str, ...]:
 
 def _notes(base: Case, runs: Sequence[Measured], rows: Sequence[Row], left_out: Sequence[str]) -> Iterator[str]:
     if runs:
-        yield "fitted    to " + ", ".join(f"{one.run} ({one.format}, {one.steps} steps)" for one in runs)
+        yield "fitted    to " + ", ".join(f"{one.run} ({one.sampler[0]}, {one.steps} steps)" for one in runs)
         if any(row.assumed for row in rows):
             yield "assumed   costs of formats that no run had, at the factor that suits the runs; --fit one of each"
     else:

@@ -28,7 +28,7 @@ HOST = Machine(Device.cpu, "x86_64 CPU")
 PHASES = ("rollout", "prox", "update", "sync")
 # a machine that is slow at what formats differ in
 TRUE = Costs(
-    {("rollout", "products int8"): 6.0, ("rollout", "rounding fp8"): 12.0, ("rollout", "layer"): 0.5},
+    {("rollout", "int8 products"): 6.0, ("rollout", "rounding fp8"): 12.0, ("rollout", "layer"): 0.5},
     {"rollout": 1.3, "prox": 2.0, "update": 2.0, "sync": 4.0},
 )
 
@@ -116,7 +116,7 @@ def test_what_a_gpu_does_not_run_is_left_out(
 
 def test_a_break_even_is_where_a_step_takes_as_long(place: Path) -> None:
     base = case(place, answer=64)
-    costs = Costs({("rollout", "products int8"): 0.1, ("rollout", "calls int8"): 1.0, ("rollout", "layer"): 0.2}, {})
+    costs = Costs({("rollout", "int8 products"): 0.1, ("rollout", "calls int8"): 1.0, ("rollout", "layer"): 0.2}, {})
     where = dict(precision._breaks(base, "INT8", costs))["answers in a step"]
     word, number = where.split()
     assert word == "above"
