@@ -27,7 +27,7 @@ from megatron_rl.workshop.planner.time import parts as parts_of_gpus
 from megatron_rl.workshop.planner.workload import Assumptions
 
 STEPS, WARMING, LEAST = 20, 2, 5  # of a run: those that are read, of them left out, and how many there have to be
-FREE = 0.001  # a cost of twice the others' factor weighs as much as a run that is missed by 3 %
+FREE = 0.002  # a cost of twice the others' factor weighs as much as a run that is missed by 4.5 %
 SWEEPS = 2000
 
 

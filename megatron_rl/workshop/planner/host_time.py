@@ -21,8 +21,8 @@ GIGA = 1e9
 # seconds of one; `--fit` puts a host's own in their place. One thread of an AMD EPYC (Zen 5: AVX-512, BF16, VNNI), from
 # the runs of tools/bench/precision.py that constants are taken from
 COSTS = {
-    "step": 2.5e-3,  # of an engine: one token of every sequence under way
-    "layer": 1e-3,  # of such a step, and of a micro-batch of the learner
+    "step": 2e-3,  # of an engine: one token of every sequence under way
+    "layer": 1.1e-3,  # of such a step, and of a micro-batch of the learner
     "token": 2e-5,  # sampled
     "attention": 1 / (5 * GIGA),  # an operation
     "head": 1 / (150 * GIGA),
@@ -31,19 +31,20 @@ COSTS = {
     "fp8": 1 / (150 * GIGA),
     "int4": 1 / (300 * GIGA),
     "rounding": 1 / GIGA,  # an activation, where a matrix is quantized
-    "calls": 1e-4,  # more of a layer's step where its matrices are quantized
+    "calls": 2.5e-4,  # more of a layer's step where its matrices are quantized
+    "calls fp8": 1.2e-3,
     "update": 1e-2,
     "weight": 3e-9,  # of the optimizer
-    "sync": 1e-2,
+    "sync": 2.5e-2,
     "byte": 1e-9,  # written, read, checked
     "quantized": 2e-9,  # a weight
 }
 
 
 def parts(case: Case) -> dict[Part, float]:
-    """Seconds of each part of each phase; the first word of its name is a cost's."""
+    """Seconds of each part of each phase; its name, or the first word of it, is a cost's."""
     counted = {**_rollout(case), **_learner(case), **_sync(case)}
-    return {part: count * COSTS[part[1].partition(" ")[0]] for part, count in counted.items()}
+    return {part: count * (COSTS.get(part[1]) or COSTS[part[1].partition(" ")[0]]) for part, count in counted.items()}
 
 
 def _rollout(case: Case) -> dict[Part, float]:
