@@ -28,7 +28,7 @@ HOST = Machine(Device.cpu, "x86_64 CPU")
 PHASES = ("rollout", "prox", "update", "sync")
 # a machine that is slow at what formats differ in
 TRUE = Costs(
-    {("rollout", "int8 products"): 6.0, ("rollout", "rounding fp8"): 12.0, ("rollout", "layer"): 0.5},
+    {("rollout", "int8 products"): 6.0, ("rollout", "rounding fp8"): 20.0, ("rollout", "layer"): 0.5},
     {"rollout": 1.3, "prox": 2.0, "update": 2.0, "sync": 4.0},
 )
 
@@ -116,7 +116,7 @@ def test_what_a_gpu_does_not_run_is_left_out(
 
 def test_a_break_even_is_where_a_step_takes_as_long(place: Path) -> None:
     base = case(place, answer=64)
-    costs = Costs({("rollout", "int8 products"): 0.1, ("rollout", "calls int8"): 1.0, ("rollout", "layer"): 0.2}, {})
+    costs = Costs({("rollout", "int8 products"): 0.1, ("rollout", "calls int8"): 0.4, ("rollout", "layer"): 0.2}, {})
     where = dict(precision._breaks(base, "INT8", costs))["answers in a step"]
     word, number = where.split()
     assert word == "above"
@@ -144,8 +144,8 @@ def test_costs_of_runs_carry_over_to_other_sizes_and_lengths(place: Path) -> Non
         )
         for low in (int8, fp8):
             true, planned, assumed = (one / other for one, other in zip(low, plain, strict=True))
-            assert planned == pytest.approx(true, rel=0.04)
-            assert assumed != pytest.approx(true, rel=0.04)  # of another machine
+            assert planned == pytest.approx(true, rel=0.05)
+            assert abs(planned - true) < abs(assumed - true) / 2  # what is assumed is another machine
         assert plain[1] == pytest.approx(plain[0], rel=0.1)
 
 
