@@ -31,8 +31,8 @@ COSTS = {
     "fp8": 1 / (150 * GIGA),
     "int4": 1 / (300 * GIGA),
     "rounding": 1 / GIGA,  # an activation, where a matrix is quantized
+    "rounding fp8": 25 / GIGA,  # by a cast to FP8 and back
     "calls": 2.5e-4,  # more of a layer's step where its matrices are quantized
-    "calls fp8": 1.2e-3,
     "update": 1e-2,
     "weight": 3e-9,  # of the optimizer
     "sync": 2.5e-2,
