@@ -208,7 +208,7 @@ def test_the_page_s_commands(place: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_the_page_s_runs(place: Path) -> None:
     (place / "recipes").symlink_to(ROOT / "recipes")
-    less = " rollout.prompts_per_step=4 rollout.dynamic_sampling=false run.steps=7\n"
-    typed(place, block(PAGE, "sh", 0).replace(" run.steps=20\n", less))
+    for line in block(PAGE, "sh", 0).splitlines():
+        typed(place, line.replace("run.steps=20", "rollout.prompts_per_step=4 run.steps=7"))
     said = typed(place, block(PAGE, "sh", 1))
     assert "fitted    to runs/none (none, 5 steps), runs/int8 (int8, 5 steps), runs/fp8 (fp8, 5 steps)" in said
