@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_rl import rank, train
@@ -46,6 +47,7 @@ BESIDE = HERE.parents[1] / "build" / "trl"
 PACKAGES = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "multiprocess==0.70.19", "pandas==3.1.1")
 PRECISIONS = ("float32", "autocast", "bfloat16")
 WARM_UP = 2
+PROCESSOR = "BENCH_PROCESSOR_TIME"  # of the environment: phases take seconds of processors, not of the clock
 NEVER = 1 << 20  # a token that no model here has
 PHASES = ("rollout", "prox", "correction", "update", "sync", "other")
 
@@ -63,6 +65,7 @@ class Workload:
     samples: int
     prompt_tokens: int = 16
     response_tokens: int = 32
+    ends: bool = False  # a token of the model ends an answer
 
     @property
     def layer_weights(self) -> int:
@@ -152,19 +155,22 @@ def write_model(folder: Path, work: Workload) -> Path:
     words = {f"t{number}": number for number in range(work.vocab)} | {"<never>": NEVER}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    save_tokenizer(tokenizer, folder, pad_token="t0", eos_token="<never>")
+    end = 1 if work.ends else NEVER
+    save_tokenizer(tokenizer, folder, pad_token="t0", eos_token="t1" if work.ends else "<never>")
     shape = {
         "model_type": "qwen3", "vocab_size": work.vocab, "hidden_size": work.hidden, "num_hidden_layers": work.layers,
         "num_attention_heads": work.heads, "num_key_value_heads": work.kv_heads, "head_dim": work.head_dim,
         "intermediate_size": work.ffn, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "max_position_embeddings": 1024, "tie_word_embeddings": True, "attention_bias": False,
-        "eos_token_id": NEVER, "pad_token_id": 0, "bos_token_id": None,
+        "eos_token_id": end, "pad_token_id": 0, "bos_token_id": None,
     }  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16).save_pretrained(folder)
     config = shape | {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))  # vLLM refuses to wait for NEVER
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1] if work.ends else []})
+    )  # vLLM refuses to wait for NEVER
     return folder
 
 
@@ -177,7 +183,7 @@ def texts(work: Workload) -> list[str]:
 # our side
 
 
-def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[str, Any]:
+def recipe(work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8") -> dict[str, Any]:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
@@ -196,7 +202,7 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[st
             "vllm": {"max_num_seqs": work.answers},
             "engines": layout.engines,
         },
-        "quantization": {"format": "int8"},
+        "quantization": {"format": format},
         "reward": {"name": f"{HERE / 'step_trl.py'}:varied"},
         "optim": {"lr": 1e-6},
         "learner": {
@@ -218,12 +224,20 @@ def loop_in_turn(
     about = config, driver, learner, sync, saver
     at, _ = train.arrive(at, *about, first=True)
     while learner.broadcast(bool(asked.readline()) if learner.is_driver else None):
+        if PROCESSOR in os.environ:
+            time.perf_counter = processor_clock()  # type: ignore[assignment]
         start = time.perf_counter()
         at = train.advance(at, config, driver, learner)
         at, _ = train.arrive(at, *about)
         if learner.is_driver:
             print("seconds", json.dumps({"step": time.perf_counter() - start}), flush=True)
     saver.close()
+
+
+def processor_clock() -> Callable[[], float]:
+    """Seconds of processors that this process and those below it have taken: others on the machine do not count."""
+    clocks = [(~child.pid << 3) | 2 for child in psutil.Process().children(recursive=True)]  # CPUCLOCK_SCHED of each
+    return lambda: time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
 def be_rank(run_dir: Path) -> None:
@@ -263,8 +277,10 @@ class Side:
 
 
 @contextmanager
-def ours(work: Workload, folder: Path, model: Path, layout: Layout) -> Iterator[tuple[Side, RunDir]]:
-    config = from_mapping(recipe(work, folder, model, layout))
+def ours(
+    work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8"
+) -> Iterator[tuple[Side, RunDir]]:
+    config = from_mapping(recipe(work, folder, model, layout, format))
     run, _ = open_run(folder / "ours", IfExists.refuse, to_yaml(config))
     store, log = folder / "store", folder / "ours.log"
     processes = []

@@ -22,6 +22,9 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--assume", action="append", default=[], metavar="name=value", help="such as response=0.2")
     plan.add_argument("--json", action="store_true", help="the plan as JSON, in bytes and seconds")
     plan.add_argument("--suggest", action="store_true", help="the fastest layouts that fit, as overrides")
+    plan.add_argument("--precision", action="store_true", help="seconds of a step by the sampler's format; what pays")
+    of_run = "take the costs for --precision from this run's first steps; one of each format is best"
+    plan.add_argument("--fit", action="append", default=[], type=Path, metavar="RUN", help=of_run)
     plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
     plan.add_argument("--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)")
     plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
@@ -34,7 +37,8 @@ def _plan(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.planner.traffic import Request as Links
 
     rewards_beside(options.target)
-    given = {name: getattr(options, name) for name in ("target", "overrides", "on", "assume", "suggest", "sbatch")}
+    names = ("target", "overrides", "on", "assume", "suggest", "sbatch", "precision", "fit")
+    given = {name: getattr(options, name) for name in names}
     links = Links(options.replicas, options.link_gbs, options.rows)
     said, problems = answer(Request(**given, as_json=options.json, links=links))
     if said:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import NoGpu, detect, named, own
-from megatron_rl.workshop.planner import slurm, suggest, table, traffic
+from megatron_rl.workshop.planner import fit, precision, slurm, suggest, table, traffic
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.plan import Plan, plan_case
 from megatron_rl.workshop.planner.workload import Assumptions
@@ -35,6 +35,8 @@ class Request:
     as_json: bool = False
     suggest: bool = False
     sbatch: bool = False
+    precision: bool = False
+    fit: Sequence[Path] = ()  # folders of runs
     links: traffic.Request = field(default_factory=traffic.Request)
 
 
@@ -44,6 +46,10 @@ def answer(request: Request) -> tuple[str, list[str]]:
     assumed = assumptions(request.assume)
     on = _elsewhere(request, config, whole)
     machine = named(on) if on else None
+    if request.fit and not request.precision:
+        raise ConfigError("--fit: what runs say is for --precision; give that, too")
+    if request.precision and hf_config is not None and not found:
+        return _precision(request, Case(config, hf_config, machine or detect(config.run.device), assumed)), []
     if request.suggest and hf_config is not None:
         base = Case(config, hf_config, machine or detect(config.run.device), assumed)
         said, fits = suggest.describe(str(request.target), base)
@@ -68,6 +74,16 @@ def answer(request: Request) -> tuple[str, list[str]]:
     changed = list(changes(request.target, request.overrides)) if whole else []
     texts = [table.describe(config, made, changed)] if made else []
     return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
+
+
+def _precision(request: Request, case: Case) -> str:
+    runs = [fit.measured(run, case.machine) for run in request.fit]
+    if runs:
+        named = {word.partition("=")[0] for word in request.assume}
+        case = replace(case, assumed=fit.with_lengths(case.assumed, runs, named))
+    if request.as_json:
+        return json.dumps(precision.as_json(case, runs), indent=2)
+    return precision.describe(case, runs)
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:

@@ -10,6 +10,7 @@ from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Format, Offload, SamplerSection, Sleep, Transport
 from megatron_rl.learner.costs import Operations, operations
+from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration
 from megatron_rl.workshop.planner.case import Case
@@ -53,6 +54,7 @@ class StepTime(Sampling, Learning):
 
     sync: float
     save: float
+    quantize: float  # of sync
     ahead: bool = False
 
     @property
@@ -79,12 +81,27 @@ def step_time(case: Case) -> StepTime:
     learned = learning(case)
     sampled = rolling_out(case, case.roles, case.engine)
     return StepTime(
-        sync=_syncing(case) / case.config.sync.every,
+        sync=(_syncing(case) + _quantizing(case)) / case.config.sync.every,
+        quantize=_quantizing(case) / case.config.sync.every,
         save=_saving(case, sampled.rollout + learned.prox + learned.update),
         ahead=case.config.rollout.ahead > 0,
         **vars(sampled),
         **vars(learned),
     )
+
+
+def parts(case: Case) -> dict[tuple[str, str], float]:
+    """Seconds by phase and part, of which `--fit` finds the factors."""
+    time, format = step_time(case), case.config.quantization.format
+    host = time.rollout * case.assumed.host_ms / 1e3 / time.decode_s
+    return {
+        ("rollout", "host"): host,
+        ("rollout", f"engines {format}"): time.rollout - host,
+        ("prox", "prox"): time.prox,
+        ("update", "update"): time.update,
+        ("sync", "moved"): time.sync - time.quantize,
+        ("sync", f"quantized {format}"): time.quantize,
+    }
 
 
 def learning(case: Case) -> Learning:
@@ -177,7 +194,7 @@ def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
     token_s = operations(case.model, work.prompt).body / roles.engine_tp / (gpu.tflops * TERA * assumed.sampling)
     warm, cold = (of_engine * work.prefilled(kept) * token_s for kept in (True, False))
     prompts = of_engine / config.rollout.samples_per_prompt * work.prompt * token_s
-    late = config.rollout.max_response_tokens - work.sampled / work.turns
+    late = max(config.rollout.max_response_tokens * assumed.longest - work.sampled / work.turns, 0)
     tail = late / 2 * min(decode_s, assumed.host_ms / 1e3 * 2)
     alone, waited = work.sampled * decode_s, (work.turns - 1) * assumed.tool_s  # of one session
     rounds = work.sequences / work.open  # of open sessions, one after the other
@@ -201,11 +218,12 @@ def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, in
     experts = case.weights.experts / tp
     read = engine.weights - experts + count * work.halfway * engine.token
     reading = read / assumed.reading + experts * met / assumed.reading_experts
-    fp8 = case.config.quantization.format != Format.none and gpu.fp8_tflops
-    peak = (gpu.fp8_tflops if fp8 else gpu.tflops) * TERA * assumed.sampling
+    quantized = case.config.quantization.format != Format.none
+    peak = (gpu.fp8_tflops if quantized and gpu.fp8_tflops else gpu.tflops) * TERA * assumed.sampling
     each: Operations = operations(case.model, work.length)
     computed = count * (each.dense + each.experts + each.head) / tp / peak
     seconds = max(reading / (gpu.memory_tbs * TERA), computed) + assumed.host_ms / 1e3
+    seconds += quantized * shape.layers * assumed.rounding_us / 1e6
     if tp > 1:
         inside = tp <= roles.per_node
         hop, link = (assumed.hop_us, gpu.link_gbs) if inside else (assumed.far_hop_us, gpu.network_gbs)
@@ -220,6 +238,14 @@ def _syncing(case: Case) -> float:
         return case.weights.nbytes / (case.assumed.file_gbs * GIGA)
     near = transport == Transport.ipc or case.roles.learner_nodes == 1
     return case.weights.nbytes / ((gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link)
+
+
+def _quantizing(case: Case) -> float:
+    """On the learner's shards, before they move."""
+    if case.config.quantization.format == Format.none:
+        return 0.0
+    weights = parameters(case.model.shape) * BF16 / case.model.layout.world
+    return weights / (case.gpu.memory_tbs * TERA * case.assumed.quantizing)
 
 
 def _saving(case: Case, step_s: float) -> float:

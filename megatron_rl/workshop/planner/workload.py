@@ -19,6 +19,7 @@ class Assumptions:
 
     response: float = 0.4  # mean length of an answer
     prompt: float = 0.25
+    longest: float = 1.0  # of a step's answers: the longest
     turns: float = 3.0  # of a session, at most environment.turns
     observation: float = 0.25  # mean length of what a turn adds
     tool_s: float = 0.5  # until it is there
@@ -30,8 +31,10 @@ class Assumptions:
     sampling: float = 0.35  # of an engine's products, prompts included
     reading: float = 0.75  # of memory bandwidth, while an engine decodes
     reading_experts: float = 0.4
+    quantizing: float = 0.1  # of memory bandwidth, while the learner quantizes its shards
     link: float = 0.6
     host_ms: float = 4.0  # of an engine, for every token of its sequences
+    rounding_us: float = 5.0  # of an engine, for each layer of a step whose matrices are quantized: activations
     hop_us: float = 15.0  # of an all-reduce between ranks of an engine
     far_hop_us: float = 50.0  # the same, between nodes
     file_gbs: float = 2.0  # weights through files: written, checked, read
