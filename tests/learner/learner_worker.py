@@ -39,6 +39,7 @@ from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
@@ -77,7 +78,8 @@ def build(job: dict[str, Any]) -> Learner:
         (dumps.parent / "config.json").write_text(json.dumps(job["hf"]))
         whole = replace(config, model=ModelSection(path=str(dumps.parent)))
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
-    model = Model.of(job["hf"], Layout.from_config(config.learner), Precision(job.get("head", "bf16")))
+    learner, head = config.learner, Precision(job.get("head", "bf16"))
+    model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
     made = Learner(model, Sections.of(config), dumps)
     if "folder" in job:
         made.load_hf(job["folder"])
