@@ -21,6 +21,7 @@ from device_worker import mixes, whole
 from gain_worker import again, gains
 from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
+from lora_worker import adapted, merged_twin
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from pretended_device import on_device
 from replicas_worker import replicas
@@ -411,7 +412,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
-        gains, again, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
+        gains, again, adapted, merged_twin, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
     )
 }  # fmt: skip
 
