@@ -153,6 +153,14 @@ def parameters(shape: ModelShape) -> int:
     return sum(prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
 
 
+@cache
+def trained(shape: ModelShape) -> int:
+    """How many of them a learner trains: all, or its adapters instead."""
+    if shape.lora is None:
+        return parameters(shape)
+    return sum(prod(size) for param in params(shape) for one in adapters(param, shape) for size in one.shapes)
+
+
 def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Param]:
     """The parameters that the rank at `place` holds a shard of."""
     first, last = place.pp == 0, place.pp == layout.pp - 1
