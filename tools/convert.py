@@ -116,7 +116,7 @@ def adapters(given: argparse.Namespace) -> int:
     source = find(given.source, given.hf)
     held = source.adapters
     if held is None:
-        raise ValueError(f"{source.path} holds a whole model; a run of learner.lora leaves adapters in its checkpoints")
+        raise ValueError(f"{source.path} holds a whole model; adapters are in checkpoints of learner.lora: RUN@STEP")
     if given.target.exists():
         raise ValueError(f"{given.target} is there already: remove it, or name another one")
     write_peft(held, source.shape, source.folder, given.target)
