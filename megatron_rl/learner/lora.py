@@ -22,10 +22,9 @@ from megatron_rl.learner import host  # noqa: F401  before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
-from megatron_rl.models.lora import merge, row_numbers
 from megatron_rl.models.mapping import Param, adapted_rows, adapters, find, global_name
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import ShardGroups
+from megatron_rl.models.shards import ShardGroups, merge, row_numbers
 from megatron_rl.models.table import Split
 
 NAME = "lora"  # of an adapter in its layer: models/lora.py has it in the names of parameters
@@ -54,6 +53,8 @@ def _add(layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
 
 class Adapter(torch.nn.Module):
     """A [T * R, K] and B [N, R] of a layer; A0, B0, A1, ... of a layer that holds several experts."""
+
+    mask_NT: Tensor | None  # which rows are of which tensor; None: all are of the only one
 
     def __init__(self, layer: Any, own: list[str], param: Param, model: Model, groups: ShardGroups) -> None:
         super().__init__()

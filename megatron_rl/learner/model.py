@@ -168,7 +168,7 @@ class PolicyModel(GPTModel):
     def forward(self, pack: Pack, asked: Asked) -> Tensor | Scores:
         """Scores of response tokens on the last pipeline stage, hidden states [S, 1, H] on the others."""
         hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
-        if self.adapted and self.pre_process and torch.is_grad_enabled():
+        if self.adapted and hidden_S1H is not None and torch.is_grad_enabled():
             hidden_S1H.requires_grad_()  # or what is recomputed in backward would have no gradient
         packed, angles = self._packed(pack)
         hidden_S1H = self.decoder(

@@ -144,7 +144,11 @@ class Policy:
 
     def _load(self, get_hf: Callable[[str], Tensor], adapters_alone: bool = False) -> None:
         """Adapters that `get_hf` does not know begin as ones that change nothing."""
-        named = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad or not adapters_alone)
+        named = (
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad or not adapters_alone
+        )
         if self.shape.lora is not None and not adapters_alone:
             get_hf = weights.with_new_adapters(get_hf, self.model, self.run.seed)
         weights.load(named, self.model, self.place, get_hf)

@@ -217,7 +217,10 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     name = re.sub(r"(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_layer}", _strip(name), count=1)
     name = re.sub(r"(\.local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1)
     return re.sub(
-        r"(\.experts\.linear_fc[12]\.(?:weight|lora\.[AB]))(\d+)$", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1
+        r"(\.experts\.linear_fc[12]\.(?:weight|lora\.[AB]))(\d+)$",
+        lambda m: f"{m[1]}{int(m[2]) + first_expert}",
+        name,
+        count=1,
     )
 
 
@@ -240,9 +243,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     return _adapter(param, "A", of_a, hf_a, a), _adapter(param, "B", of_b, param.hf, b)
 
 
-def _adapter(
-    param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]
-) -> Param:
+def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:
     spellings = tuple(re.sub(r"\.weight", f"{KEY}{letter}", spelling) for spelling in param.row.megatron)
     names = tuple(f"{name.removesuffix('weight')}lora_{letter}.weight" for name in hf)
     row = Row(spellings, param.row.hf, (), split)

@@ -19,10 +19,9 @@ import torch
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Place
-from megatron_rl.models.lora import merge, row_numbers
 from megatron_rl.models.mapping import Param, adapted_rows, adapters, find
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import ShardGroups, cut
+from megatron_rl.models.shards import ShardGroups, cut, merge, row_numbers
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales

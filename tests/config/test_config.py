@@ -214,7 +214,10 @@ def test_where_the_learner_cannot_compute_as_the_sampler(recipe: Path, overrides
     ("overrides", "said"),
     [
         (["lora.rank=0", "lora.alpha=4"], "learner.lora.rank: 0, so that nothing uses learner.lora's other keys"),
-        (["forward=as_sampler"], "learner.forward: as_sampler with learner.lora.rank=8: not built for adapters; use bf16"),
+        (
+            ["forward=as_sampler"],
+            "learner.forward: as_sampler with learner.lora.rank=8: not built for adapters; use bf16",
+        ),
         (["lora.targets=[]"], "learner.lora.targets: none, with learner.lora.rank=8; use [all-linear]"),
         (["lora.alpha=0"], "learner.lora.alpha: 0"),
     ],

@@ -21,8 +21,8 @@ from device_worker import mixes, whole
 from gain_worker import again, gains
 from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
-from lora_worker import adapted, merged_twin
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
+from lora_worker import adapted, merged_twin
 from pretended_device import on_device
 from replicas_worker import replicas
 from routing_worker import faulty, routed, routed_forward

@@ -68,7 +68,10 @@ def test_weights_kept_in_fp8_are_refused() -> None:
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["q_prj"], "learner.lora.targets: q_prj, which no linear layer of a qwen3 model is called; did you mean q_proj?"),
+        (
+            ["q_prj"],
+            "learner.lora.targets: q_prj, which no linear layer of a qwen3 model is called; did you mean q_proj?",
+        ),
         (["gate"], "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear"),
         (["q_proj", "down_proj"], ""),
         (["all-linear"], ""),

@@ -22,7 +22,12 @@ from megatron_rl.models.model import Model
 from megatron_rl.types import LossInputs
 
 RANK, ALPHA = 4, 6.0
-TARGETS = {"qwen3": ["all-linear"], "qwen3_moe": ["all-linear"], "phi3": ["all-linear"], "qwen2": ["q_proj", "v_proj", "up_proj"]}
+TARGETS = {
+    "qwen3": ["all-linear"],
+    "qwen3_moe": ["all-linear"],
+    "phi3": ["all-linear"],
+    "qwen2": ["q_proj", "v_proj", "up_proj"],
+}
 MODELS = {hf["model_type"]: hf for hf in (cases.QWEN3, cases.QWEN3_MOE, cases.PHI3, cases.QWEN2)}
 
 
@@ -127,7 +132,10 @@ def _loss(logprobs_BT: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def wanted(folders: dict[str, Path]) -> dict[str, tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
     """Of each family logprobs, gradients and merged weights: PEFT's, of experts the formula's."""
-    return {family: _by_formula(folders[family]) if "moe" in family else _by_peft(family, folders[family]) for family in MODELS}
+    return {
+        family: _by_formula(folders[family]) if "moe" in family else _by_peft(family, folders[family])
+        for family in MODELS
+    }
 
 
 def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -168,7 +176,9 @@ def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tens
         if kind:
             names = [f"{experts}.mlp.experts.{expert}" for expert in range(len(weight))]
             parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
-            merged[name] = weight + torch.stack([torch.cat([added(f"{one}.{part}") for part in parts]) for one in names])
+            merged[name] = weight + torch.stack(
+                [torch.cat([added(f"{one}.{part}") for part in parts]) for one in names]
+            )
             for one, whole in zip(names, merged[name], strict=True):
                 stored |= {f"{one}.{p}.weight": w for p, w in zip(parts, whole.chunk(len(parts)), strict=True)}
         else:
@@ -188,7 +198,9 @@ def test_logprobs_and_gradients_are_those_of_peft(
 ) -> None:
     logprobs_BT, gradients, _ = wanted[family]
     mask_BT = cases.make_batch().mask_BT
-    torch.testing.assert_close(cases.matrix(found[f"{family}_{at}"]) * mask_BT, logprobs_BT * mask_BT, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        cases.matrix(found[f"{family}_{at}"]) * mask_BT, logprobs_BT * mask_BT, rtol=1e-6, atol=1e-5
+    )
     its = load_file(folders[family].parent / f"out_{family}_{at}" / "gradients.safetensors")
     idle = [name for name in its if name not in gradients]
     assert all("lora_B" in name and not its[name].any() for name in idle)  # the rows of layers that are no targets
@@ -218,7 +230,9 @@ def test_merged_weights_are_those_of_peft_to_one_rounding(
 
 
 @pytest.mark.parametrize(("family", "at"), CASES)
-def test_without_its_adapters_it_is_the_reference(family: str, at: str, found: dict[str, Any], folders: dict[str, Path]) -> None:
+def test_without_its_adapters_it_is_the_reference(
+    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     case, mask_BT = found[f"{family}_{at}"], cases.make_batch().mask_BT
@@ -229,7 +243,9 @@ def test_without_its_adapters_it_is_the_reference(family: str, at: str, found: d
 
 
 @pytest.mark.parametrize(("family", "at"), CASES)
-def test_a_checkpoint_holds_adapters_alone(family: str, at: str, found: dict[str, Any], folders: dict[str, Path]) -> None:
+def test_a_checkpoint_holds_adapters_alone(
+    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+) -> None:
     from megatron_rl.checkpoint.torch_dist.index import read_index
 
     case = found[f"{family}_{at}"]

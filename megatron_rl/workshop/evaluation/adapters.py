@@ -12,9 +12,10 @@ import torch
 from megatron_rl.config import ConfigError
 from megatron_rl.files import read_json, replacing
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.models.lora import Lora, merge
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import merge
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.weight_files import is_checkpoint
 
@@ -54,7 +55,7 @@ def is_peft(path: Path) -> bool:
 
 
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
-    """Of a torch_dist checkpoint, with its run's `lora`, or of a folder of PEFT's; None where a whole model is there."""
+    """Of a torch_dist checkpoint, with its run's `lora`, or of PEFT's folder; None where a whole model is there."""
     if is_peft(path):
         return _of_peft(path)
     if not is_checkpoint(path):
@@ -65,7 +66,9 @@ def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
     if not reader.holds_adapters:
         return None
     if lora is None:
-        raise ConfigError(f"{path} holds adapters alone, and what they belong to is in their run's config.yaml: name it")
+        raise ConfigError(
+            f"{path} holds adapters alone, and what they belong to is in their run's config.yaml: name it"
+        )
     return Adapters(lora, torch_dist.getter(reader, replace(shape, lora=lora)))
 
 
@@ -80,7 +83,9 @@ def _of_peft(path: Path) -> Adapters:
         raise ConfigError(f"{path / CONFIG}: peft_type is {about.get('peft_type')!r}, only LORA is read")
     for key, plain in UNFIT.items():
         if about.get(key, plain[0]) not in plain:
-            raise ConfigError(f"{path / CONFIG}: {key} is {about[key]!r}, which is not built; merge it with PEFT itself")
+            raise ConfigError(
+                f"{path / CONFIG}: {key} is {about[key]!r}, which is not built; merge it with PEFT itself"
+            )
     given = load_file(path / WEIGHTS)
     held = {name.removeprefix(PREFIX): tensor for name, tensor in given.items()}
     targets = {name.split(".")[-3] for name in held if name.endswith("lora_A.weight")}

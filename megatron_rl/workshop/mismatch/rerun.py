@@ -124,7 +124,9 @@ def _loss(learner: Learner, targets: Targets) -> str:
 
 def _gradients(learner: Learner) -> str:
     """The last in the order of the model is the first in the order of the backward pass."""
-    held: dict[str, Any] = {name: vars(parameter)["main_grad"] for name, parameter in learner.named_parameters() if parameter.requires_grad}
+    held: dict[str, Any] = {
+        name: vars(parameter)["main_grad"] for name, parameter in learner.named_parameters() if parameter.requires_grad
+    }
     odd = [name for name, gradient in held.items() if not bool(gradient.isfinite().all())]
     if odd:
         return f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"

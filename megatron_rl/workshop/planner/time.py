@@ -123,7 +123,9 @@ def _checking(case: Case, scored: float) -> float:
 def _kept(case: Case) -> float:
     """Bytes of a rank's state."""
     return (
-        sum(held(case.model.shape, case.model.layout, 0).trained) * (BF16 + MASTERS_AND_MOMENTS) / max(case.model.layout.dp, 1)
+        sum(held(case.model.shape, case.model.layout, 0).trained)
+        * (BF16 + MASTERS_AND_MOMENTS)
+        / max(case.model.layout.dp, 1)
     )
 
 

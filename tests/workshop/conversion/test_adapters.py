@@ -75,7 +75,9 @@ def test_what_peft_has_written_is_merged(tmp_path: Path, run: Path, capsys: pyte
     stored = StoredWeights(find(tmp_path / "peft", None, run.parent / "hf"))  # what engines are given to evaluate
     shards = dict(stored.named_parameters())
     name = "model.layers.0.self_attn.o_proj.weight"
-    assert torch.equal(shards["decoder.layers.0.self_attention.linear_proj.weight"], tensors_of(tmp_path / "merged")[name])
+    assert torch.equal(
+        shards["decoder.layers.0.self_attention.linear_proj.weight"], tensors_of(tmp_path / "merged")[name]
+    )
 
 
 def test_adapters_of_another_kind_are_refused(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

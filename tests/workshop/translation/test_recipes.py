@@ -345,7 +345,7 @@ def test_the_page_is_current() -> None:
 
 ADAPTERS = {
     "verl": ({"actor_rollout_ref.model.path": "m", "actor_rollout_ref.model.lora_rank": 32}, (32, 16, None)),
-    "nemo-rl": ({"policy.model_name": "m", "policy.megatron_cfg.enabled": True,
+    "nemo_rl": ({"policy.model_name": "m", "policy.megatron_cfg.enabled": True,
                  "policy.megatron_cfg.peft.enabled": True, "policy.megatron_cfg.peft.dim": 16}, (16, 32, None)),
     "skyrl": ({"trainer.policy.model.path": "m", "trainer.policy.model.lora.rank": 4,
                "trainer.policy.model.lora.target_modules": "all-linear"}, (4, 16, ["all-linear"])),
