@@ -87,7 +87,8 @@ def train(
 def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Standing:
     """The policy as it is at the start, or as a checkpoint has it."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
-    if folder is None or config.loss.needs_reference:  # the reference is what the run began with
+    # the reference is what the run began with; checkpoints of adapters are nothing without it
+    if folder is None or config.loss.needs_reference or config.learner.lora.rank:
         load_policy(learner, config.model, config.run.seed, config.loss.needs_reference)
     if folder is None:
         if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:

@@ -77,7 +77,9 @@ def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
     assert "chat_template" in (tmp_path / "runs/reasoning/model/tokenizer_config.json").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_pp2", "quickstart_bf16", "quickstart_fp8"])
+@pytest.mark.parametrize(
+    "recipe", ["quickstart", "quickstart_pp2", "quickstart_bf16", "quickstart_fp8", "quickstart_lora"]
+)
 def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     more = ["quantization.smoothing=0.5"] if recipe == "quickstart_pp2" else []
     settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]

@@ -4,6 +4,7 @@
     python tools/convert.py inspect ANY                            what is this folder, and what can be done with it
     python tools/convert.py import HF_FOLDER CHECKPOINT            Hugging Face -> Megatron's torch_dist
     python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging Face
+    python tools/convert.py adapters RUN@120 PEFT_FOLDER           a run of learner.lora -> PEFT's folder
     python tools/convert.py quantize HF_FOLDER OUT --format int8   what stock vLLM serves
     python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that can be trained
     python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold one model
@@ -108,6 +109,21 @@ def export(given: argparse.Namespace) -> int:
     return 0
 
 
+def adapters(given: argparse.Namespace) -> int:
+    from megatron_rl.workshop.conversion.sources import find
+    from megatron_rl.workshop.evaluation.adapters import write_peft
+
+    source = find(given.source, given.hf)
+    held = source.adapters
+    if held is None:
+        raise ValueError(f"{source.path} holds a whole model; adapters are in checkpoints of learner.lora: RUN@STEP")
+    if given.target.exists():
+        raise ValueError(f"{given.target} is there already: remove it, or name another one")
+    write_peft(held, source.shape, source.folder, given.target)
+    print(f"wrote PEFT's folder {given.target}")
+    return 0
+
+
 def quantize(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.quantized import quantize_as_asked
     from megatron_rl.workshop.conversion.sources import find
@@ -190,6 +206,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Argumen
     "export": (
         export, "run or checkpoint -> Hugging Face folder", "runs/dapo@120 exported/dapo-120",
         SOURCE | _target("HF_FOLDER") | HF,
+    ),
+    "adapters": (
+        adapters, "checkpoint of adapters (learner.lora) -> PEFT's folder", "runs/lora@120 exported/adapters",
+        SOURCE | _target("PEFT_FOLDER") | HF,
     ),
     "quantize": (
         quantize, "plain weights -> a folder that stock vLLM serves", "runs/dapo@120 out/int8 --format int8",

@@ -248,6 +248,18 @@ def as_sampler(
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
 
 
+def lora(learner: schema.LearnerSection) -> Iterator[str]:
+    given, default = learner.lora, schema.LoraSection()
+    if not given.rank:
+        if given != default:
+            yield "learner.lora.rank: 0, so that nothing uses learner.lora's other keys; set it, such as 32"
+        return
+    if learner.forward is schema.Forward.as_sampler:
+        yield f"learner.forward: as_sampler with learner.lora.rank={given.rank}: not built for adapters; use bf16"
+    if not given.targets:
+        yield f"learner.lora.targets: none, with learner.lora.rank={given.rank}; use [{schema.ALL_LINEAR}]"
+
+
 def router(
     learner: schema.LearnerSection,
     sampler: schema.SamplerSection,
@@ -373,5 +385,5 @@ def environment(
 
 RULES: tuple[Rule, ...] = (
     check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
-    updates, formats, as_sampler, router, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
+    updates, formats, as_sampler, lora, router, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

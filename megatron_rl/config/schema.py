@@ -28,6 +28,7 @@ from megatron_rl.config.evaluation_sets import EvalSection  # isort: skip
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 TIES = 16  # candidates beyond top_k: an engine keeps all that tie with the last one, and BF16 logits often do
+ALL_LINEAR = "all-linear"
 VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")
 # estimators whose baseline is the other answers to the same prompt
 GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
@@ -267,6 +268,16 @@ class UpdateCheckSection:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    """Adapters that are trained in place of the model, and merged into it at every sync (docs/lora.md)."""
+
+    rank: Annotated[int, between(0, 1024)] = 0  # of each adapter; 0: there are none, the whole model is trained
+    alpha: Annotated[float, above(0)] = 32.0  # what an adapter adds is multiplied by alpha / rank
+    # linear layers as config.json's family names them, such as [q_proj, v_proj]; all-linear: all but router and head
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+
+
+@dataclass(frozen=True)
 class LearnerSection:
     tensor_parallel: Ranks = 1  # ranks that share each layer
     pipeline_parallel: Ranks = 1  # stages of layers
@@ -280,6 +291,7 @@ class LearnerSection:
     # what a loss or a gradient that is no number does (docs/survival.md)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
     update_check: UpdateCheckSection = field(default_factory=UpdateCheckSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     offload: Offload = Offload.none  # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
     # fields of megatron-core's TransformerConfig, handed over as is, such as {sequence_parallel: true}
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.learner.linear import ColumnLinear, RowLinear, Sampled
+from megatron_rl.learner.lora import merged_weight
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
@@ -72,7 +73,7 @@ class AsSampler:
             return
         shared = self._shared_amax()
         for param, layer in self._layers:
-            weight, calm = self._fold(param, layer.weight.detach())
+            weight, calm = self._fold(param, merged_weight(layer))
             made = quantize(weight, self._format, shared.get(param.megatron))
             layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
             if isinstance(layer, RowLinear):
@@ -92,7 +93,7 @@ class AsSampler:
         rows = [(param, layer) for param, layer in self._layers if param.row.split is Split.row]
         if not rows:
             return {}
-        flat = torch.cat([row_amax(layer.weight) for _, layer in rows])
+        flat = torch.cat([row_amax(merged_weight(layer)) for _, layer in rows])
         self._groups.tensor.max_(flat)
         sizes = [len(layer.weight) for _, layer in rows]
         return {param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.learner.linear import add_over_ranks, amax_of_slices, wide_product
+from megatron_rl.learner.lora import merged_weight
 from megatron_rl.learner.observers import fused_norm
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
@@ -96,7 +97,7 @@ def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -
 
 def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
     """What one weight makes of its tokens."""
-    weight_NK, norm = getattr(one.layer, name).detach(), param.row.norm
+    weight_NK, norm = merged_weight(one.layer, name), param.row.norm
     if one.smoothing is not None and norm is not None:
         folded_NK = one.smoothing.fold(param, weight_NK)
         if folded_NK is not weight_NK:

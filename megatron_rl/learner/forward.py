@@ -27,6 +27,7 @@ from megatron_rl.learner.costs import attention_share
 from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.fake_quantized import Engine, fake_quantized
 from megatron_rl.learner.head import Asked, Scores
+from megatron_rl.learner.lora import adapters_off
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
 from megatron_rl.learner.router_replay import RouterReplay, shares
@@ -188,11 +189,15 @@ class ForwardPasses(Policy):
         return self._logprobs_with(rounded_again(self.named_parameters()), batch)
 
     def keep_reference(self) -> None:
-        """Remember the present weights as the policy that a KL penalty pulls towards."""
+        """Remember the present weights as the policy that a KL penalty pulls towards: adapters begin at nothing."""
+        if self.shape.lora is not None:
+            return
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
     def reference_logprobs(self, batch: Batch | Shared) -> Tensor:
         """The reference policy's logprobs: its weights take the policy's place for one forward pass."""
+        if self.shape.lora is not None:
+            return self._logprobs_with(adapters_off(self.modules), batch)
         parameters = [parameter for _, parameter in self.named_parameters()]
         return self._logprobs_with(exchanged(parameters, self._reference), batch)
 

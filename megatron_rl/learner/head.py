@@ -94,16 +94,17 @@ class _How:
         return wide_product(hidden_NH, weight_CH) if self.wide else hidden_NH.matmul(weight_CH.t())
 
     def backward(
-        self, hidden_NH: Tensor, weight_VH: Tensor, gradient: Callable[[Tensor, VocabShare], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of both, by `gradient` of the logits that some rows of the weight make."""
-        grad_weight_VH = torch.zeros_like(weight_VH)  # rows that only pad the share stay so
+        self, hidden_NH: Tensor, weight_VH: Tensor, trained: bool, gradient: Callable[[Tensor, VocabShare], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of both, by `gradient` of the logits that some rows of the weight make; None of a frozen weight."""
+        grad_weight_VH = torch.zeros_like(weight_VH) if trained else None  # rows that only pad the share stay so
         sum_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         for columns, part in self.asked.share.parts(self.columns):
             if part.real:
                 weight_CH = weight_VH[columns]
                 grad_NC = gradient(weight_CH, part)
-                torch.mm(grad_NC.t(), hidden_NH, out=grad_weight_VH[columns])
+                if grad_weight_VH is not None:
+                    torch.mm(grad_NC.t(), hidden_NH, out=grad_weight_VH[columns])
                 sum_NH.add_(grad_NC.matmul(weight_CH))
                 del grad_NC
         grad_NH = sum_NH.to(hidden_NH.dtype)
@@ -138,7 +139,7 @@ class _Head(torch.autograd.Function):
             logprobs.write_gradient(grad_NC, logits_NC, labels_N, grads, part, how.asked.temperature)
             return grad_NC
 
-        return *how.backward(hidden_NH, weight_VH, gradient), None, None
+        return *how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None
 
 
 class _KeptHead(torch.autograd.Function):
@@ -175,4 +176,4 @@ class _KeptHead(torch.autograd.Function):
             grad_NC = hidden_NH.new_zeros(len(hidden_NH), part.real)
             return grad_NC.scatter_add_(1, local_NK, torch.where(held_NK, grad_NK, 0.0).to(grad_NC.dtype))
 
-        return *how.backward(hidden_NH, weight_VH, gradient), None, None, None
+        return *how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None, None

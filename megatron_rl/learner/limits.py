@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import foreign
-from megatron_rl.config.schema import LearnerSection, OptimSection
+from megatron_rl.config.schema import ALL_LINEAR, LearnerSection, OptimSection
+from megatron_rl.models.lora import Lora
+from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import ModelShape
 
 # what each kind of scaling reads from config.json
@@ -118,6 +122,7 @@ def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSe
         *rope(hf_config),
         *experts(shape, hf_config, learner),
         *fp8_shares(shape, learner),
+        *lora(shape, learner),
         *passed_through(learner, shape),
     ]
 
@@ -274,6 +279,20 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
     for name, size in sides.items():
         if size % multiple:
             yield f"{key}: {wanted} wants multiples of {multiple}, but the {name} is {size}; leave it out"
+
+
+def lora(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
+    whole = replace(shape, lora=Lora(1, 1.0, (ALL_LINEAR,)))
+    every = (param for param in params(replace(whole, experts=min(shape.experts, 1))) if adapters(param, whole))
+    known = dict.fromkeys(hf.split(".")[-2] for param in every for hf in param.hf)
+    for target in learner.lora.targets if learner.lora.rank else ():
+        if target not in (*known, ALL_LINEAR):
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            yield (
+                f"learner.lora.targets: {target}, which no linear layer of a {shape.family} model is called; {hint}"
+                f"there are {', '.join(known)}, and {ALL_LINEAR} for all of them"
+            )
 
 
 def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:

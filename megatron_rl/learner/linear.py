@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from megatron_rl.distributed import TorchGroup
+from megatron_rl.learner.lora import merged_weight
 from megatron_rl.quantization.host_products import SampledWeight
 
 
@@ -129,7 +130,7 @@ class _Row(torch.autograd.Function):
 @torch.no_grad()
 def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
     """The product rounded once, whatever the layout; without a gradient."""
-    out = input.float().matmul(layer.weight.float().t())
+    out = input.float().matmul(merged_weight(layer).float().t())
     return add_over_ranks(out, layer.sequence_parallel, layer.tp_group).to(input.dtype)
 
 

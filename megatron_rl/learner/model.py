@@ -163,10 +163,13 @@ class PolicyModel(GPTModel):
     """GPTModel over packs: logits come only for the positions that predict response tokens."""
 
     holds_logits = False  # whole ones, however many bytes: whoever looks at the output layer asks for it
+    adapted = False  # the embedding is frozen, and gradients go to adapters behind it
 
     def forward(self, pack: Pack, asked: Asked) -> Tensor | Scores:
         """Scores of response tokens on the last pipeline stage, hidden states [S, 1, H] on the others."""
         hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
+        if self.adapted and hidden_S1H is not None and torch.is_grad_enabled():
+            hidden_S1H.requires_grad_()  # or what is recomputed in backward would have no gradient
         packed, angles = self._packed(pack)
         hidden_S1H = self.decoder(
             hidden_states=hidden_S1H, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed

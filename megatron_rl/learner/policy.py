@@ -22,6 +22,7 @@ from megatron_rl.config.schema import Offload, Precision, Sleep
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import host, weights
 from megatron_rl.learner.logprobs import VocabShare
+from megatron_rl.learner.lora import adapt
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.offload import OptimizerOffload
 from megatron_rl.learner.optimizer import optimizer_config, replicas_config
@@ -71,6 +72,9 @@ class Policy:
         self._engine_sleeps = sections.sampler.sleep != Sleep.none
         self.megatron_config = transformer_config(model, self.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        if self.shape.lora is not None:
+            for first_layer, module in self.numbered_modules:
+                adapt(module, first_layer, model, self.groups)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(self.optim, self.learner.precision, self.megatron_config.params_dtype)
         self.clip_grad = settings.clip_grad
@@ -129,7 +133,8 @@ class Policy:
                 reader as torch_dist,  # with torch's own checkpoints: seconds that few runs need
             )
 
-            self._load(torch_dist.getter(torch_dist.Reader(Path(path)), self.shape))
+            reader = torch_dist.Reader(Path(path))
+            self._load(torch_dist.getter(reader, self.shape), reader.holds_adapters)
         else:
             self._load(HfFolder(path).get)
 
@@ -137,8 +142,16 @@ class Policy:
         """A random model: the same one for every layout."""
         self._load(weights.random_tensors(self.model, seed))
 
-    def _load(self, get_hf: Callable[[str], Tensor]) -> None:
-        weights.load(self.named_parameters(), self.model, self.place, get_hf)
+    def _load(self, get_hf: Callable[[str], Tensor], adapters_alone: bool = False) -> None:
+        """Adapters that `get_hf` does not know begin as ones that change nothing."""
+        named = (
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad or not adapters_alone
+        )
+        if self.shape.lora is not None and not adapters_alone:
+            get_hf = weights.with_new_adapters(get_hf, self.model, self.run.seed)
+        weights.load(named, self.model, self.place, get_hf)
         self.optimizer.reload_model_params()
         self.weights_changed()
 

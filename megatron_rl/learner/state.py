@@ -78,8 +78,10 @@ class LearnerState:
         learner.steps = steps
 
     def _params(self) -> Iterator[tuple[Param, torch.nn.Parameter]]:
+        """What is trained: the model, or its adapters alone."""
         for name, parameter in self._learner.named_parameters():
-            yield find(name, self._learner.shape), parameter
+            if parameter.requires_grad:
+                yield find(name, self._learner.shape), parameter
 
     def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The small rest of the state, which is this rank's own: tensors, and text."""
@@ -123,6 +125,8 @@ class Snapshot:
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         for name, parameter in self._learner.named_parameters():
+            if not parameter.requires_grad:
+                continue
             yield (name, ""), parameter
             yield from (((name, kind), run) for kind, run, _, _ in _optimizer_runs(self._learner, parameter))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.layout import Place
-from megatron_rl.models.mapping import params
+from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import local_shard
 
@@ -43,6 +43,23 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
         generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
         width = std / math.sqrt(2 * shape.layers) if name in residual else std
         return torch.randn(size, generator=generator) * width
+
+    return get
+
+
+def with_new_adapters(get_hf: Callable[[str], Tensor], model: Model, seed: int) -> Callable[[str], Tensor]:
+    """`get_hf`, and adapters as PEFT begins them: A uniform, by the seed and its own name, B zero."""
+    pairs = [pair for param in params(model.shape) if (pair := adapters(param, model.shape))]
+    sizes = {name: size for pair in pairs for one in pair for name, size in zip(one.hf, one.shapes, strict=True)}
+
+    def get(name: str) -> Tensor:
+        if name not in sizes:
+            return get_hf(name)
+        made = torch.zeros(sizes[name])
+        if name.endswith("lora_A.weight"):
+            generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+            made.uniform_(-1, 1, generator=generator).mul_(sizes[name][1] ** -0.5)
+        return made
 
     return get
 

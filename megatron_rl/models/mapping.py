@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.lora import KEY
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import TABLE, Row, Split
 
@@ -70,7 +71,7 @@ class Param:
         size = layout.expert_tp if self.row.expert else layout.tp
         split, first = self.row.split, self.shapes[0]
         if split is Split.replicated:
-            return first
+            return (sum(shape[0] for shape in self.shapes), *first[1:])
         if split is Split.row:
             return (first[0], _share(first[1], size, self.hf[0]))
         if split is Split.vocab:
@@ -93,7 +94,8 @@ class Param:
             length = min(each, self.shapes[0][0] - rank * each)
             spans = [(Span(rank * each, 0, length),) if length > 0 else ()]
         elif split is Split.replicated:
-            spans = [(Span(0, 0, self.shapes[0][0]),)]
+            lengths = [stored[0] for stored in self.shapes]
+            spans = [(Span(0, at, n),) for at, n in zip(accumulate(lengths, initial=0), lengths, strict=False)]
         else:
             each = _share(self.shapes[0][split is Split.row], size, self.hf[0])
             spans = [(Span(rank * each, 0, each),)]
@@ -151,6 +153,14 @@ def parameters(shape: ModelShape) -> int:
     return sum(prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
 
 
+@cache
+def trained(shape: ModelShape) -> int:
+    """How many of them a learner trains: all, or its adapters instead."""
+    if shape.lora is None:
+        return parameters(shape)
+    return sum(prod(size) for param in params(shape) for one in adapters(param, shape) for size in one.shapes)
+
+
 def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Param]:
     """The parameters that the rank at `place` holds a shard of."""
     first, last = place.pp == 0, place.pp == layout.pp - 1
@@ -182,6 +192,11 @@ def _layer_params(shape: ModelShape, layer: int, experts: range) -> Iterator[Par
 def find(name: str, shape: ModelShape) -> Param:
     """The parameter behind a global megatron name, in any of its spellings."""
     plain = _strip(name)
+    if adapter := re.fullmatch(r"(.+)\.lora\.([AB])(\d*)", plain):
+        of = adapters(find(f"{adapter[1]}.weight{adapter[3]}", shape), shape)
+        if not of:
+            raise KeyError(f"learner.lora adapts no layer of the name {adapter[1]!r}")
+        return of["AB".index(adapter[2])]
     for row, pattern in _patterns():
         match = pattern.fullmatch(plain)
         if match is None:
@@ -202,8 +217,45 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     name = re.sub(r"(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_layer}", _strip(name), count=1)
     name = re.sub(r"(\.local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1)
     return re.sub(
-        r"(\.experts\.linear_fc[12]\.weight)(\d+)$", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1
+        r"(\.experts\.linear_fc[12]\.(?:weight|lora\.[AB]))(\d+)$",
+        lambda m: f"{m[1]}{int(m[2]) + first_expert}",
+        name,
+        count=1,
     )
+
+
+def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
+    """A and B of a weight, stored for each of its tensors in Hugging Face; nothing where there are none.
+
+    B's rows are split as the weight's, A's columns too. A holds those of the targets alone, one after the other.
+    """
+    lora, row = shape.lora, param.row
+    if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or row.vector:
+        return ()
+    read = [size for hf, size in zip(param.hf, param.shapes, strict=True) if lora.adapts(hf)]
+    if not read:
+        return ()
+    whole = Split.replicated
+    of_a, of_b = (Split.row, whole) if row.split is Split.row else (whole, row.split)
+    a = [(lora.rank, inputs) for _, inputs in read]
+    b = [(outputs, lora.rank) for outputs, _ in param.shapes]
+    hf_a = tuple(hf for hf in param.hf if lora.adapts(hf))
+    return _adapter(param, "A", of_a, hf_a, a), _adapter(param, "B", of_b, param.hf, b)
+
+
+def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:
+    spellings = tuple(re.sub(r"\.weight", f"{KEY}{letter}", spelling) for spelling in param.row.megatron)
+    names = tuple(f"{name.removesuffix('weight')}lora_{letter}.weight" for name in hf)
+    row = Row(spellings, param.row.hf, (), split)
+    return Param(row, param.layer, param.expert, names, tuple(shapes))
+
+
+def adapted_rows(param: Param, shape: ModelShape, layout: Layout, place: Place) -> list[tuple[Span, ...]]:
+    """The rows of a rank's shard that belong to each of its weight's targets, in the order of A."""
+    assert shape.lora is not None
+    if param.row.split is Split.row:
+        return [(Span(0, 0, param.shapes[0][0]),)]
+    return [piece.spans for piece in param.slices(shape, layout, place) if shape.lora.adapts(piece.name)]
 
 
 def _strip(name: str) -> str:

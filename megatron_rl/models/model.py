@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.shape import ModelShape
 
 LARGEST_CONFIG = 1 << 20
@@ -26,12 +27,14 @@ class Model:
     head: Precision = Precision.bf16  # of the logits
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any], layout: Layout, head: Precision = Precision.bf16) -> Model:
-        return cls(ModelShape.from_hf(hf_config), layout, dict(hf_config), head)
+    def of(
+        cls, hf_config: Mapping[str, Any], layout: Layout, head: Precision = Precision.bf16, lora: Lora | None = None
+    ) -> Model:
+        return cls(replace(ModelShape.from_hf(hf_config), lora=lora), layout, dict(hf_config), head)
 
     @classmethod
     def read(cls, folder: Path | str, learner: LearnerSection, head: Precision = Precision.bf16) -> Model:
-        return cls.of(read_hf_config(folder), Layout.from_config(learner), head)
+        return cls.of(read_hf_config(folder), Layout.from_config(learner), head, Lora.of(learner.lora))
 
 
 def read_hf_config(path: Path | str, key: str = "model.path") -> dict[str, Any]:

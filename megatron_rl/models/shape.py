@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.models.lora import Lora
+
 # model_type in config.json -> features that every model of the family has
 FAMILIES: dict[str, frozenset[str]] = {
     "llama": frozenset(),
@@ -34,6 +36,7 @@ class ModelShape:
     expert_ffn: int = 0
     dense_layers: frozenset[int] = frozenset()  # layers of a mixture-of-experts model without experts
     features: frozenset[str] = frozenset()
+    lora: Lora | None = None  # the learner's, which trains nothing else
 
     @classmethod
     def from_hf(cls, hf_config: Mapping[str, Any]) -> ModelShape:

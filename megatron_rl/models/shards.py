@@ -7,7 +7,7 @@ and reads others. The distributed optimizer keeps a contiguous run of each flatt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import empty_tensor
 
+HELD = {"cpu": 1 << 18, "cuda": 1 << 25}  # FP32 values that are merged at once: what stays in a cache
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # from where, and how long, on each axis
 
 
@@ -77,6 +78,36 @@ def cut(param: Param, local: torch.Tensor, slices: tuple[HfSlice, ...]) -> list[
             part = local.new_empty(piece.local_shape)
         out.append((piece, part))
     return out
+
+
+def row_numbers(kinds: Iterable[Iterable[Span]], device: torch.device | None = None) -> list[torch.Tensor]:
+    """The rows of a shard that each of its kinds has, of their spans (mapping.adapted_rows)."""
+    runs = [[torch.arange(span.local, span.local + span.length) for span in kind] for kind in kinds]
+    return [torch.cat([torch.arange(0), *of_kind]).to(device) for of_kind in runs]
+
+
+def merge(
+    weight_NK: torch.Tensor, a: torch.Tensor, b_NR: torch.Tensor, rows: Sequence[torch.Tensor], scale: float
+) -> torch.Tensor:
+    """The weight with its adapter, rounded once to its own precision.
+
+    `rows`: of each tensor that Hugging Face keeps apart, whose A's are stacked in `a`. Products are summed over the
+    rank one after the other, in FP32, by operations that round each element by itself: a product of matrices would
+    sum in an order that depends on the shape of the shard.
+    """
+    merged, rank = weight_NK.clone(), b_NR.shape[1]
+    wide_a, wide_b = a.float(), b_NR.float()
+    step = max(1, HELD[weight_NK.device.type] // weight_NK.shape[1])
+    for kind, rows_n in enumerate(rows):
+        mine = wide_a[kind * rank : (kind + 1) * rank]
+        for some_n in rows_n.split(step):
+            sum_nK = torch.zeros((len(some_n), weight_NK.shape[1]), device=weight_NK.device)
+            product_nK, factors_nR = torch.empty_like(sum_nK), wide_b[some_n]
+            for place in range(rank):
+                torch.mul(factors_nR[:, place, None], mine[place], out=product_nK)
+                sum_nK.add_(product_nK)
+            merged[some_n] = sum_nK.mul_(scale).add_(weight_NK[some_n].float()).to(merged.dtype)
+    return merged
 
 
 def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:

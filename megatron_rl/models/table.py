@@ -42,6 +42,10 @@ class Row:
     def expert(self) -> bool:
         return "{E}" in self.megatron[0]
 
+    @property
+    def vector(self) -> bool:
+        return len(self.dims[0]) == 1
+
 
 _D = "decoder.layers.{L}."
 _H = "model.layers.{L}."

@@ -16,6 +16,7 @@ from megatron_rl.config.rules import Rule, findings
 from megatron_rl.learner import limits
 from megatron_rl.models import weight_files
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
@@ -79,7 +80,7 @@ def _facts(config: schema.Config, on: Machine | None, cards: bool = False) -> tu
         problems.append(str(error))
     try:
         hf_config = (read_card if on or cards else read_hf_config)(str(config.model.folder))
-        facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner))
+        facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner), lora=Lora.of(config.learner.lora))
         facts |= {"hf_config": hf_config, "shape": facts["policy"].shape}  # of which sizes can be believed
     except ConfigError as error:
         problems.append(str(error))

@@ -15,7 +15,7 @@ from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
 from megatron_rl.learner.limits import choices_bytes
 from megatron_rl.loss.table import CLIP, LOSSES
-from megatron_rl.models.mapping import parameters
+from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
 
@@ -91,7 +91,7 @@ def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[
 def checked_updates(shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection) -> Iterator[str]:
     """What learner.update_check costs."""
     check, rows = learner.update_check, rollout.prompts_per_step * rollout.samples_per_prompt
-    looked, kept = min(check.rows, rows), _gib(parameters(shape) * PARAMETER[learner.precision])
+    looked, kept = min(check.rows, rows), _gib(trained(shape) * PARAMETER[learner.precision])
     if check.rows:
         yield (
             f"learner.update_check: after each step {looked} of {rows} answers are passed twice more, "
@@ -165,7 +165,7 @@ def writes(
         row += (rollout.max_prompt_tokens + rollout.max_response_tokens) * choices_bytes(shape, hf_config)
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
-        checkpoint=count * PARAMETER[learner.precision] if saves else 0,
+        checkpoint=trained(shape) * PARAMETER[learner.precision] if saves else 0,
         checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
         rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
         models=2 * count * (1 + bool(checkpoint.best)) if log.export else 0,

@@ -19,9 +19,9 @@ import torch
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Place
-from megatron_rl.models.mapping import find
+from megatron_rl.models.mapping import Param, adapted_rows, adapters, find
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import ShardGroups, cut
+from megatron_rl.models.shards import ShardGroups, cut, merge, row_numbers
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
@@ -155,7 +155,8 @@ class ShardSource:
                 self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
                 continue
             shards[param.megatron] = tensor.detach()
-        wanted_names = [job.param.megatron for bucket in self._buckets for job in bucket.jobs]
+        jobs = [job for bucket in self._buckets for job in bucket.jobs]
+        wanted_names = [one.megatron for job in jobs for one in (job.param, *adapters(job.param, self._model.shape))]
         missing = [name for name in wanted_names if name not in shards]
         if missing:
             self._fail(f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)")
@@ -181,12 +182,25 @@ class ShardSource:
         return [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
 
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
-        local = shards.get(job.param.megatron)
+        local = self._merged(job.param, shards)
         if local is None:
             return None
         if self._smoothing is not None:
             local = self._smoothing.fold(job.param, local)
         return [part for _, part in cut(job.param, local, job.slices)]
+
+    def _merged(self, param: Param, shards: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """This rank's shard as the sampler shall have it: with its adapter, where it has one."""
+        model, local = self._model, shards.get(param.megatron)
+        pair = [shards.get(one.megatron) for one in adapters(param, model.shape)]
+        if local is None or not pair:
+            return local
+        a, b = pair
+        if a is None or b is None:
+            return None
+        assert model.shape.lora is not None
+        runs = adapted_rows(param, model.shape, model.layout, self._place)
+        return merge(local, a, b, row_numbers(runs, local.device), model.shape.lora.scale)
 
     @torch.no_grad()
     def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -195,7 +209,8 @@ class ShardSource:
         amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
         for bucket in self._buckets:
             for job in bucket.jobs:
-                local, norm, layer = shards.get(job.param.megatron), job.param.row.norm, job.param.layer
+                norm, layer = job.param.row.norm, job.param.layer
+                local = None if norm is None or layer is None else self._merged(job.param, shards)
                 if local is None or norm is None or layer is None or local.ndim == 1:
                     continue
                 for (piece, part), outs in zip(

@@ -211,6 +211,24 @@ def test_where_the_learner_cannot_compute_as_the_sampler(recipe: Path, overrides
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["lora.rank=0", "lora.alpha=4"], "learner.lora.rank: 0, so that nothing uses learner.lora's other keys"),
+        (
+            ["forward=as_sampler"],
+            "learner.forward: as_sampler with learner.lora.rank=8: not built for adapters; use bf16",
+        ),
+        (["lora.targets=[]"], "learner.lora.targets: none, with learner.lora.rank=8; use [all-linear]"),
+        (["lora.alpha=0"], "learner.lora.alpha: 0"),
+    ],
+)
+def test_where_adapters_cannot_be_trained(recipe: Path, overrides: list[str], said: str) -> None:
+    given = ["quantization=int8", "learner.lora.rank=8"]
+    assert load(recipe, given).learner.lora.rank == 8
+    assert said in refusal(load, recipe, [*given, *(f"learner.{override}" for override in overrides)])
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("sampler.routed_experts=false", "nobody tells the sampler's choices; set sampler.routed_experts=true"),

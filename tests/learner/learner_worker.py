@@ -22,6 +22,7 @@ from gain_worker import again, gains
 from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
+from lora_worker import adapted, merged_twin
 from pretended_device import on_device
 from replicas_worker import replicas
 from routing_worker import faulty, routed, routed_forward
@@ -41,6 +42,7 @@ from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
@@ -78,7 +80,8 @@ def build(job: dict[str, Any]) -> Learner:
         (dumps.parent / "config.json").write_text(json.dumps(job["hf"]))
         whole = replace(config, model=ModelSection(path=str(dumps.parent)))
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
-    model = Model.of(job["hf"], Layout.from_config(config.learner), Precision(job.get("head", "bf16")))
+    learner, head = config.learner, Precision(job.get("head", "bf16"))
+    model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
     made = Learner(model, Sections.of(config), dumps)
     if "folder" in job:
         made.load_hf(job["folder"])
@@ -410,7 +413,8 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
-        gains, again, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen, shared,
+        gains, again, adapted, merged_twin, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
+        shared,
     )
 }  # fmt: skip
 

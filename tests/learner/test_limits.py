@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_cases import make_batch
 
-from megatron_rl.config.schema import LearnerSection
+from megatron_rl.config.schema import LearnerSection, LoraSection
 from megatron_rl.learner import limits
 from megatron_rl.learner.packing import pack
 from megatron_rl.models.shape import ModelShape
@@ -62,3 +63,21 @@ def test_scales_of_the_present_tensor_are_taken_and_those_of_the_past_refused() 
 def test_weights_kept_in_fp8_are_refused() -> None:
     (found,) = limits.passed_through(learner(fp8_param=True), ModelShape.from_hf(HF))
     assert found.startswith("learner.megatron.fp8_param: ")
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (
+            ["q_prj"],
+            "learner.lora.targets: q_prj, which no linear layer of a qwen3 model is called; did you mean q_proj?",
+        ),
+        (["gate"], "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear"),
+        (["q_proj", "down_proj"], ""),
+        (["all-linear"], ""),
+    ],
+)
+def test_adapters_are_beside_layers_that_there_are(targets: list[str], said: str) -> None:
+    section = LearnerSection(lora=LoraSection(rank=4, targets=targets))
+    found = "\n".join(limits.problems(ModelShape.from_hf(HF), HF, section))
+    assert said in found and bool(said) == ("learner.lora" in found)

@@ -21,7 +21,8 @@ from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.lora import KEY
+from megatron_rl.models.mapping import Param, adapters, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import Box, assemble, common, cut
 from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
@@ -49,6 +50,11 @@ class Reader:
         self.folder = folder
         self._tensors = index.read_index(folder)
         self._prefix = index.prefix(self._tensors)
+
+    @property
+    def holds_adapters(self) -> bool:
+        """Whether a run of learner.lora has written it: adapters, without the model beneath them."""
+        return any(KEY in key for key in self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> index.Entry:
         entry = index.locate(self._tensors, self._prefix, param, shape)
@@ -120,7 +126,8 @@ def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
 
 def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
     """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the next one's are."""
-    behind = {name: param for param in _own(shape) for name in param.hf}
+    own = (one for param in params(shape) for one in adapters(param, shape)) if reader.holds_adapters else _own(shape)
+    behind = {name: param for param in own for name in param.hf}
     kept: dict[str, torch.Tensor] = {}
 
     def get(name: str) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, content_digest, digest, find
 from megatron_rl.workshop.conversion.work import JOURNAL
+from megatron_rl.workshop.evaluation.adapters import is_peft
 
 Rows = list[tuple[str, str]]
 
@@ -63,6 +64,8 @@ def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspe
 def _kind(source: Source) -> str:
     if source.is_folder:
         return "Hugging Face folder" + (" of a run" if source.run else "")
+    if is_peft(source.path):
+        return f"PEFT's adapters, of the model {source.folder}"
     if source.path.name == checkpoints.POLICY and source.run:
         found = checkpoints.read(source.path.parent)
         layout = " ".join(f"{name}={size}" for name, size in found.layout.items() if size and size != 1)
@@ -75,7 +78,7 @@ def _model(source: Source, shape: ModelShape) -> Rows:
     heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
     experts = f", {shape.experts} experts of width {shape.expert_ffn}" if shape.experts else ""
     vocabulary = f"{shape.vocab}, embeddings {'tied' if shape.tied else 'not tied'}"
-    if not source.is_folder:
+    if not source.is_folder and source.adapters is None:
         tensors = read_index(source.path)
         name = f"{prefix(tensors)}embedding.word_embeddings.weight"
         vocabulary += f", stored in {tensors[name].size[0] if name in tensors else shape.vocab} rows"

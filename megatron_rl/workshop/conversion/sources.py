@@ -19,12 +19,14 @@ from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES, TensorSpec, dtype_name
 from megatron_rl.models.weight_files import refuse_links_out
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.evaluation import stored_model
+from megatron_rl.workshop.evaluation.adapters import Adapters, is_peft, merged, read
 
 AT_STEP = re.compile(r"(.+)@([0-9]{1,18})")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of config.json
@@ -64,6 +66,7 @@ class Source:
     folder: Path  # of config.json and tokenizer
     hf_config: dict[str, Any]
     run: Path | None = None
+    lora: Lora | None = None  # of the run
 
     @property
     def is_folder(self) -> bool:
@@ -86,7 +89,17 @@ class Source:
     @property
     def weights(self) -> Weights:
         """The weights as they are stored."""
-        return of_folder(self.path) if self.is_folder else of_checkpoint(self.path, self.shape)
+        if self.is_folder:
+            return of_folder(self.path)
+        if (held := self.adapters) is not None:
+            base = HfFolder(self.folder)
+            return Weights({name: base.spec(name) for name in base.names}, lambda: merged(base, self.shape, held))
+        return of_checkpoint(self.path, self.shape)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """None where the weights are a whole model's; otherwise `folder` is the model that they change."""
+        return None if self.is_folder else read(self.path, self.shape, self.lora)
 
     @property
     def plain(self) -> Weights:
@@ -101,8 +114,9 @@ class Source:
     @property
     def misfits(self) -> list[str]:
         """Differences between the weights and what config.json promises."""
-        room = weight_files if self.is_folder else torch_dist_index
-        return list(room.misfits(self.path, self.shape))
+        whole = self.is_folder or self.adapters is not None
+        room = weight_files if whole else torch_dist_index
+        return list(room.misfits(self.folder if whole else self.path, self.shape))
 
     def refuse_misfits(self) -> None:
         if found := self.misfits:
@@ -111,7 +125,7 @@ class Source:
     @property
     def identity(self) -> dict[str, Any]:
         """Path, and sizes and times of all files: whether this is what was read before."""
-        folders = {self.path, self.folder} if self.run else {self.path}
+        folders = {self.path, self.folder} if self.run or is_peft(self.path) else {self.path}
         files = {str(path): path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()}
         known = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
         return {"source": str(self.path.resolve()), "files": known}
@@ -126,7 +140,7 @@ def find(given: str, hf: Path | None = None) -> Source:
     stored = stored_model.find(path, recorded_config(RunDir(run).config) if run else None, hf)
     if stored.note:
         note(stored.note)
-    return Source(stored.weights, stored.folder, read_hf_config(stored.folder, key=given), run)
+    return Source(stored.weights, stored.folder, read_hf_config(stored.folder, key=given), run, stored.lora)
 
 
 def _of_step(run: Path, step: int) -> Path:

@@ -6,7 +6,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shards import ShardGroups, local_shard
@@ -28,6 +29,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.weight_sync.push import WeightSync
+from megatron_rl.workshop.evaluation.adapters import is_peft, merged, read
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StoredModel:
     weights: Path  # a Hugging Face folder, which is then the same, or a torch_dist checkpoint
     label: str  # for file names
     note: str = ""  # what is not obvious about it
+    lora: Lora | None = None  # of its run: the weights may be adapters alone, the model that they change is `folder`
 
 
 def run_of(path: Path) -> Path | None:
@@ -51,6 +54,10 @@ def run_of(path: Path) -> Path | None:
 
 def find(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     """`config`: of the run it belongs to. `hf`: config.json and tokenizer, where they are not beside the weights."""
+    return replace(_found(path, config, hf), lora=Lora.of(config.learner.lora) if config else None)
+
+
+def _found(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; name a run, a checkpoint or a Hugging Face model folder")
     if RunDir(path).config.is_file():
@@ -60,6 +67,8 @@ def find(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     if is_checkpoint(path):
         kept = hf or (path / KEPT if (path / KEPT / "config.json").is_file() else None)
         return StoredModel(_companions(path, config, kept), path, path.name)
+    if is_peft(path):
+        return StoredModel(_companions(path, config, hf), path, path.name)
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path}: neither a run (config.yaml), nor a checkpoint (metadata.json), nor a Hugging Face model "
@@ -122,11 +131,14 @@ class StoredWeights:
                 yield param.megatron, shard.to(torch.bfloat16)
 
     def _getter(self) -> Callable[[str], torch.Tensor]:
-        if self._stored.weights == self._stored.folder:
-            return HfFolder(self._stored.weights).get
+        stored, shape = self._stored, self.model.shape
+        if stored.weights == stored.folder:
+            return HfFolder(stored.weights).get
+        if (held := read(stored.weights, shape, stored.lora)) is not None:
+            return merged(HfFolder(stored.folder), shape, held)
         from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 
-        return torch_dist.getter(torch_dist.Reader(self._stored.weights), self.model.shape)
+        return torch_dist.getter(torch_dist.Reader(stored.weights), shape)
 
     def take_activation_amax(self) -> torch.Tensor:
         raise NotImplementedError("smoothing is measured by a learner")

@@ -29,6 +29,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, written
+from megatron_rl.workshop.evaluation.adapters import read
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
@@ -83,6 +84,8 @@ def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, n
     folder.mkdir(parents=True, exist_ok=True)
     with served(config, stored, note, folder) as sampler:
         learner = Learner(model, Sections.of(whole))
+        if read(stored.weights, model.shape, stored.lora) is not None:
+            learner.load_hf(stored.folder)  # what the adapters change
         learner.load_hf(stored.weights)
         seen = _Seen(Walk(learner))
         for rollout in rollouts or answered(sampler, asked, room):

@@ -55,6 +55,8 @@ def rerun(dump: Path) -> str:
     config = _one_rank(recorded_config(path.parent / CONFIG))
     model = Model.read(config.model.folder, config.learner, config.model.head_precision)
     learner = Learner(model, Sections.of(config))
+    if model.shape.lora is not None:
+        learner.load_hf(config.model.path)  # what the adapters change
     state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
     same = layout == learner.layout
     if random and same:
@@ -122,7 +124,9 @@ def _loss(learner: Learner, targets: Targets) -> str:
 
 def _gradients(learner: Learner) -> str:
     """The last in the order of the model is the first in the order of the backward pass."""
-    held: dict[str, Any] = {name: vars(parameter)["main_grad"] for name, parameter in learner.named_parameters()}
+    held: dict[str, Any] = {
+        name: vars(parameter)["main_grad"] for name, parameter in learner.named_parameters() if parameter.requires_grad
+    }
     odd = [name for name, gradient in held.items() if not bool(gradient.isfinite().all())]
     if odd:
         return f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import costs, limits
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
@@ -77,7 +78,7 @@ def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pac
     """`chosen`: experts of each token."""
     mlp = _experts(shape, chosen, layout, training) if shape.experts else _mlp(shape, layout, training)
     attention = _attention(shape, layout, training, pack)
-    parts = {**attention, **mlp}
+    parts = {**attention, **mlp, "adapters": _adapters(shape, chosen, training)}
     selective = training.granularity == "selective"
     gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())} if selective else set()
     stays = sum(nbytes for part, nbytes in parts.items() if part not in gone)
@@ -147,6 +148,17 @@ def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training)
     }
 
 
+def _adapters(shape: ModelShape, chosen: int, training: Training) -> float:
+    """What comes out of each A, and on GPUs the norms' results, which the layers that read them do not give away."""
+    one, found = replace(shape, layers=1, experts=min(shape.experts, 1)), 0.0
+    for param in params(one):
+        for a in adapters(param, one)[:1]:
+            found += sum(rank for rank, _ in a.shapes) * (chosen if param.row.expert else 1)
+            if param.row.norm is not None and not (training.host or param.row.expert):
+                found += shape.hidden / training.sp
+    return found * training.width
+
+
 def in_flight(layout: Layout, stage: int, packs: int, layers: int) -> float:
     """Layers of this stage whose activations are alive at once, over all micro-batches that it has begun."""
     behind = layout.pp - stage - 1
@@ -182,6 +194,7 @@ def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, fl
     columns = layout.padded_vocab(shape.vocab) // layout.tp
     at_once = costs.logit_columns(math.ceil(pack.responses), columns, training.width, wide)
     logits = pack.responses * min(at_once, columns) * width
-    sums = shape.hidden * (pack.responses * FP32 + columns * training.width)  # of hidden states, and of the weight
+    trained = columns * training.width * (shape.lora is None)
+    sums = shape.hidden * (pack.responses * FP32 + trained)  # of hidden states, and of the weight
     gradient = logits if at_once >= columns else sums
     return norm + rows, logits, gradient, costs.COPIES * min(costs.chunk_bytes(training.host), logits / width * FP32)

@@ -11,6 +11,7 @@ from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Gpu, Machine
 from megatron_rl.preflight.roles import Roles, roles
@@ -32,7 +33,8 @@ class Case:
 
     @cached_property
     def model(self) -> Model:
-        return Model.of(self.hf_config, Layout.from_config(self.config.learner), self.config.model.head_precision)
+        learner, head = self.config.learner, self.config.model.head_precision
+        return Model.of(self.hf_config, Layout.from_config(learner), head, Lora.of(learner.lora))
 
     @cached_property
     def roles(self) -> Roles:
@@ -82,7 +84,7 @@ class Case:
 
     def stages(self, pack: Pack, packs: int) -> list[LearnerMemory]:
         """The learner's memory by pipeline stage."""
-        reference = bool(self.config.loss.kl_coef)
+        reference = bool(self.config.loss.kl_coef) and self.model.shape.lora is None
         return [
             of_stage(self.model, self.config.learner, stage, pack, packs, host=self.host, reference=reference)
             for stage in range(self.model.layout.pp)

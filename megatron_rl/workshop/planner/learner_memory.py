@@ -71,7 +71,7 @@ def of_stage(
     step = _step(model, training, pack)
     return LearnerMemory(
         weights=weights + cast,
-        gradients=GRADIENT * mine.count,
+        gradients=GRADIENT * sum(mine.trained),
         optimizer=_optimizer(mine, layout, training),
         reference=weights if reference else 0,
         activations=pack.tokens * waiting,
@@ -95,7 +95,8 @@ def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
     each = MASTERS_AND_MOMENTS if training.width < 4 else MOMENTS
     replicas = layout.dp * layout.cp
     of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
-    return each * (mine.dense / replicas + mine.experts / of_experts)
+    dense, experts = mine.trained
+    return each * (dense / replicas + experts / of_experts)
 
 
 def _step(model: Model, training: Training, pack: Pack) -> float:

@@ -10,7 +10,7 @@ from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Offload, Sleep, Transport
 from megatron_rl.learner.limits import choices_bytes
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.mapping import parameters
+from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import PARAMETER
 from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
@@ -67,7 +67,7 @@ def plan_case(case: Case) -> Plan:
     memory = _memory(case)
     time = step_time(case) if machine.gpu is not None else None
     count = parameters(case.model.shape)
-    kept = PARAMETER[config.learner.precision] * count
+    kept = PARAMETER[config.learner.precision] * trained(case.model.shape)
     host = {} if case.host else of_first_node(case, kept)
     tokens, held = case.engine.tokens, work.held(found.engines)
     return Plan(

@@ -108,7 +108,7 @@ def learning(case: Case) -> Learning:
     config, work, layout = case.config, case.work, case.model.layout
     again = 1.0 if case.training.granularity == "full" else 0.0
     bubble = (layout.pp - 1) / (case.packs * layout.chunks)
-    products = _products(case, 3, again)
+    products = _products(case, 3 if case.model.shape.lora is None else 2, again)  # frozen weights have no gradient
     talking = _collectives(case, 2 + again) + _reductions(case) * work.updates
     gain = products * FP8_GAIN * (1 - FP8_PAYS / max(work.tokens, 1))
     busy = products + talking - (gain if case.training.fp8 else 0)
@@ -140,7 +140,9 @@ def _checking(case: Case, scored: float) -> float:
 def _kept(case: Case) -> float:
     """Bytes of a rank's state."""
     return (
-        held(case.model.shape, case.model.layout, 0).count * (BF16 + MASTERS_AND_MOMENTS) / max(case.model.layout.dp, 1)
+        sum(held(case.model.shape, case.model.layout, 0).trained)
+        * (BF16 + MASTERS_AND_MOMENTS)
+        / max(case.model.layout.dp, 1)
     )
 
 
@@ -169,10 +171,11 @@ def _collectives(case: Case, passes: float) -> float:
 def _reductions(case: Case) -> float:
     """Gradients in, parameters out, once for each update: replicas share them in FP32 and BF16."""
     layout = case.model.layout
-    mine = max((held(case.model.shape, layout, stage) for stage in range(layout.pp)), key=lambda one: one.count)
+    mine = max((held(case.model.shape, layout, stage) for stage in range(layout.pp)), key=lambda one: sum(one.trained))
     replicas = layout.dp * layout.cp
     of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
-    moved = mine.dense * (replicas - 1) / replicas + mine.experts * (of_experts - 1) / of_experts
+    dense, experts = mine.trained
+    moved = dense * (replicas - 1) / replicas + experts * (of_experts - 1) / of_experts
     return moved * (GRADIENT + BF16) / _link(case, layout.tp * replicas)
 
 

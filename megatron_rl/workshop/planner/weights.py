@@ -8,7 +8,7 @@ from math import prod
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, params, stage_params
+from megatron_rl.models.mapping import Param, adapters, params, stage_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import DTYPES
@@ -24,10 +24,16 @@ class Held:
     dense: int
     experts: int
     linear: int  # of both: matrices that Transformer Engine multiplies
+    adapters: tuple[int, int] | None = None  # of dense layers and of experts: what is trained instead
 
     @property
     def count(self) -> int:
-        return self.dense + self.experts
+        return self.dense + self.experts + sum(self.adapters or ())
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Of dense layers, and of experts."""
+        return (self.dense, self.experts) if self.adapters is None else self.adapters
 
 
 def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
@@ -35,7 +41,8 @@ def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
     layer, ends = _parts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
     layers = layout.stage_layers(shape.layers)[stage]
     outer = sum(size for where, size in ends if stage == (0 if where == "first" else layout.pp - 1))
-    return Held(layer.dense * layers + outer, layer.experts * layers, layer.linear * layers)
+    of_adapters = layer.adapters and (layer.adapters[0] * layers, layer.adapters[1] * layers)
+    return Held(layer.dense * layers + outer, layer.experts * layers, layer.linear * layers, of_adapters)
 
 
 @cache
@@ -45,17 +52,18 @@ def _parts(
     """Parameters of a rank: one layer's, and (end of the pipeline, parameters there)."""
     layout, one = Layout(tp=tp, etp=expert_tp, ep=ep), replace(shape, layers=1)
     inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
-    count = dict.fromkeys(("dense", "experts", "linear"), 0)
+    count, beside = dict.fromkeys(("dense", "experts", "linear"), 0), [0, 0]
     for param in inside:
         size = prod(param.local_shape(layout))
         count["experts" if param.row.expert else "dense"] += size
+        beside[param.row.expert] += sum(prod(each.local_shape(layout)) for each in adapters(param, one))
         count["linear"] += size * (param.row.split is not Split.replicated and len(param.shapes[0]) == 2)
     ends = [
         ("first" if param.row.megatron[0].startswith("embedding.") else "last", prod(param.local_shape(layout)))
         for param in params(one)
         if param.layer is None and not (param.row.copy and not several)
     ]
-    return Held(**count), tuple(ends)
+    return Held(**count, adapters=(beside[0], beside[1]) if shape.lora else None), tuple(ends)
 
 
 @dataclass(frozen=True)

@@ -341,3 +341,21 @@ def test_tables_are_sound() -> None:
 
 def test_the_page_is_current() -> None:
     assert (ROOT / "docs/coming_from.md").read_text() == reference_tables.coming_from(), COMMAND
+
+
+ADAPTERS = {
+    "verl": ({"actor_rollout_ref.model.path": "m", "actor_rollout_ref.model.lora_rank": 32}, (32, 16, None)),
+    "nemo_rl": ({"policy.model_name": "m", "policy.megatron_cfg.enabled": True,
+                 "policy.megatron_cfg.peft.enabled": True, "policy.megatron_cfg.peft.dim": 16}, (16, 32, None)),
+    "skyrl": ({"trainer.policy.model.path": "m", "trainer.policy.model.lora.rank": 4,
+               "trainer.policy.model.lora.target_modules": "all-linear"}, (4, 16, ["all-linear"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("project", ADAPTERS)
+def test_adapters_are_ours(project: str) -> None:
+    theirs, (rank, alpha, targets) = ADAPTERS[project]
+    lora = translated(table(project), theirs).mapping["learner"]["lora"]
+    assert (lora["rank"], lora["alpha"], lora.get("targets")) == (rank, alpha, targets)
+    off = {key: value for key, value in theirs.items() if "lora" not in key and "peft" not in key}
+    assert "lora" not in translated(table(project), off).mapping.get("learner", {})

@@ -1,0 +1,110 @@
+"""A learner with given adapters: logprobs, the gradient of each adapter, and what a sync makes of it all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from learner_cases import make_batch, make_targets
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint.torch_dist.reader import Reader
+from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
+from megatron_rl.config.schema import Format
+from megatron_rl.distributed import exchange
+from megatron_rl.learner import state, weights
+from megatron_rl.learner.learner import Learner
+from megatron_rl.models.hf_folder import write_folder
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import adapters, params
+from megatron_rl.models.shards import cut
+from megatron_rl.weight_sync.source import ShardSource
+
+BETA = 0.9  # Adam's first, megatron-core's default here
+
+
+def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """`adapters`: a file of them, by PEFT's names; `out`: a folder for what is too much for an answer."""
+    batch, out = make_batch(), Path(job["out"])
+    given = load_file(job["adapters"])
+    trained = [(name, weight) for name, weight in learner.named_parameters() if weight.requires_grad]
+    weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
+    learner.optimizer.reload_model_params()
+    before_BT = learner.logprobs(batch)
+    sent = {format.value: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)}
+    if learner.is_driver:
+        out.mkdir(parents=True)
+    merged = _whole(learner, Format.none)
+    expected_BT = learner.expected_logprobs(batch)
+    floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
+    learner.keep_reference()
+    base_BT = learner.reference_logprobs(batch)
+    frozen = [weight.clone() for _, weight in learner.named_parameters() if not weight.requires_grad]
+    targets = make_targets(batch, before_BT)
+    step = learner.update(targets)
+    still = [weight for _, weight in learner.named_parameters() if not weight.requires_grad]
+    assert all(map(torch.equal, frozen, still)), "what is frozen has moved"
+    assert all(getattr(weight, "main_grad", None) is None for weight in still), "a gradient has room and no use"
+    blocks = exchange(write_blocks(out / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks()))
+    if learner.is_driver:
+        write_index(out, [block for part in blocks for block in part])
+        write_folder(out / "merged", merged, learner.model.hf_config)
+        save_file(_gradients(learner, Reader(out)), out / "gradients.safetensors")
+    after_BT = learner.logprobs(batch)
+    learner.broadcast()
+    weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
+    learner.load_hf(out)  # its adapters alone
+    return {
+        "logprobs": before_BT.tolist(),
+        "base": base_BT.tolist(),
+        "sent": sent,
+        "step": step,
+        "expected": None if expected_BT is None else expected_BT.tolist(),
+        "floor": None if floor_BT is None else floor_BT.tolist(),
+        "after": after_BT.tolist(),
+        "again": learner.logprobs(batch).tolist(),
+    }
+
+
+def merged_twin(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """What a learner without adapters says, which has loaded what another one has merged."""
+    batch = make_batch()
+    expected_BT = learner.expected_logprobs(batch)
+    assert expected_BT is not None
+    floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
+    return {"expected": expected_BT.tolist(), "floor": None if floor_BT is None else floor_BT.tolist()}
+
+
+def _whole(learner: Learner, format: Format) -> dict[str, torch.Tensor]:
+    """All that a sync sends, on rank 0: its writers are several where there are stages, or experts elsewhere."""
+    source = ShardSource(learner.model, learner.groups, format, ("lm_head",))
+    mine = {name: tensor.clone() for name, tensor in source.tensors(dict(learner.named_parameters()))}
+    assert source.failure is None, source.failure
+    found: dict[str, torch.Tensor] = {}
+    for part in exchange({name: [str(t.dtype), t.float().tolist()] for name, t in mine.items()}):
+        for name, (dtype, values) in part.items():
+            found[name] = torch.tensor(values).to(getattr(torch, dtype.removeprefix("torch.")))
+    return found
+
+
+def _sent(learner: Learner, format: Format) -> dict[str, str]:
+    """Digests of all that a sync sends."""
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in sorted(_whole(learner, format).items())
+    }
+
+
+def _gradients(learner: Learner, reader: Reader) -> dict[str, torch.Tensor]:
+    """Of the first update's, whole, by PEFT's names: Adam's first moments hold them."""
+    shape, found = learner.shape, {}
+    for param in params(shape):
+        for one in adapters(param, shape):
+            entry = reader.find(one, shape)
+            size = one.local_shape(Layout())
+            moments = reader.read(entry, (0,) * len(size), size, "optimizer.state.exp_avg.")
+            for piece, part in cut(one, moments / (1 - BETA), one.slices(shape, Layout(), Place())):
+                found[piece.name] = part.clone().contiguous()
+    return found

@@ -1,0 +1,269 @@
+"""Adapters on every layout against PEFT on the same weights, and what a sync sends of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import learner_cases as cases
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rl.config.schema import CorrectionConfig, LossConfig
+from megatron_rl.learner.weights import with_new_adapters
+from megatron_rl.loss.policy_loss import count_totals, policy_loss
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.lora import Lora
+from megatron_rl.models.mapping import adapters, params
+from megatron_rl.models.model import Model
+from megatron_rl.types import LossInputs
+
+RANK, ALPHA = 4, 6.0
+TARGETS = {
+    "qwen3": ["all-linear"],
+    "qwen3_moe": ["all-linear"],
+    "phi3": ["all-linear"],
+    "qwen2": ["q_proj", "v_proj", "up_proj"],
+}
+MODELS = {hf["model_type"]: hf for hf in (cases.QWEN3, cases.QWEN3_MOE, cases.PHI3, cases.QWEN2)}
+
+
+def _model(family: str) -> Model:
+    return Model.of(MODELS[family], Layout(), lora=Lora(RANK, ALPHA, tuple(TARGETS[family])))
+
+
+def _given(family: str) -> dict[str, Tensor]:
+    """Adapters that have been trained: B is not zero, but for layers that are no targets."""
+    model, random, made = _model(family), torch.Generator().manual_seed(3), {}
+    begin = with_new_adapters(lambda name: torch.zeros(0), model, 1)
+    for param in params(model.shape):
+        for one in adapters(param, model.shape):
+            for name in one.hf:
+                made[name] = begin(name)
+                if "lora_B" in name and model.shape.lora.adapts(name.replace(".lora_B", "")):
+                    made[name] = torch.randn(made[name].shape, generator=random) * 0.1
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+    for family, hf in MODELS.items():
+        torch.manual_seed(0)
+        made[family] = tmp_path_factory.mktemp(family)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.float32).save_pretrained(made[family])
+        save_file(_given(family), made[family].with_suffix(".adapters"))
+    return made
+
+
+AT = {
+    **{("qwen3", name): layout for name, layout in cases.LAYOUTS.items()},
+    **{("qwen3_moe", name): layout for name, layout in cases.EXPERT_LAYOUTS.items()},
+    ("phi3", "tp2"): cases.LAYOUTS["tp2"],
+    ("qwen2", "tp2"): cases.LAYOUTS["tp2"],
+}
+
+
+def _job(family: str, at: str, layout: dict[str, Any], folders: dict[str, Path], **more: Any) -> dict[str, Any]:
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS[family]}
+    where = folders[family]
+    return {
+        "name": f"{family}_{at}", "kind": "adapted", "hf": MODELS[family], "folder": str(where),
+        "layout": layout | {"lora": lora}, "adapters": str(where.with_suffix(".adapters")),
+        "out": str(where.parent / f"out_{family}_{at}"), "optim": {"clip_grad": 0.0}, **more,
+    }  # fmt: skip
+
+
+def _twins(at: str, layout: dict[str, Any], folders: dict[str, Path]) -> list[dict[str, Any]]:
+    """A BF16 learner with adapters, and one without that loads what the first has merged."""
+    first = _job("qwen3", f"bf16_{at}", layout, folders, precision="bf16")
+    rest = {"layout": layout, "precision": "bf16", "folder": f"{first['out']}/merged"}
+    return [first, {"name": f"twin_{at}", "kind": "merged_twin", "hf": cases.QWEN3, **rest}]
+
+
+def _kept(way: str, at: str, layout: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
+    """Two updates from adapters that change nothing yet, kept or read; and two more."""
+    kept = {"kind": "checkpoint", "reads": way == "read", "wrote": 1}
+    kept["checkpoint"] = str(folders["qwen3"].parent / "kept")
+    return _job("qwen3", f"{way}_{at}", layout, folders, **kept)
+
+
+@pytest.fixture(scope="module")
+def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    one = [_job(family, "one", {}, folders) for family in MODELS]
+    one.append(_job("qwen3", "recompute", {"megatron": cases.RECOMPUTE}, folders))
+    two = [_job(family, at, layout, folders) for (family, at), layout in AT.items()]
+    one += _twins("one", {}, folders)
+    two += _twins("tp2", cases.LAYOUTS["tp2"], folders)
+    one += [_kept("wrote", "one", {}, folders), _kept("read", "one", {}, folders)]
+    two += [_kept("read", "tp2", cases.LAYOUTS["tp2"], folders)]
+    return cases.run(tmp_path_factory, one, two)
+
+
+def _logprobs(model: Callable[..., Any]) -> Tensor:
+    """With gradients, of the batch that the jobs have."""
+    batch = cases.make_batch()
+    rows = []
+    for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
+        tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
+        logits_SV = model(tokens_1S).logits[0] / 0.8
+        picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
+        rows.append(torch.nn.functional.pad(picked_S[prompt - 1 :], (0, batch.mask_BT.shape[1] - int(response))))
+    return torch.stack(rows)
+
+
+def _loss(logprobs_BT: Tensor) -> Tensor:
+    """The jobs' loss, by the formula that the learner has (tests/loss)."""
+    batch = cases.make_batch()
+    targets = cases.make_targets(batch, logprobs_BT.detach())
+    inputs = LossInputs(
+        logprobs_BT, targets.anchor_logprobs_BT, batch.sampler_logprobs_BT, None, None, targets.advantages_B,
+        targets.weights_BT, targets.mask_BT, targets.denominator_mask_BT, batch.groups_B,
+    )  # fmt: skip
+    totals = count_totals(targets.denominator_mask_BT, batch.groups_B, 512, targets.weights_BT)
+    return policy_loss(inputs, LossConfig(), totals, CorrectionConfig())[0]
+
+
+@pytest.fixture(scope="module")
+def wanted(folders: dict[str, Path]) -> dict[str, tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
+    """Of each family logprobs, gradients and merged weights: PEFT's, of experts the formula's."""
+    return {
+        family: _by_formula(folders[family]) if "moe" in family else _by_peft(family, folders[family])
+        for family in MODELS
+    }
+
+
+def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    targets = "all-linear" if TARGETS[family] == ["all-linear"] else TARGETS[family]
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM"))
+    given, held = load_file(folder.with_suffix(".adapters")), {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            short = name.removeprefix("base_model.model.").replace(".default", "")
+            held[short] = parameter
+            parameter.data.copy_(given[short])
+    logprobs_BT = _logprobs(model)
+    _loss(logprobs_BT).backward()
+    gradients = {name: parameter.grad for name, parameter in held.items()}
+    merged = dict(model.merge_and_unload().named_parameters())
+    return logprobs_BT.detach(), gradients, {name: weight.detach() for name, weight in merged.items()}
+
+
+def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """weight + alpha / rank * B A in transformers' model, which joins experts to tensors that PEFT has no layer for."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    given = {name: one.requires_grad_() for name, one in load_file(folder.with_suffix(".adapters")).items()}
+
+    def added(layer: str) -> Tensor:
+        a, b = (given[f"{layer}.lora_{letter}.weight"] for letter in "AB")
+        return ALPHA / RANK * b @ a
+
+    merged, stored = {}, {}
+    for name, weight in model.named_parameters():
+        weight = weight.detach()
+        experts, _, kind = name.partition(".mlp.experts.")
+        if kind:
+            names = [f"{experts}.mlp.experts.{expert}" for expert in range(len(weight))]
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            merged[name] = weight + torch.stack(
+                [torch.cat([added(f"{one}.{part}") for part in parts]) for one in names]
+            )
+            for one, whole in zip(names, merged[name], strict=True):
+                stored |= {f"{one}.{p}.weight": w for p, w in zip(parts, whole.chunk(len(parts)), strict=True)}
+        else:
+            layer = name.removesuffix(".weight")
+            merged[name] = stored[name] = weight + added(layer) if f"{layer}.lora_A.weight" in given else weight
+    logprobs_BT = _logprobs(lambda tokens: torch.func.functional_call(model, merged, (tokens,)))
+    _loss(logprobs_BT).backward()
+    return logprobs_BT.detach(), {n: one.grad for n, one in given.items()}, {n: w.detach() for n, w in stored.items()}
+
+
+CASES = [*((family, "one") for family in MODELS), ("qwen3", "recompute"), *AT]
+
+
+@pytest.mark.parametrize(("family", "at"), CASES)
+def test_logprobs_and_gradients_are_those_of_peft(
+    family: str, at: str, found: dict[str, Any], wanted: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    logprobs_BT, gradients, _ = wanted[family]
+    mask_BT = cases.make_batch().mask_BT
+    torch.testing.assert_close(
+        cases.matrix(found[f"{family}_{at}"]) * mask_BT, logprobs_BT * mask_BT, rtol=1e-6, atol=1e-5
+    )
+    its = load_file(folders[family].parent / f"out_{family}_{at}" / "gradients.safetensors")
+    idle = [name for name in its if name not in gradients]
+    assert all("lora_B" in name and not its[name].any() for name in idle)  # the rows of layers that are no targets
+    assert (family == "qwen2") == bool(idle)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert largest > 0.01
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(its[name], gradient, rtol=0, atol=1e-5 * max(1, largest), msg=name)
+
+
+@pytest.mark.parametrize(("family", "at"), [case for case in CASES if case[1] != "one"])
+def test_a_sync_sends_the_same_bytes_from_every_layout(family: str, at: str, found: dict[str, Any]) -> None:
+    sent, alone = found[f"{family}_{at}"]["sent"], found[f"{family}_one"]["sent"]
+    assert sent == alone and sent["int8"] != sent["none"]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_merged_weights_are_those_of_peft_to_one_rounding(
+    family: str, found: dict[str, Any], wanted: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    _, _, merged = wanted[family]
+    its = load_file(folders[family].parent / f"out_{family}_one" / "merged" / "model.safetensors")
+    assert its.keys() == {name for name in merged if name in its} and len(its) > 20
+    for name, weight in its.items():
+        rounding = merged[name].abs() * 2**-8 + 1e-7
+        assert bool(((weight.float() - merged[name]).abs() <= rounding).all()), name
+
+
+@pytest.mark.parametrize(("family", "at"), CASES)
+def test_without_its_adapters_it_is_the_reference(
+    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case, mask_BT = found[f"{family}_{at}"], cases.make_batch().mask_BT
+    with torch.no_grad():
+        base_BT = _logprobs(AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32))
+    torch.testing.assert_close(cases.matrix(case, "base") * mask_BT, base_BT * mask_BT, rtol=1e-6, atol=1e-5)
+    assert (cases.matrix(case, "base") - cases.matrix(case)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("family", "at"), CASES)
+def test_a_checkpoint_holds_adapters_alone(
+    family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    from megatron_rl.checkpoint.torch_dist.index import read_index
+
+    case = found[f"{family}_{at}"]
+    assert case["again"] == case["after"] != case["logprobs"]
+    kept = read_index(folders[family].parent / f"out_{family}_{at}")
+    assert all(".lora." in key for key in kept)
+
+
+@pytest.mark.parametrize("at", ["one", "tp2"])
+def test_the_probe_expects_what_a_sampler_of_the_merged_weights_says(at: str, found: dict[str, Any]) -> None:
+    case, twin = found[f"qwen3_bf16_{at}"], found[f"twin_{at}"]
+    assert case["expected"] == twin["expected"] != case["logprobs"]
+    assert (case["floor"] is None) == (twin["floor"] is None)
+
+
+def test_it_goes_on_from_a_checkpoint_of_its_adapters(found: dict[str, Any]) -> None:
+    wrote, read, elsewhere = (found[f"qwen3_{name}"] for name in ("wrote_one", "read_one", "read_tp2"))
+    assert (wrote["steps"], wrote["after"]) == (read["steps"], read["after"])
+    for step, its in zip(wrote["steps"], elsewhere["steps"], strict=True):
+        assert its["optim/grad_norm"] == pytest.approx(step["optim/grad_norm"], rel=1e-4)
+    torch.testing.assert_close(cases.matrix(elsewhere, "after"), cases.matrix(wrote, "after"), rtol=0, atol=1e-4)
