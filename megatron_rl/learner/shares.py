@@ -101,14 +101,14 @@ class DataPlane:
         self._ranks, self._driver = ranks, ranks.is_driver
         places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
         self._members = [
-            [rank for rank, place in enumerate(places) if place.dp == replica] for replica in range(ranks.layout.dp)
+            [rank for rank, place in enumerate(places) if place.replica == replica] for replica in range(ranks.layout.dp)
         ]
         last = ranks.layout.pp - 1
         self._speakers = [
             next(rank for rank in members if places[rank].pp == last and places[rank].tp == 0)
             for members in self._members
         ]
-        self._replica = ranks.place.dp
+        self._replica = ranks.place.replica
         self._group: dist.ProcessGroup | None = None  # of the ranks that share a replica; None: the world, or one rank
         if 1 < len(self._members[0]) < ranks.world_size:
             groups = [dist.new_group(members, timeout=ranks.limit, backend="gloo") for members in self._members]
@@ -215,7 +215,7 @@ class DataPlane:
     ) -> dict[str, Tensor]:
         """This replica's rows of each column, in the order of `wanted`. The driver needs no copy and gets nothing."""
         sizes = {name: batch.sizes(name) for name in kinds}
-        mine = self._ranks.place.dp
+        mine = self._replica
         got = {}
         if not self._driver:
             got = {
