@@ -109,7 +109,7 @@ ROWS = (
         "gpu_memory",
         "a GPU ran out of memory",
         "Lower learner.tokens_per_microbatch, set learner.megatron.recompute_granularity=full, or raise "
-        "learner.tensor_parallel; where the engine shares the GPU, sampler.sleep=offload or less of "
+        "learner.tensor_parallel, for long answers learner.context_parallel; where the engine shares the GPU, sampler.sleep=offload or less of "
         "sampler.vllm.gpu_memory_utilization.",
         says=r"OutOfMemoryError|CUDA( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
     ),

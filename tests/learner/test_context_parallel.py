@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import learner_cases as cases
@@ -56,7 +57,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for ranks, mine in jobs.items():
         results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp(f"ranks_{ranks}"))
+    stored = tmp_path_factory.mktemp("stored")
+    for reads in (False, True):
+        for ranks in (1, 2):
+            mine = [_stored(stored, ranks, wrote, reads) for wrote in ((1, 2) if reads else (ranks,))]
+            results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp("states"))
     return results
+
+
+def _stored(folder: Path, ranks: int, wrote: int, reads: bool) -> dict[str, Any]:
+    job = {"name": f"{ranks} {'reads' if reads else 'wrote'} {wrote}", "kind": "checkpoint", "hf": cases.QWEN3_MOE}
+    return {**job, "layout": CP2 if ranks > 1 else {}, "reads": reads, "wrote": wrote, "checkpoint": str(folder / f"{wrote}")}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,6 +81,16 @@ def test_it_is_the_same_step(case: str, found: dict[str, Any]) -> None:
     assert here["steps"][0].keys() == one["steps"][0].keys() and one["steps"][0]["optim/grad_norm"] > 0
     for name, value in one["steps"][0].items():
         assert here["steps"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("ranks", "wrote"), [(1, 2), (2, 1), (2, 2)])
+def test_a_checkpoint_is_any_learner_s(ranks: int, wrote: int, found: dict[str, Any]) -> None:
+    here, there = found[f"{ranks} reads {wrote}"], found[f"{wrote} wrote {wrote}"]
+    if ranks == wrote:
+        assert here == there
+    for ours, theirs in zip(here["steps"], there["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(there, "after"), rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("case", ROUTED)

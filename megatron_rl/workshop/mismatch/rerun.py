@@ -84,7 +84,8 @@ def _minibatch(dump: Path) -> Path:
 
 def _one_rank(config: Config) -> Config:
     learner = config.learner
-    alone = replace(learner, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, data_parallel=1)
+    sizes = ("tensor", "pipeline", "expert", "context", "data")
+    alone = replace(learner, **{f"{size}_parallel": 1 for size in sizes})
     return replace(
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
