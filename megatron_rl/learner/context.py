@@ -49,7 +49,9 @@ def split(pack: Pack, rank: int, ranks: int) -> Pack:
         experts_SLK=None if pack.experts_SLK is None else pack.experts_SLK[held_S],
         read_S=pack.read_S[held_S],
         buckets=tuple(Bucket(1, span) for span in spans.tolist()),
-        **dict.fromkeys(("padded_index_X", "packed_index_S", "blanks"), none),
+        padded_index_X=none,
+        packed_index_S=none,
+        blanks=none,
         real_S=pack.real_S[held_S],
         held_S=held_S,
         order_S=order_S,
@@ -82,6 +84,7 @@ def joined(found: Scores, pack: Pack) -> Scores:
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, pack: Pack) -> Tensor:
+        assert pack.held_N is not None
         ctx.pack = pack
         whole_N = values_N.new_zeros(len(pack.cells_N)).index_copy(0, pack.held_N, values_N)
         dist.all_reduce(whole_N, group=parallel_state.get_context_parallel_group())

@@ -101,7 +101,7 @@ class DataPlane:
         self._ranks, self._driver = ranks, ranks.is_driver
         places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
         self._members = [
-            [rank for rank, place in enumerate(places) if place.replica == replica] for replica in range(ranks.layout.dp)
+            [rank for rank, place in enumerate(places) if place.replica == one] for one in range(ranks.layout.dp)
         ]
         last = ranks.layout.pp - 1
         self._speakers = [

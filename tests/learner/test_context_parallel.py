@@ -1,4 +1,4 @@
-"""Ranks that share sequences: the logprobs, losses, gradients and choices of experts of one rank that has them whole."""
+"""Ranks that share sequences: the logprobs, losses, gradients and choices of experts of one rank alone."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _stored(folder: Path, ranks: int, wrote: int, reads: bool) -> dict[str, Any]:
-    job = {"name": f"{ranks} {'reads' if reads else 'wrote'} {wrote}", "kind": "checkpoint", "hf": cases.QWEN3_MOE}
-    return {**job, "layout": CP2 if ranks > 1 else {}, "reads": reads, "wrote": wrote, "checkpoint": str(folder / f"{wrote}")}
+    job: dict[str, Any] = {"reads": reads, "wrote": wrote, "checkpoint": str(folder / f"{wrote}")}
+    job |= {"name": f"{ranks} {'reads' if reads else 'wrote'} {wrote}", "kind": "checkpoint", "hf": cases.QWEN3_MOE}
+    return {**job, "layout": CP2 if ranks > 1 else {}}
 
 
 @pytest.mark.parametrize("case", CASES)
