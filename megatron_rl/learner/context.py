@@ -23,8 +23,6 @@ from megatron_rl.learner import host  # noqa: F401  # before megatron
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
 
-from megatron_rl.learner.head import Scores
-from megatron_rl.learner.logprobs import Truncation
 from megatron_rl.learner.packing import Bucket, Pack
 
 
@@ -66,19 +64,9 @@ def whole(x_S: Tensor, pack: Pack) -> Tensor:
     return gather_from_sequence_parallel_region(x_S, group=group).index_select(0, pack.order_S)
 
 
-def joined(found: Scores, pack: Pack) -> Scores:
-    """Scores of all response tokens of a pack, on each rank that shares it."""
-    if pack.held_N is None:
-        return found
-    entropy_N, truncation = found.entropy_N, found.truncation
-    if truncation is not None:
-        outside_N, log_mass_N = (_Joined.apply(one.float(), pack) for one in vars(truncation).values())
-        truncation = Truncation(outside_N.bool(), log_mass_N)
-    return Scores(
-        _Joined.apply(found.logprobs_N, pack),
-        None if entropy_N is None else _Joined.apply(entropy_N, pack),
-        truncation,
-    )
+def everywhere(values_N: Tensor, pack: Pack) -> Tensor:
+    """This rank's values of response tokens with those of the ranks that share the pack, on each of them."""
+    return values_N if pack.held_N is None else _Joined.apply(values_N, pack)
 
 
 class _Joined(torch.autograd.Function):

@@ -32,8 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
-from megatron_rl.learner.context import joined
-from megatron_rl.learner.head import Asked, Scores, scores
+from megatron_rl.learner.head import Asked, Scores, everyones, scores
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.linear import widen
 from megatron_rl.learner.packing import Pack
@@ -181,7 +180,7 @@ class PolicyModel(GPTModel):
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         hidden_N1H = hidden_S1H.index_select(0, pack.logit_index_N)
-        return joined(scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits), pack)
+        return everyones(scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits), pack)
 
     def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
         if host.ON_HOST:
