@@ -35,7 +35,6 @@ ROOT = Path(__file__).parent.parent
         ("learner.megatron.virtual_pipeline_model_parallel_size=2", ["pipeline_model_parallel_size: 2", "null"]),
         ("eval.max_response_tokens=0", ["eval.max_response_tokens", "null"]),
         ("model=foo", ["model", "foo", "path"]),
-        ("learner.context_parallel=2", ["learner.context_parallel", "not built", "leave it out"]),
         ("optim.decay=step", ["optim.decay", "step", "cosine"]),
         ("data.answer_key=anwser", ["data.answer_key", "anwser", "answer"]),
         ("rollout.top_p=0.9", ["rollout.top_p: 0.9", "set rollout.top_k"]),

@@ -64,7 +64,7 @@ def _lines(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
     sampler, layout = config.sampler, Layout.from_config(config.learner)
-    axes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
+    axes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
     servers = f"{size(sampler)} servers of " if is_fleet(sampler) else ""
     shared = ", in turns with the learner" if sampler.sleep != Sleep.none else ""
     shared += f", up to {config.rollout.ahead} ahead" if config.rollout.ahead else ""

@@ -282,6 +282,7 @@ class LearnerSection:
     tensor_parallel: Ranks = 1  # ranks that share each layer
     pipeline_parallel: Ranks = 1  # stages of layers
     expert_parallel: Ranks = 1  # ranks that share the experts
+    context_parallel: Ranks = 1  # ranks that share each sequence, for answers longer than one can hold
     data_parallel: Annotated[int, between(1, 65536)] = 1  # replicas of the learner
     precision: Precision = Precision.bf16  # of weights, and of what layers compute
     forward: Forward = Forward.bf16  # how linear layers are computed

@@ -23,6 +23,7 @@ from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection, Router
 from megatron_rl.learner import limits
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
+from megatron_rl.learner.context import split
 from megatron_rl.learner.costs import attention_share
 from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.fake_quantized import Engine, fake_quantized
@@ -131,7 +132,7 @@ class ForwardPasses(Policy):
         """Logprobs, and the batch with the experts that this pass has chosen: where the step's other passes go."""
         assert self._replay is not None
         groups = self._assigned(batch, range(len(batch)))
-        share = self.plane.read(batch, _flat(groups)).of(sorted(_flat(groups)[self.place.dp]))
+        share = self.plane.read(batch, _flat(groups)).of(sorted(_flat(groups)[self.place.replica]))
         tokens, chosen = len(share.sequences.tokens_P), limits.experts_per_token(self.model.hf_config)
         blank_PLK = torch.full((tokens, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int32)  # backends reduce it
         share = replace(share, sequences=replace(share.sequences, experts_PLK=blank_PLK))
@@ -309,7 +310,9 @@ class ForwardPasses(Policy):
 
     def _laid_out(self, share: Share, groups: Sequence[Sequence[Sequence[int]]]) -> Work:
         multiple = limits.pack_multiple(self.learner)
-        packs = [pack(share.sequences, share.at(mine), multiple, mine) for mine in groups[self.place.dp]]
+        cp, rank = self.layout.cp, self.place.cp
+        packs = [pack(share.sequences, share.at(mine), multiple, mine, cp) for mine in groups[self.place.replica]]
+        packs = [split(one, rank, cp) for one in packs] if cp > 1 else packs
         return Work(_flat(groups), [one.to(self.device) for one in packs])
 
     def _run(

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from megatron_rl.learner import logprobs
+from megatron_rl.learner.context import everywhere
 from megatron_rl.learner.costs import logit_columns
 from megatron_rl.learner.linear import is_wide, wide_product
 from megatron_rl.learner.logprobs import Gradients, Truncation, VocabShare
@@ -81,6 +82,18 @@ def _of_logits(logits_NV: Tensor, pack: Pack, asked: Asked) -> Scores:
     detached = (logits_NV.detach(), pack.labels_N, logprobs_N.detach())
     support = logprobs.truncation(*detached, asked.share, asked.temperature, asked.top_k, asked.top_p)
     return Scores(logprobs_N, entropy_N, support)
+
+
+def everyones(found: Scores, pack: Pack) -> Scores:
+    """Scores of all response tokens of a pack, on each rank that shares it."""
+    if pack.held_N is None:
+        return found
+    entropy_N, support = found.entropy_N, found.truncation
+    if support is not None:
+        outside_N = everywhere(support.outside_N.float(), pack).bool()
+        support = Truncation(outside_N, everywhere(support.log_mass_N, pack))
+    entropy_N = None if entropy_N is None else everywhere(entropy_N, pack)
+    return Scores(everywhere(found.logprobs_N, pack), entropy_N, support)
 
 
 @dataclass(frozen=True)

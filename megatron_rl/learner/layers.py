@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from megatron_rl.learner.context import whole
 from megatron_rl.learner.linear import ColumnLinear, RowLinear
 from megatron_rl.learner.packing import Bucket, Pack
 from megatron_rl.quantization import vllm_operators
@@ -241,6 +242,8 @@ class PackedAttention(torch.nn.Module):
         assert isinstance(packed_seq_params, PackedRows)
         pack = packed_seq_params.pack
         qkv = [x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD)]
+        if pack.order_S is not None:
+            return self._shared(pack, *qkv).unsqueeze(1)
         if not pack.whole:
             qkv = [_Pad.apply(x, pack) for x in qkv]
         out, start = [], 0
@@ -253,13 +256,29 @@ class PackedAttention(torch.nn.Module):
             joined = _Unpad.apply(joined, pack)
         return joined.unsqueeze(1)
 
-    def _bucket(self, bucket: Bucket, query_XAD: Tensor, key_XGD: Tensor, value_XGD: Tensor) -> Tensor:
+    def _shared(self, pack: Pack, query_SAD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
+        """Attention of this rank's part of each sequence, to keys and values of all ranks that share it."""
+        ranks = len(pack.order_S) // len(pack.positions_S)  # type: ignore[arg-type]
+        keys, values = (whole(x, pack) for x in (key_SGD, value_SGD))
+        out, start = [], 0
+        for bucket in pack.buckets:
+            here, stop = slice(start // ranks, (start + bucket.length) // ranks), start + bucket.length
+            seen = torch.arange(bucket.length) <= pack.positions_S[here, None]
+            out.append(self._bucket(bucket, query_SAD[here], keys[start:stop], values[start:stop], seen))
+            start = stop
+        return torch.cat(out)
+
+    def _bucket(
+        self, bucket: Bucket, query_XAD: Tensor, key_XGD: Tensor, value_XGD: Tensor, seen: Tensor | None = None
+    ) -> Tensor:
         dtype = query_XAD.dtype
-        shape = (bucket.sequences, bucket.length)
+        shape = (bucket.sequences, -1)
         query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query_XAD, key_XGD, value_XGD))
         if bucket.length <= FP32_ATTENTION_LENGTH:
             query, key, value = query.float(), key.float(), value.float()
-        out_NALD = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+        out_NALD = scaled_dot_product_attention(
+            query, key, value, seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
+        )
         return _Narrowed.apply(out_NALD.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
 
 

@@ -36,6 +36,7 @@ _BY_KEY = {
     "tensor_model_parallel_size": "learner.tensor_parallel",
     "pipeline_model_parallel_size": "learner.pipeline_parallel",
     "expert_model_parallel_size": "learner.expert_parallel",
+    "context_parallel_size": "learner.context_parallel",
     "bf16": "learner.precision",
     "fp16": "learner.precision",
     "params_dtype": "learner.precision",
@@ -60,7 +61,8 @@ _BY_MODEL = frozenset(
 # ... or that the learner, or the table of weights, is not written for
 _FIXED = frozenset(
     {
-        "context_parallel_size", "variable_seq_lengths", "calculate_per_token_loss", "init_method",
+        "hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank", "cp_comm_type",
+        "variable_seq_lengths", "calculate_per_token_loss", "init_method",
         "output_layer_init_method", "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split", "mtp_num_layers", "fp8_param", "fp4", "fp4_param",
         "moe_token_dispatcher_type", "init_model_with_meta_device", "test_mode",
@@ -209,6 +211,11 @@ def experts(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSec
         yield (
             f"learner.megatron.sequence_parallel=false: a mixture of experts with learner.tensor_parallel="
             f"{learner.tensor_parallel} needs true"
+        )
+    if learner.context_parallel > 1 and learner.megatron.get("moe_aux_loss_coeff"):
+        yield (
+            f"learner.megatron.moe_aux_loss_coeff: with learner.context_parallel={learner.context_parallel} each rank "
+            "would balance its part of a sequence alone; remove it, or set learner.context_parallel=1"
         )
     chosen = experts_per_token(hf_config)
     if not 1 <= chosen <= shape.experts:

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
-from megatron_rl.learner.head import Asked, Scores, scores
+from megatron_rl.learner.head import Asked, Scores, everyones, scores
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.linear import widen
 from megatron_rl.learner.packing import Pack
@@ -66,6 +66,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         # interleaved chunks send both ways at once: in one batch of two neighbours the two could be swapped
         "overlap_p2p_comm": chunks is not None,
         "batch_p2p_comm": chunks is None,
+        "context_parallel_size": learner.context_parallel,
         "expert_model_parallel_size": learner.expert_parallel,
         "variable_seq_lengths": True,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # the only one that allows it
@@ -182,11 +183,11 @@ class PolicyModel(GPTModel):
             hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         hidden_N1H = hidden_S1H.index_select(0, pack.logit_index_N)
-        return scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits)
+        return everyones(scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits), pack)
 
     def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
         if host.ON_HOST:
-            angles = self.rotary_pos_emb(pack.longest)
+            angles = self.rotary_pos_emb(pack.longest, packed_seq=True)  # of all positions, whoever holds them
             return PackedRows(pack), angles[pack.positions_S]
         starts, longest = pack.starts, pack.longest
         params = PackedSeqParams(

@@ -75,6 +75,10 @@ class ActivationStats(Amax):
         if not self.active:
             return
         (pack,) = passing
+        if pack.real_S is not None:
+            real_S = pack.real_S[(shard or 0) * rows :][:rows, None]
+            self.add(place, (output() * real_S).abs().amax(0).float())
+            return
         real = min(max(pack.tokens - (shard or 0) * rows, 0), rows)
         if real:
             self.add(place, output()[:real].abs().amax(0).float())
@@ -116,7 +120,9 @@ class CacheStats(Amax):
         if not self.active or not pack.tokens:
             return
         _, key, value, *_ = args  # positions first
-        self.add(layer, torch.stack([part[: pack.tokens].detach().abs().amax() for part in (key, value)]).float())
+        real = slice(pack.tokens) if pack.real_S is None else pack.real_S
+        seen = [part[real].detach().abs().flatten() for part in (key, value)]
+        self.add(layer, torch.stack([one.amax() if len(one) else one.new_zeros(()) for one in seen]).float())
 
 
 def passing_pack(model: torch.nn.Module) -> tuple[list[Pack], Any]:

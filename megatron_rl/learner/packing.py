@@ -9,6 +9,7 @@ whose sequences are padded to the length of their bucket.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,11 @@ class Pack:
     padded_index_X: Tensor  # position that each padded place reads
     packed_index_S: Tensor  # padded place of each position
     blanks: Tensor  # padded places that stand for no position
+    # where ranks share sequences (learner/context.py), positions and tokens above are this rank's, but for `cells_N`
+    real_S: Tensor | None = None  # bool: which positions are no filler
+    held_S: Tensor | None = None  # where in the whole pack each position is
+    order_S: Tensor | None = None  # where in all ranks' shares, joined, each position of the whole pack is
+    held_N: Tensor | None = None  # which of the response tokens are here
 
     @property
     def whole(self) -> bool:
@@ -132,8 +138,12 @@ def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[i
     return [sorted(rows) for rows in bins]
 
 
-def pack(sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: Sequence[int] | None = None) -> Pack:
-    """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own in their batch."""
+def pack(
+    sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: Sequence[int] | None = None, context: int = 1
+) -> Pack:  # fmt: skip
+    """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own in their batch;
+    `context`: ranks that will share each sequence, in two parts of one length each.
+    """
     numbers, index = rows if numbers is None else numbers, torch.tensor(rows, dtype=torch.int64)
     by_length = dict(zip(numbers, sequences.lengths_B[index].tolist(), strict=True))
     places = sorted(range(len(numbers)), key=lambda place: (-by_length[numbers[place]], numbers[place]))
@@ -141,11 +151,15 @@ def pack(sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: 
     mine = sequences.bare.rows(index[places])
     prompts, responses = mine.prompt_lengths_B, mine.response_lengths_B
     lengths = mine.lengths_B.tolist()
-    filler = -sum(lengths) % multiple if lengths else multiple
-    # filler tokens follow the last sequence: under a causal mask no real position sees them
-    spans = [*lengths[:-1], lengths[-1] + filler] if lengths else [filler]
+    parts = 2 * context if context > 1 else 1
+    unit = math.lcm(parts, context * multiple)
+    spans = [-(-length // parts) * parts for length in lengths]
+    filler = -sum(spans) % unit if spans else unit
+    # filler tokens follow a sequence: under a causal mask no real position sees them
+    spans = [*spans[:-1], spans[-1] + filler] if spans else [filler]
     starts = torch.tensor([0, *spans]).cumsum(0)
-    tokens_S = torch.nn.functional.pad(mine.tokens_P.long(), (0, filler))
+    real_P = torch.repeat_interleave(starts[:-1][: len(order)], mine.lengths_B) + _ramp(lengths)
+    tokens_S = torch.zeros(sum(spans), dtype=torch.int64).index_copy(0, real_P, mine.tokens_P.long())
 
     counts = responses.tolist()
     horizon = max(counts, default=1) or 1
@@ -155,9 +169,8 @@ def pack(sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: 
     first_R = starts[:-1][: len(order)] + prompts - 1
     logit_index_N = first_R[row_N] + column_N
     buckets = _buckets(spans)
-    read_S = torch.ones(len(tokens_S), dtype=torch.bool)
-    read_S[starts[1:-1] - 1] = False
-    read_S[max(0, sum(lengths) - 1) :] = False
+    real_S = torch.zeros(len(tokens_S), dtype=torch.bool).index_fill(0, real_P, True)
+    read_S = real_S.index_fill(0, real_P[mine.lengths_B.cumsum(0) - 1], False)
     padded_index_X, packed_index_S, blanks = _padding(spans, buckets, starts)
     return Pack(
         rows=tuple(order),
@@ -170,22 +183,23 @@ def pack(sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: 
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
         kept_NK=_kept(mine),
-        experts_SLK=_experts(mine, len(tokens_S)),
+        experts_SLK=_experts(mine, real_P, len(tokens_S)),
         read_S=read_S,
         cells_N=row_N * horizon + column_N,
         buckets=buckets,
         padded_index_X=padded_index_X,
         packed_index_S=packed_index_S,
         blanks=blanks,
+        real_S=real_S if context > 1 else None,
     )
 
 
-def _experts(mine: Sequences, positions: int) -> Tensor | None:
+def _experts(mine: Sequences, real_P: Tensor, positions: int) -> Tensor | None:
     """The sampler's choices at the positions of a pack."""
     if mine.experts_PLK is None:
         return None
     blank_SLK = mine.experts_PLK.new_full((positions, *mine.experts_PLK.shape[1:]), NO_EXPERT)
-    return torch.cat([mine.experts_PLK, blank_SLK[len(mine.experts_PLK) :]])
+    return blank_SLK.index_copy(0, real_P, mine.experts_PLK)
 
 
 def unpacked_experts(packs: Sequence[Pack], sequences: Sequences, at: Callable[[Sequence[int]], list[int]]) -> None:
@@ -193,9 +207,13 @@ def unpacked_experts(packs: Sequence[Pack], sequences: Sequences, at: Callable[[
     ends, lengths = sequences.lengths_B.cumsum(0).tolist(), sequences.lengths_B.tolist()
     for one in packs:
         assert one.experts_SLK is not None and sequences.experts_PLK is not None
+        found_SLK = one.experts_SLK.cpu()
+        if one.held_S is not None and one.order_S is not None:
+            blank_SLK = found_SLK.new_full((len(one.order_S), *found_SLK.shape[1:]), NO_EXPERT)
+            found_SLK = blank_SLK.index_copy(0, one.held_S.cpu(), found_SLK)
         for row, start in zip(at(one.rows), one.starts.tolist(), strict=False):
-            chosen = one.experts_SLK[start : start + lengths[row]]  # the last one's filler follows
-            sequences.experts_PLK[ends[row] - lengths[row] : ends[row]] = chosen.cpu()
+            chosen = found_SLK[start : start + lengths[row]]  # filler may follow
+            sequences.experts_PLK[ends[row] - lengths[row] : ends[row]] = chosen
 
 
 def _kept(mine: Sequences) -> Tensor | None:

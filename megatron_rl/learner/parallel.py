@@ -48,8 +48,8 @@ class LearnerRank:
         self.place = layout.place(self.rank)
         self.is_driver = self.rank == 0
         self.first_stage, self.last_stage = self.place.pp == 0, self.place.pp == layout.pp - 1
-        # one rank per replica speaks for its loss: the last stage's first tensor-parallel rank
-        self.reports = self.last_stage and self.place.tp == 0
+        # one rank per replica speaks for its loss: the last stage's first one
+        self.reports = self.last_stage and self.place.tp == self.place.cp == 0
         if "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores: more threads would wait
             here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
@@ -66,6 +66,7 @@ class LearnerRank:
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,
             virtual_pipeline_model_parallel_size=self.layout.vp,
+            context_parallel_size=learner.context_parallel,
             expert_model_parallel_size=learner.expert_parallel,
             expert_tensor_parallel_size=self.layout.etp,
             distributed_timeout_minutes=math.ceil(self.limit.total_seconds() / 60),
@@ -81,7 +82,7 @@ class LearnerRank:
         if self.world_size != self.layout.world:
             raise ValueError(
                 f"the learner's layout needs {self.layout.world} processes (tensor_parallel {learner.tensor_parallel} "
-                f"x pipeline_parallel {learner.pipeline_parallel} x "
+                f"x pipeline_parallel {learner.pipeline_parallel} x context_parallel {learner.context_parallel} x "
                 f"data_parallel {learner.data_parallel}), but WORLD_SIZE is {self.world_size}: "
                 "start that many, or change learner.data_parallel"
             )
@@ -130,6 +131,8 @@ def require_same_place(ours: Place) -> None:
         etp=parallel_state.get_expert_tensor_parallel_rank(),
         dp=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         edp=parallel_state.get_expert_data_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        replica=parallel_state.get_data_parallel_rank(),
     )
     answers = exchange(None if ours == megatrons else f"{ours} by our layout, {megatrons} by megatron-core")
     wrong = [f"rank {rank} is at {places}" for rank, places in enumerate(answers) if places]

@@ -102,7 +102,7 @@ class Policy:
         inner = module.to(self.device)
         if self.learner.precision is Precision.bf16:
             inner = Float16Module(self.megatron_config, inner)
-        sums = replicas_config(self.optim, self.layout.dp)
+        sums = replicas_config(self.optim, self.layout.dp * self.layout.cp)
         return DistributedDataParallel(self.megatron_config, sums, inner, disable_bucketing=chunk > 0)
 
     @property

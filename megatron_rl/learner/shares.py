@@ -101,14 +101,14 @@ class DataPlane:
         self._ranks, self._driver = ranks, ranks.is_driver
         places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
         self._members = [
-            [rank for rank, place in enumerate(places) if place.dp == replica] for replica in range(ranks.layout.dp)
+            [rank for rank, place in enumerate(places) if place.replica == one] for one in range(ranks.layout.dp)
         ]
         last = ranks.layout.pp - 1
         self._speakers = [
             next(rank for rank in members if places[rank].pp == last and places[rank].tp == 0)
             for members in self._members
         ]
-        self._replica = ranks.place.dp
+        self._replica = ranks.place.replica
         self._group: dist.ProcessGroup | None = None  # of the ranks that share a replica; None: the world, or one rank
         if 1 < len(self._members[0]) < ranks.world_size:
             groups = [dist.new_group(members, timeout=ranks.limit, backend="gloo") for members in self._members]

@@ -1,4 +1,4 @@
-"""Layout of a learner's ranks (TP, PP, EP, DP): each rank's place, layers and experts. Torch-free, pure integers.
+"""Layout of a learner's ranks (TP, CP, PP, EP, DP): each rank's place, layers and experts. Torch-free, pure integers.
 
 The rules are those of megatron-core, restated so that nobody needs a process group; `learner/parallel.py` compares the
 two at the start of every run.
@@ -22,6 +22,8 @@ class Place:
     etp: int = 0  # place in the tensor-parallel group of the experts
     dp: int = 0  # data and context parallel replicas of the dense weights
     edp: int = 0  # replicas of the expert weights
+    cp: int = 0  # place among the ranks that share sequences
+    replica: int = 0  # whose rows it has: ranks that share sequences have the same
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Layout:
             vp=given.get("virtual_pipeline_model_parallel_size"),
             ep=learner.expert_parallel,
             etp=given.get("expert_tensor_parallel_size"),
+            cp=learner.context_parallel,
             dp=learner.data_parallel,
             first_layers=given.get("num_layers_in_first_pipeline_stage"),
             last_layers=given.get("num_layers_in_last_pipeline_stage"),
@@ -108,6 +111,8 @@ class Layout:
             etp=inner % self.expert_tp,
             dp=inner // self.tp,
             edp=inner // (self.expert_tp * self.ep),
+            cp=inner // self.tp % self.cp,
+            replica=inner // (self.tp * self.cp),
         )
 
     def places(self) -> Iterator[Place]:

@@ -85,6 +85,7 @@ def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) ->
         )
     elif there and world > there:
         sizes = f"tensor_parallel {learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel}"
+        sizes += f" x context_parallel {learner.context_parallel}" if learner.context_parallel > 1 else ""
         yield (
             f"learner: {sizes} x data_parallel {learner.data_parallel} is {world} ranks of a GPU each, but {machine} "
             f"has {there}; lower one of them, or set run.device=cpu"

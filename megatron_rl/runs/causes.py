@@ -109,8 +109,8 @@ ROWS = (
         "gpu_memory",
         "a GPU ran out of memory",
         "Lower learner.tokens_per_microbatch, set learner.megatron.recompute_granularity=full, or raise "
-        "learner.tensor_parallel; where the engine shares the GPU, sampler.sleep=offload or less of "
-        "sampler.vllm.gpu_memory_utilization.",
+        "learner.tensor_parallel, or learner.context_parallel for long answers; where the engine shares the GPU, "
+        "sampler.sleep=offload or less of sampler.vllm.gpu_memory_utilization.",
         says=r"OutOfMemoryError|CUDA( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
     ),
     Row(

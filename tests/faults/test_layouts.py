@@ -17,15 +17,16 @@ SETTINGS = (
 )
 # the answers of a model that knows nothing differ in it
 REWARD = "import zlib\n\n\ndef score(row, key, response):\n    return zlib.crc32(response.encode()) % 7 / 6\n"
-CHAIN = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 2), "one": (1, 1, 1)}
+CHAIN = {"tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "cp2": (1, 1, 2, 1), "dp2": (1, 1, 1, 2), "one": (1, 1, 1, 1)}
 
 
 def go_on(box: Box, layout: str, steps: int) -> dict[str, float]:
     """The line of the last step."""
-    tensor, pipeline, data = CHAIN[layout]
+    tensor, pipeline, context, data = CHAIN[layout]
     sizes = (
         f"learner.tensor_parallel={tensor}",
         f"learner.pipeline_parallel={pipeline}",
+        f"learner.context_parallel={context}",
         f"learner.data_parallel={data}",
     )
     assert box.train(*SETTINGS, *sizes, f"run.steps={steps}").wait(PATIENCE_S) == 0, box.screen
@@ -36,7 +37,7 @@ def go_on(box: Box, layout: str, steps: int) -> dict[str, float]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.fault(
-    "a run goes on as TP2, PP2, DP2 and on one rank", "loss and gradient norm are those of the layout before"
+    "a run goes on as TP2, PP2, CP2, DP2 and on one rank", "loss and gradient norm are those of the layout before"
 )
 def test_a_chain_of_layouts(box: Box) -> None:
     (box.folder / "chance.py").write_text(REWARD)

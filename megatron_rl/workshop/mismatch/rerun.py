@@ -87,6 +87,7 @@ def _minibatch(dump: Path) -> Path:
 def _one_rank(config: Config) -> Config:
     learner = config.learner
     alone = replace(learner, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, data_parallel=1)
+    alone = replace(alone, context_parallel=1)
     return replace(
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine

@@ -110,7 +110,7 @@ def _attention(shape: ModelShape, layout: Layout, training: Training, pack: Pack
     padding = (pack.padded or pack.tokens) / max(pack.tokens, 1)
     whole = pack.padded in (None, pack.tokens)
     short = pack.longest <= SHORT and width < FP32
-    core = 2 * q + 2 * kv
+    core = 2 * q + 2 * kv * layout.cp  # ours gathers them over the ranks that share a sequence
     if not short and whole:  # values are a view of the joined result, which a norm of queries and keys has kept
         core += 0 if shape.has("qk_norm") else q + kv
         core -= kv if shape.has("qk_norm") else 0

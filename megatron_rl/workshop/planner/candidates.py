@@ -76,14 +76,14 @@ def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
 
 
 def learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:
-    shape, work = model.shape, Workload.of(config, config.learner, Assumptions())
+    shape, work, cp = model.shape, Workload.of(config, config.learner, Assumptions()), config.learner.context_parallel
     for tp in (size for size in POWERS if size <= gpus and _cuts(model, size)):
-        for pp in (size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size) == 0):
-            replicas = ranks // tp // pp
+        for pp in (size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size * cp) == 0):
+            replicas = ranks // tp // pp // cp
             if replicas > max(work.sequences // work.updates, 1):
                 continue
             for ep in POWERS if shape.experts else (1,):
-                if shape.experts and (shape.experts % ep or tp * replicas % ep):
+                if shape.experts and (shape.experts % ep or tp * cp * replicas % ep):
                     continue
                 for again in ({}, FULL):
                     yield _learner(config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET))

@@ -131,10 +131,11 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
             yield share
         elif one.margin is not None and one.margin < 0 and one.limit is not None:
             most = _most(one.phases[one.peak_phase])
+            shares = "learner.context_parallel shares long answers; " if "learner" in one.kind else ""
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, and has "
-                f"{one.limit / GIB:.1f}; the most of it: {most} GiB. `megatron-rl plan --suggest` looks for layouts "
-                "that fit"
+                f"{one.limit / GIB:.1f}; the most of it: {most} GiB. {shares}`megatron-rl plan --suggest` looks "
+                "for layouts that fit"
             )
 
 

@@ -33,7 +33,7 @@ def describe(config: Config, plan: Plan, changes: Sequence[str] = ()) -> str:
 
 
 def axes(layout: Layout) -> str:
-    sizes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
+    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
     return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
 
 

@@ -162,6 +162,9 @@ def _collectives(case: Case, passes: float) -> float:
     of_rank = case.work.tokens / layout.dp / layout.cp
     row = of_rank * shape.hidden * BF16 * (shape.layers / layout.pp) * passes
     seconds = 2 * row * 2 * (layout.tp - 1) / layout.tp / _link(case, layout.tp)
+    if layout.cp > 1:  # each rank's keys and values to all others; backward, them and their gradients
+        ring = of_rank * 2 * shape.size("kv") / layout.tp * BF16 * (layout.cp - 1) * (shape.layers / layout.pp)
+        seconds += ring * (1 if passes == 1 else passes + 1) / _link(case, layout.tp * layout.cp)
     if shape.experts and layout.ep > 1:
         sent = 2 * row * chosen(case.model) / case.training.sp * (layout.ep - 1) / layout.ep
         seconds += sent / _link(case, layout.ep * layout.expert_tp)

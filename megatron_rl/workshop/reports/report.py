@@ -85,6 +85,7 @@ def setup(run: RunData) -> str:
 def describe_setup(run: RunData) -> str:
     """Formats, layout, correction and loss in one line."""
     sizes = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "DP": "data_parallel", "EP": "expert_parallel"}
+    sizes["CP"] = "context_parallel"
     layout = [f"{label}{run.setting(f'learner.{key}', 1)}" for label, key in sizes.items()]
     layout = [part for part in layout if not part.endswith("P1")] or ["on 1 rank"]
     sampler = " + ".join(dict.fromkeys("BF16" if one == "none" else str(one).upper() for one in _formats(run)))

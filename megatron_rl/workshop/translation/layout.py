@@ -51,6 +51,7 @@ def ranks(values: Values, told: Accounts) -> None:
         values[f"{role}.tensor_parallel"] = sizes.get("t", 1)
         if role == "learner":
             values |= {"learner.pipeline_parallel": sizes.get("p", 1), "learner.expert_parallel": sizes.get("e", 1)}
+            values["learner.context_parallel"] = sizes.get("c", 1)
             values["=sharded"] = "fsdp" in str(word)
 
 
@@ -73,8 +74,6 @@ def layout(values: Values, told: Accounts) -> None:
         learner = max(1, nodes * gpus - int(own)) if values.get("=total") and "=learner_gpus" not in values else learner
         all_gpus = learner + int(own)
         nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
-    if number(values, "=context_parallel", 1) != 1:
-        told.note("context_parallel")
     if nodes == 1:
         _one_node(values, gpus, gpus if own is None else int(own), engine)
     else:
@@ -82,9 +81,10 @@ def layout(values: Values, told: Accounts) -> None:
             own, learner = learner // 2, learner - learner // 2
             told.note("halves")
         values["sampler.fleet.servers"] = max(1, int(own) // engine)
-    if learner % (tensor * stages):
-        told.note("no_multiple", learner=learner, tensor=tensor, stages=stages)
-    values["learner.data_parallel"] = max(1, learner // (tensor * stages))
+    each = tensor * stages * int(number(values, "learner.context_parallel", 1))
+    if learner % each:
+        told.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)
+    values["learner.data_parallel"] = max(1, learner // each)
     name = f"{nodes}n{nodes * gpus}g"
     if (CONF / "cluster" / f"{name}.yaml").is_file():
         values["cluster"] = name

@@ -1,0 +1,146 @@
+"""Ranks that share sequences: the logprobs, losses, gradients and choices of experts of one rank alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import learner_cases as cases
+import pytest
+import torch
+from routing_worker import routed_batch
+
+from megatron_rl.learner.context import split
+from megatron_rl.learner.packing import Pack, pack
+
+pytestmark = pytest.mark.ranks
+CP2 = {"context_parallel": 2, "tokens_per_microbatch": 80}
+SP = {**CP2, **cases.LAYOUTS["tp2_sp"]}
+# name -> (ranks, config.json, learner section, what else the job says)
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "cp2": (2, cases.QWEN3, CP2, {}),
+    "cp2_recompute": (2, cases.LLAMA, {**CP2, "megatron": cases.RECOMPUTE}, {}),
+    "cp2_kept": (2, cases.QWEN3, CP2, {"kept": True}),
+    "cp2_sequences": (2, cases.QWEN3, CP2, {"loss": "gspo"}),
+    "cp2_entropy": (2, cases.QWEN3, CP2, {"entropy_coef": 0.1}),
+    "cp2_experts": (2, cases.QWEN3_MOE, CP2, {}),
+    "cp2_ep2": (2, cases.QWEN3_MOE, {**CP2, "expert_parallel": 2}, {}),
+    "cp4": (4, cases.QWEN3, {**CP2, "context_parallel": 4}, {}),
+    "cp2_tp2": (4, cases.QWEN3, {**CP2, "tensor_parallel": 2}, {}),
+    "cp2_tp2_sp": (4, cases.QWEN3, SP, {}),
+    "cp2_pp2": (4, cases.QWEN3, {**CP2, "pipeline_parallel": 2}, {}),
+    "cp2_dp2": (4, cases.QWEN3, {**CP2, "data_parallel": 2}, {}),
+    "cp2_ep2_dp2": (4, cases.QWEN3_MOE, {**CP2, "expert_parallel": 2, "data_parallel": 2}, {}),
+    "cp2_ep2_tp2": (4, cases.QWEN3_MOE, {**CP2, **cases.WHOLE_EXPERTS}, {}),
+}
+ROUTED = {"cp2": (2, CP2), "cp2_ep2": (2, {**CP2, "expert_parallel": 2}), "cp2_tp2_sp": (4, SP)}
+ROUTED["cp2_recompute"] = (2, {**CP2, "megatron": cases.RECOMPUTE})
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 4: []}
+
+    def both(name: str, ranks: int, layout: dict[str, Any], **job: Any) -> None:
+        kept = {key: layout[key] for key in ("router",) if key in layout}
+        jobs[1].append({"name": f"{name} alone", "layout": kept, **job})
+        jobs[ranks].append({"name": name, "layout": layout, **job})
+
+    for name, (ranks, hf, layout, more) in CASES.items():
+        both(name, ranks, layout, hf=hf, steps=STEPS, **more)
+    for name, (ranks, layout) in ROUTED.items():
+        both(f"told {name}", ranks, {**layout, "router": "replay"}, hf=cases.QWEN3_MOE, kind="routed")
+        passed = {**layout, "router": "replay_forward"}
+        both(f"passed {name}", ranks, passed, hf=cases.QWEN3_MOE, kind="routed_forward", lr=1e-2)
+    results: dict[str, Any] = {}
+    for ranks, mine in jobs.items():
+        results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp(f"ranks_{ranks}"))
+    stored = tmp_path_factory.mktemp("stored")
+    for reads in (False, True):
+        for ranks in (1, 2):
+            mine = [_stored(stored, ranks, wrote, reads) for wrote in ((1, 2) if reads else (ranks,))]
+            results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp("states"))
+    return results
+
+
+def _stored(folder: Path, ranks: int, wrote: int, reads: bool) -> dict[str, Any]:
+    job: dict[str, Any] = {"reads": reads, "wrote": wrote, "checkpoint": str(folder / f"{wrote}")}
+    job |= {"name": f"{ranks} {'reads' if reads else 'wrote'} {wrote}", "kind": "checkpoint", "hf": cases.QWEN3_MOE}
+    return {**job, "layout": CP2 if ranks > 1 else {}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_same_step(case: str, found: dict[str, Any]) -> None:
+    here, one = found[case], found[f"{case} alone"]
+    torch.testing.assert_close(cases.matrix(here), cases.matrix(one), rtol=0, atol=1e-4)
+    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=1e-3)
+    assert (cases.matrix(one, "after") - cases.matrix(one)).abs().max() > 1e-2
+    for ours, theirs in zip(here["steps"], one["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert here["steps"][0].keys() == one["steps"][0].keys() and one["steps"][0]["optim/grad_norm"] > 0
+    for name, value in one["steps"][0].items():
+        assert here["steps"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("ranks", "wrote"), [(1, 2), (2, 1), (2, 2)])
+def test_a_checkpoint_is_any_learner_s(ranks: int, wrote: int, found: dict[str, Any]) -> None:
+    here, there = found[f"{ranks} reads {wrote}"], found[f"{wrote} wrote {wrote}"]
+    if ranks == wrote:
+        assert here == there
+    for ours, theirs in zip(here["steps"], there["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(there, "after"), rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_tokens_go_where_they_are_told(case: str, found: dict[str, Any]) -> None:
+    here, one = found[f"told {case}"], found[f"told {case} alone"]
+    for part in ("logprobs", "reference"):
+        torch.testing.assert_close(cases.matrix(here, part), cases.matrix(one, part), rtol=0, atol=1e-4)
+    assert (cases.matrix(one, "own") - cases.matrix(one)).abs().max() > 0.1, "the given experts are others"
+    for part in ("scored", "trained"):
+        assert here[part]["router/replayed"] == 1.0
+        assert here[part] == pytest.approx(one[part], abs=0.01)
+    assert here["steps"][0] == pytest.approx(one["steps"][0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_choices_of_a_pass_are_kept(case: str, found: dict[str, Any]) -> None:
+    here, one = found[f"passed {case}"], found[f"passed {case} alone"]
+    assert (torch.tensor(here["chosen"]) != torch.tensor(one["chosen"])).float().mean() < 1e-3
+    torch.testing.assert_close(cases.matrix(here, "again"), cases.matrix(here), rtol=0, atol=1e-4)
+    assert here["trained"]["router/replayed"] == 1.0
+    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("multiple", [1, 2, 16])
+def test_each_position_is_on_one_rank_and_causal_work_is_equal(ranks: int, multiple: int) -> None:
+    batch = routed_batch()
+    made = pack(batch, range(len(batch)), multiple, context=ranks)
+    shares = [split(made, rank, ranks) for rank in range(ranks)]
+    spans = made.starts.diff()
+    assert not (spans % (2 * ranks)).any() and len(made.tokens_S) == len(made.positions_S) == int(spans.sum())
+    assert int(made.real_S.sum()) == made.tokens == int(batch.lengths_B.sum())
+    for name in (field.name for field in fields(Pack) if field.name.endswith(("_S", "_SLK"))):
+        if name not in ("packed_index_S", "held_S", "order_S"):
+            joined = torch.cat([getattr(share, name) for share in shares])
+            assert torch.equal(joined[shares[0].order_S], getattr(made, name)), name
+    for share in shares:
+        assert len(share.tokens_S) == len(made.tokens_S) // ranks and len(share.tokens_S) % multiple == 0
+        assert torch.equal(made.tokens_S[share.held_S], share.tokens_S)
+        assert torch.equal(made.labels_N[share.held_N], share.labels_N)
+        assert torch.equal(share.held_S[share.logit_index_N], made.logit_index_N[share.held_N])
+        assert int(share.positions_S.sum()) == int(shares[0].positions_S.sum())  # keys that its queries see
+    assert sorted(torch.cat([share.held_N for share in shares]).tolist()) == list(range(len(made.labels_N)))
+    # the first sequence, in Transformer Engine's order: a part from the start, and its twin from the end
+    part = int(spans[0]) // (2 * ranks)
+    wanted = [*range(part, 2 * part), *range((2 * ranks - 2) * part, (2 * ranks - 1) * part)]
+    assert shares[1].held_S[: 2 * part].tolist() == wanted
+
+
+def test_a_pack_without_rows_is_filler_on_all_ranks() -> None:
+    made = pack(routed_batch(), [], 4, context=2)
+    assert [len(split(made, rank, 2).tokens_S) for rank in range(2)] == [4, 4]
