@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.learner.weights import with_new_adapters
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
@@ -19,7 +20,6 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
-from megatron_rl.types import LossInputs
 
 RANK, ALPHA = 4, 6.0
 TARGETS = {
