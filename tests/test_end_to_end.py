@@ -17,6 +17,7 @@ from preloaded import run
 from megatron_rl.data.toy import write_reasoning, write_toy
 from megatron_rl.runs.metrics_file import decode_line
 from megatron_rl.runs.rollout_file import read_rollouts
+from megatron_rl.workshop.quickstart import write_experts
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 ROOT = Path(__file__).parent.parent
@@ -97,6 +98,33 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     assert table.column("prox_logprobs").null_count == 0
     assert (folder / "report.html").stat().st_size > 50_000
     assert len(said.splitlines()) < 40  # a person reads this
+
+
+IN_FLIGHT = ("rollout.ahead=1", "rollout.in_flight=continue", "rollout.max_gen_batches=2")
+SHARED = ("learner.tensor_parallel=2", "learner.megatron.sequence_parallel=true")
+ROUTED = {
+    "two engines and updates in mid-answer": ["sampler.engines=2", *IN_FLIGHT],
+    "two servers": ["sampler.fleet.replicas=2"],
+    "an engine of two ranks": ["sampler.tensor_parallel=2", "learner.data_parallel=2", "learner.expert_parallel=2"],
+    "short prefills": [
+        "sampler.vllm={max_num_seqs: 32, max_num_batched_tokens: 44}",
+        "learner.tokens_per_microbatch=512",
+        *SHARED,
+    ],
+    "the learner's own": ["learner.router=replay_forward", "sampler.routed_experts=false", *SHARED],
+}
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_every_token_goes_to_the_experts_that_were_chosen_for_it(place: Path, case: str) -> None:
+    folder = place / "data" / "experts"
+    if not folder.exists():
+        write_experts(folder)
+    name, random = case.replace(" ", "_").replace("'", ""), ["model.path=data/experts/model", "model.init=random"]
+    train(place, "experts.yaml", *SMALL, *random, f"run.name={name}", "eval.every=0", *ROUTED[case], fresh=False)
+    lines = metrics(place, name)[1:]
+    assert [line["router/replayed"] for line in lines] == [1.0, 1.0]
+    assert {line[f"router/replayed/layer_{layer}"] for line in lines for layer in range(2)} == {1.0}
 
 
 def test_a_learner_that_computes_as_the_sampler(warm_start: Path) -> None:
