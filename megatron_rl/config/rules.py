@@ -252,7 +252,8 @@ def lora(learner: schema.LearnerSection) -> Iterator[str]:
     given, default = learner.lora, schema.LoraSection()
     if not given.rank:
         if given != default:
-            yield "learner.lora.rank: 0, so that nothing uses learner.lora's other keys; set it, such as 32"
+            other = "alpha" if given.alpha != default.alpha else "targets"
+            yield f"learner.lora.{other}: nothing uses it while learner.lora.rank is 0; set that, such as 32"
         return
     if learner.forward is schema.Forward.as_sampler:
         yield f"learner.forward: as_sampler with learner.lora.rank={given.rank}: not built for adapters; use bf16"

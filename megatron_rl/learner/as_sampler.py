@@ -10,10 +10,9 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.learner.linear import ColumnLinear, RowLinear, Sampled
-from megatron_rl.learner.lora import merged_weight
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import ShardGroups
+from megatron_rl.models.shards import ShardGroups, merged_weight
 from megatron_rl.models.table import Split
 from megatron_rl.quantization.formats import QUANTIZED, is_quantized
 from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight, SampledWeight

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.learner.linear import add_over_ranks, amax_of_slices, wide_product
-from megatron_rl.learner.lora import merged_weight
 from megatron_rl.learner.observers import fused_norm
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import ShardGroups
+from megatron_rl.models.shards import ShardGroups, merged_weight
 from megatron_rl.models.table import Split
 from megatron_rl.quantization.formats import QUANTIZED, is_quantized
 from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from megatron_rl.distributed import TorchGroup
-from megatron_rl.learner.lora import merged_weight
+from megatron_rl.models.shards import merged_weight
 from megatron_rl.quantization.host_products import SampledWeight
 
 

@@ -22,12 +22,12 @@ from megatron_rl.learner import host  # noqa: F401  before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
+from megatron_rl.models.lora import NAME
 from megatron_rl.models.mapping import Param, adapted_rows, adapters, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, merge, row_numbers
 from megatron_rl.models.table import Split
 
-NAME = "lora"  # of an adapter in its layer: models/lora.py has it in the names of parameters
 MERGED = ("sampled", "rounds_once", "forward")  # what a layer has while it computes with its merged weight
 
 
@@ -125,12 +125,6 @@ class Adapter(torch.nn.Module):
     def merged(self, weight_NK: Tensor, number: str = "") -> Tensor:
         a, b_NR = (getattr(self, f"{letter}{number}").detach() for letter in "AB")
         return merge(weight_NK, a, b_NR, [rows.to(a.device) for rows in self.rows], self.scale)
-
-
-def merged_weight(layer: Any, name: str = "weight") -> Tensor:
-    """A layer's weight as a sync sends it."""
-    weight, adapter = getattr(layer, name).detach(), layer._modules.get(NAME)
-    return weight if adapter is None else adapter.merged(weight, name.removeprefix("weight"))
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import ALL_LINEAR, LoraSection
 
-KEY = ".lora."  # in the names of adapters under megatron-core
+NAME = "lora"  # of an adapter in its layer
+KEY = f".{NAME}."  # in the names of adapters under megatron-core
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from megatron_rl.distributed import Group, TorchGroup
 from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.lora import NAME
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
@@ -210,3 +212,9 @@ def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
 
 def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*values[:axis], value, *values[axis + 1 :])
+
+
+def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:
+    """A layer's weight as a sync sends it."""
+    weight, adapter = getattr(layer, name).detach(), layer._modules.get(NAME)
+    return weight if adapter is None else adapter.merged(weight, name.removeprefix("weight"))

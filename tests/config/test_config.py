@@ -213,7 +213,7 @@ def test_where_the_learner_cannot_compute_as_the_sampler(recipe: Path, overrides
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["lora.rank=0", "lora.alpha=4"], "learner.lora.rank: 0, so that nothing uses learner.lora's other keys"),
+        (["lora.rank=0", "lora.alpha=4"], "learner.lora.alpha: nothing uses it while learner.lora.rank is 0"),
         (
             ["forward=as_sampler"],
             "learner.forward: as_sampler with learner.lora.rank=8: not built for adapters; use bf16",

@@ -56,7 +56,7 @@ def with_model(place: Path, **changes: object) -> None:
         ({}, ["sampler.routed_experts=true"], ["sampler.routed_experts: true", "no experts", "use false"]),
         ({}, ["learner.megatron.num_layers=2"], ["learner.megatron.num_layers", "config.json", "remove it"]),
         ({}, ["learner.megatron.bf16=false"], ["learner.megatron.bf16", "learner.precision"]),
-        ({}, ["learner.megatron.context_parallel_size=2"], ["learner.megatron.context_parallel_size", "remove it"]),
+        ({}, ["learner.megatron.context_parallel_size=2"], ["learner.megatron.context_parallel_size", "remove this"]),
     ],
 )  # fmt: skip
 def test_models_that_the_learner_or_the_engine_would_refuse(
