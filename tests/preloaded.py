@@ -104,18 +104,23 @@ class Process:
         self.pid = int(self._answers.readline() or _refuse(kind))
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._line], [], [], 0)[0]:
+        if self.returncode is None and self._told(0):
             self.returncode = int(self._answers.readline() or -signal.SIGKILL)
             self._answers.close()
             self._line.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._line], [], [], timeout)[0]:
+        if self.returncode is None and not self._told(timeout):
             raise subprocess.TimeoutExpired(list(map(str, self.args)), timeout or 0)
         code = self.poll()
         assert code is not None
         return code
+
+    def _told(self, timeout: float | None) -> bool:
+        waits = select.poll()  # select knows no file beyond the 1,023rd
+        waits.register(self._line, select.POLLIN)
+        return bool(waits.poll(None if timeout is None else 1000 * timeout))
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
