@@ -65,13 +65,11 @@ class Sequences:
 
     def sizes(self, name: str) -> Tensor:
         """How much of a column each row has."""
-        if name.endswith("_N"):
-            return self.response_lengths_B
-        if name.endswith("_K"):
-            assert self.kept_counts_N is not None
-            ends_N = torch.nn.functional.pad(self.kept_counts_N.long().cumsum(0), (1, 0))
-            return ends_N[self.response_lengths_B.cumsum(0)].diff(prepend=ends_N[:1])
-        return self.lengths_B if name.endswith(("_P", "_PLK")) else torch.ones_like(self.lengths_B)
+        if not name.endswith("_K"):
+            return sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
+        assert self.kept_counts_N is not None
+        ends_N = torch.nn.functional.pad(self.kept_counts_N.long().cumsum(0), (1, 0))
+        return ends_N[self.response_lengths_B.cumsum(0)].diff(prepend=ends_N[:1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +170,17 @@ def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
     return table
 
 
-def flat_of(matrix: Tensor, lengths_B: Tensor) -> Tensor:
-    """The rows of a right-padded matrix one after another, without its padding."""
-    parts = [row[:length] for row, length in zip(matrix, lengths_B.tolist(), strict=True)]
+def sizes_of(name: str, prompt_lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
+    """How much of a column each row has, by the column's last letters; of ids, their counts tell."""
+    if name.endswith(("_N", "_BT")):
+        return response_lengths_B
+    return prompt_lengths_B + response_lengths_B if name.endswith(("_P", "_PLK")) else torch.ones_like(prompt_lengths_B)
+
+
+def flat_of(matrix: Tensor, lengths_B: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+    """The rows of a right-padded matrix one after another, without its padding; or some of them, with their lengths."""
+    chosen = matrix if rows is None else (matrix[row] for row in rows)
+    parts = [row[:length] for row, length in zip(chosen, lengths_B.tolist(), strict=True)]
     return torch.cat([matrix.new_zeros(0, *matrix.shape[2:]), *parts])
 
 
@@ -245,18 +251,6 @@ def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     if len(ids) < len(rollouts):
         raise ValueError(f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were drawn among")
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}
-
-
-def padded(rows: Sequence[tuple[Sequence[float], ...]], dtype: torch.dtype) -> Tensor:
-    """One row each, its parts one after the other, with zeros on the right; at least one column."""
-    width = max((1, *(sum(map(len, parts)) for parts in rows)))
-    table = torch.zeros(len(rows), width, dtype=dtype)
-    for row, parts in zip(table.numpy(), rows, strict=True):
-        start = 0
-        for part in parts:
-            row[start : start + len(part)] = part
-            start += len(part)
-    return table
 
 
 @dataclass(frozen=True)

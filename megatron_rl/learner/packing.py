@@ -46,7 +46,7 @@ class Pack:
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens
     kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
-    experts_SLK: Tensor | None  # int8 or int16: where the sampler has sent each; see Batch.experts_BSLK
+    experts_SLK: Tensor | None  # int8 or int16: where the sampler has sent each; see Sequences.experts_PLK
     read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
     cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
     buckets: tuple[Bucket, ...]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch import Batch, Sequences, Targets
+from megatron_rl.batch import Batch, Sequences, Targets, flat_of, sizes_of
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
@@ -59,11 +59,9 @@ class Shared:
 
     def sizes(self, name: str) -> list[int]:
         """How much of a column each row has."""
-        if name.endswith("_B"):
-            return [1] * len(self)
-        if name.endswith("_K"):
-            return self.kept_sizes_B.tolist()
-        return (self.lengths_B if name.endswith(("_P", "_PLK")) else self.response_lengths_B).tolist()
+        told = name.endswith("_K")
+        sizes_B = self.kept_sizes_B if told else sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
+        return sizes_B.tolist()
 
 
 @dataclass(frozen=True)
@@ -278,9 +276,7 @@ def _rows_of(name: str, column: Tensor, batch: Shared | Batch, rows: Sequence[in
     """The rows' part of a column, which may be a right-padded matrix."""
     index = torch.tensor(rows, dtype=torch.int64)
     if name.endswith("_BT"):
-        lengths = batch.response_lengths_B[index].tolist()
-        parts = [column[row, :length] for row, length in zip(rows, lengths, strict=True)]
-        return torch.cat([column.new_zeros(0, *column.shape[2:]), *parts])
+        return flat_of(column, batch.response_lengths_B[index], rows)
     whole = batch.whole if isinstance(batch, Shared) else batch
     assert whole is not None
     taken = whole.taken(name, column, index)

@@ -160,9 +160,8 @@ class Recorded:
 
 
 def load_recorded(path: Path) -> Recorded:
-    import torch
 
-    from megatron_rl.batch import collate, padded
+    from megatron_rl.batch import collate, joined, matrix_of
 
     table = read_rollouts(path)
     lists = {name: arrays(table, name) for name in LISTS}
@@ -172,7 +171,8 @@ def load_recorded(path: Path) -> Recorded:
     missing = len(prox) < len(rows)
     batch, step = collate(scored), STEP.fullmatch(path.name)
     version = int(step[1]) - 1 if step else int(batch.token_versions_BT.max())
-    return Recorded(scored, batch, None if missing else padded([(row,) for row in prox], torch.float32), version)
+    prox_BT = None if missing else matrix_of(joined(prox, "float32"), batch.response_lengths_B)
+    return Recorded(scored, batch, prox_BT, version)
 
 
 def arrays(table: pa.Table, name: str) -> list[Any]:
