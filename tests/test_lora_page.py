@@ -21,14 +21,16 @@ def test_the_commands(empty: Path) -> None:
     small_recipes(empty, toy_sft=1, quickstart_lora=2)
     (empty / "tools").symlink_to(ROOT / "tools")
     write_toy(empty / "data" / "toy")
-    typed(empty, "megatron-rl train recipes/toy_sft.yaml")
+    more = "run.steps=10 rollout.prompts_per_step=64"  # answers that differ in their rewards, to learn from
+    typed(empty, f"megatron-rl train recipes/toy_sft.yaml {more}")
     large = "dapo-qwen3_32b-1n8g-int8-lora.yaml"
     (empty / "recipes" / large).write_text(f"base: {ROOT}/recipes/{large}\n")
     blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text().replace("@120", "@2"), re.DOTALL)
     said = [typed(empty, f"set -e\n{block}") for block in blocks]
     assert "Qwen3-32B" in said[0]
     assert read_metrics(empty / "runs" / "quickstart_lora" / "metrics.jsonl")[-1]["progress/step"] == 2
-    # a run this short may have learned nothing: tests/workshop/conversion/test_adapters.py merges what has
-    merged, again = (HfFolder(empty / name) for name in ("exported/merged", "exported/again"))
+    merged, again, base = (
+        HfFolder(empty / name) for name in ("exported/merged", "exported/again", "runs/toy_sft/model")
+    )
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert bool((merged.get(name) == again.get(name)).all())
+    assert bool((merged.get(name) == again.get(name)).all()) and bool((merged.get(name) != base.get(name)).any())
