@@ -21,8 +21,13 @@ def test_the_commands(empty: Path) -> None:
     small_recipes(empty, toy_sft=1, quickstart_lora=2)
     (empty / "tools").symlink_to(ROOT / "tools")
     write_toy(empty / "data" / "toy")
-    more = "run.steps=10 rollout.prompts_per_step=64"  # answers that differ in their rewards, to learn from
-    typed(empty, f"megatron-rl train recipes/toy_sft.yaml {more}")
+    typed(empty, "megatron-rl train recipes/toy_sft.yaml")
+    # a policy that knows nothing is right too rarely to learn from it
+    (empty / "uneven.py").write_text(
+        "def by_answer(row, answer_key, response):\n    return sum(map(ord, response)) % 3 / 2\n"
+    )
+    with (empty / "recipes" / "quickstart_lora.yaml").open("a") as recipe:
+        recipe.write(f"reward: {{name: '{empty}/uneven.py:by_answer'}}\n")
     large = "dapo-qwen3_32b-1n8g-int8-lora.yaml"
     (empty / "recipes" / large).write_text(f"base: {ROOT}/recipes/{large}\n")
     blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text().replace("@120", "@2"), re.DOTALL)
