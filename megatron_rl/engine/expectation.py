@@ -2,49 +2,65 @@
 
 Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before an update is
 accepted. Sizes are those of the whole model whatever the engine's tensor parallelism, because vLLM's loaders
-take whole tensors and cut their own shard.
+take whole tensors and cut their own shard; which part that is, and that nothing else is read, is told here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.formats import SCALE_DTYPE, scale_shape
+from megatron_rl.weight_sync.engine_shards import NOTHING, WHOLE, Runs, Shard
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
 def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, TensorSpec]:
     """Every tensor an update must carry, by its Hugging Face name."""
+    return {tensor.name: tensor for tensor, _ in _tensors(model, tied)}
+
+
+def own_shards(model: torch.nn.Module, tied: bool) -> dict[str, Shard]:
+    """What vLLM's loaders take of each tensor on this rank."""
+    return {tensor.name: shard for tensor, shard in _tensors(model, tied)}
+
+
+def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, Shard]]:
     fused_names: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    expected: list[TensorSpec] = []
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
-            expected += _linear(name, module, fused_names)
+            yield from _linear(name, module, fused_names)
         elif isinstance(module, RoutedExperts):
-            expected += _experts(name, module)
+            yield from _experts(name, module)
         elif isinstance(module, Attention):
             owner = name.rpartition(".")[0]  # in a checkpoint the scales belong to the attention block
-            names = [scale.rpartition(".")[2] for scale in cache_scale_names(name, module)]
-            expected += [TensorSpec(f"{owner}.{scale}", SCALE_DTYPE, (1,)) for scale in names]
+            for scale in cache_scale_names(name, module):
+                yield TensorSpec(f"{owner}.{scale.rpartition('.')[2]}", SCALE_DTYPE, (1,)), WHOLE
         elif isinstance(module, ParallelLMHead) and tied:
             continue
         elif isinstance(module, VocabParallelEmbedding):
-            shape = (module.org_vocab_size, module.embedding_dim)
-            expected.append(TensorSpec(f"{name}.weight", dtype_name(cast(torch.dtype, module.weight.dtype)), shape))
+            shape, own = (module.org_vocab_size, module.embedding_dim), module.shard_indices
+            first, end = own.org_vocab_start_index, own.org_vocab_end_index
+            dtype = dtype_name(cast(torch.dtype, module.weight.dtype))
+            yield TensorSpec(f"{name}.weight", dtype, shape), Shard(0, ((first, end - first),))
         else:
-            own = module.named_parameters(recurse=False)
-            expected += [TensorSpec.of(f"{name}.{suffix}", parameter) for suffix, parameter in own]
-    return {tensor.name: tensor for tensor in expected}
+            for suffix, parameter in module.named_parameters(recurse=False):
+                yield TensorSpec.of(f"{name}.{suffix}", parameter), WHOLE
 
 
 def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -78,17 +94,22 @@ def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
     return {name: (float(k.max()), float(v.max())) for name, (k, v) in scales.items() if not k.is_meta}
 
 
-def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> Iterator[TensorSpec]:
+def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> Iterator[tuple[TensorSpec, Shard]]:
     parameters = checkpoint_parameters(layer)
-    for part, rows in _parts(name, layer, fused_names):
+    for part, kinds in _parts(name, layer, fused_names):
+        rows, own = sum(kind.rows for kind in kinds), _one_after_the_other(kinds)
         for suffix, parameter in parameters.items():
             shape = _shape(name, suffix, rows, layer.input_size, layer)
-            yield TensorSpec(f"{part}.{suffix}", dtype_name(parameter.dtype), shape)
+            shard = Shard(0, _as_blocks(own, rows, shape[0]))
+            if isinstance(layer, RowParallelLinear):
+                shard = _columns(layer.tp_rank, layer.tp_size, shape)
+            yield TensorSpec(f"{part}.{suffix}", dtype_name(parameter.dtype), shape), shard
         if layer.bias is not None:
-            yield TensorSpec(f"{part}.bias", dtype_name(layer.params_dtype), (rows,))
+            shard = WHOLE if isinstance(layer, RowParallelLinear) else Shard(0, own)
+            yield TensorSpec(f"{part}.bias", dtype_name(layer.params_dtype), (rows,)), shard
 
 
-def _experts(name: str, layer: RoutedExperts) -> Iterator[TensorSpec]:
+def _experts(name: str, layer: RoutedExperts) -> Iterator[tuple[TensorSpec, Shard]]:
     """Every expert's projections; the engine stacks gate and up of all its experts (w13), and down of all (w2)."""
     moe = layer.moe_config
     hidden, inner = moe.hidden_dim_unpadded, moe.intermediate_size
@@ -98,6 +119,10 @@ def _experts(name: str, layer: RoutedExperts) -> Iterator[TensorSpec]:
         "w13": [(gate, inner, hidden), (up, inner, hidden)],
         "w2": [(down, hidden, inner)],
     }
+    own = ((moe.tp_rank * inner // moe.tp_size, inner // moe.tp_size),)
+    # padded shares and experts that stand on several ranks have rules of their own: such an engine loads from the whole
+    plain = not moe.tp_shard_with_padding and moe.num_experts == moe.num_logical_experts
+    place_of = layer.expert_map_manager.map_global_to_local  # -1: on another rank
     owner = name.rpartition(".")[0]  # the checkpoint has the experts one level above the module that holds them
     for parameter_name, parameter in checkpoint_parameters(layer).items():
         stack, _, suffix = parameter_name.partition("_")
@@ -105,8 +130,12 @@ def _experts(name: str, layer: RoutedExperts) -> Iterator[TensorSpec]:
             raise WeightSyncError(f"the engine's layer {name} has a parameter {parameter_name} that no update carries")
         for part, rows, columns in stacked[stack]:
             shape = _shape(name, suffix, rows, columns, layer)
+            shard = Shard(0, _as_blocks(own, rows, shape[0]))
+            if stack == "w2":
+                shard = _columns(moe.tp_rank, moe.tp_size, shape)
             for expert in range(moe.num_logical_experts):
-                yield TensorSpec(f"{owner}.{expert}.{part}.{suffix}", dtype_name(parameter.dtype), shape)
+                tensor = TensorSpec(f"{owner}.{expert}.{part}.{suffix}", dtype_name(parameter.dtype), shape)
+                yield tensor, WHOLE if not plain else shard if place_of(expert) >= 0 else NOTHING
 
 
 def _shape(name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Module) -> tuple[int, ...]:
@@ -118,20 +147,51 @@ def _shape(name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Modu
     raise WeightSyncError(f"the engine's layer {name} has a parameter {suffix} that no update carries")
 
 
-def _parts(name: str, layer: Any, fused_names: dict[str, list[str]]) -> list[tuple[str, int]]:
-    """The checkpoint's layers behind one engine layer, with their output sizes."""
+class Rows(NamedTuple):
+    """Output rows of one kind in a checkpoint, and those of them that this rank holds."""
+
+    rows: int
+    first: int
+    length: int
+
+
+def _parts(name: str, layer: Any, fused_names: dict[str, list[str]]) -> list[tuple[str, list[Rows]]]:
+    """The checkpoint's layers behind one engine layer, with the kinds of rows that each of them holds."""
     parent, _, last = name.rpartition(".")
-    sizes: Any
-    if last not in fused_names:
-        return [(name, layer.output_size)]
-    if isinstance(layer, QKVParallelLinear):
-        key_value = layer.total_num_kv_heads
-        sizes = [layer.total_num_heads * layer.head_size, key_value * layer.head_size, key_value * layer.v_head_size]
-    elif isinstance(layer, ColumnParallelLinear):
-        sizes = layer.output_sizes
-    else:
+    kinds, parts = _rows(layer), fused_names.get(last, [last])
+    if parts == [last]:  # not fused, or joined in the checkpoint, too
+        return [(name, kinds)]
+    if not isinstance(layer, ColumnParallelLinear):
         raise WeightSyncError(f"the engine's layer {name} is fused in a way that updates do not know")
-    parts = fused_names[last]
-    if parts == [last]:  # joined in the checkpoint, too
-        return [(name, sum(sizes))]
-    return [(f"{parent}.{part}", size) for part, size in zip(parts, sizes, strict=True)]
+    return [(f"{parent}.{part}", [kind]) for part, kind in zip(parts, kinds, strict=True)]
+
+
+def _rows(layer: Any) -> list[Rows]:
+    if isinstance(layer, QKVParallelLinear):
+        kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+        query = Rows(layer.total_num_heads * layer.head_size, layer.tp_rank, layer.num_heads * layer.head_size)
+        of_key = [
+            Rows(layer.total_num_kv_heads * size, kv_rank, layer.num_kv_heads * size)
+            for size in (layer.head_size, layer.v_head_size)
+        ]
+        return [Rows(kind.rows, kind.first * kind.length, kind.length) for kind in (query, *of_key)]
+    if isinstance(layer, ColumnParallelLinear):
+        sizes = getattr(layer, "output_sizes", [layer.output_size])
+        return [Rows(rows, layer.tp_rank * (rows // layer.tp_size), rows // layer.tp_size) for rows in sizes]
+    return [Rows(layer.output_size, 0, layer.output_size)]
+
+
+def _one_after_the_other(kinds: list[Rows]) -> Runs:
+    starts = accumulate((kind.rows for kind in kinds), initial=0)
+    return tuple((start + kind.first, kind.length) for start, kind in zip(starts, kinds, strict=False))
+
+
+def _as_blocks(runs: Runs, rows: int, shares: int) -> Runs:
+    """The same rows where one row of a tensor stands for many: a scale of blocks."""
+    return tuple((first * shares // rows, -(-length * shares // rows)) for first, length in runs)
+
+
+def _columns(rank: int, ranks: int, shape: tuple[int, ...]) -> Shard:
+    """Equal shares of the inputs. Scales of whole rows have one column, for all ranks."""
+    each = shape[1] // ranks
+    return WHOLE if shape[1] == 1 else Shard(1, ((rank * each, each),))

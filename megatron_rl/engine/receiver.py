@@ -32,6 +32,7 @@ from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.processes.threads import in_thread, use_all_cores
+from megatron_rl.weight_sync.engine_shards import Held, Shard
 from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -62,12 +63,13 @@ class _Ready:
     build_s: float
 
 
-def begin(vllm_config: VllmConfig, model: torch.nn.Module) -> dict[str, TensorSpec]:
-    """Prepare a worker for updates of any transport; returns the tensors that every update must carry."""
+def begin(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
+    """Prepare a worker for updates of any transport: the tensors that each must carry, and what is loaded of them."""
     die_with_spawner()
     if vllm_config.load_config.load_format == "dummy":
         expectation.neutral_cache_scales(model)
-    return expectation.expected_tensors(model, bool(vllm_config.model_config.hf_config.tie_word_embeddings))
+    tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
+    return expectation.expected_tensors(model, tied), expectation.own_shards(model, tied)
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -79,7 +81,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.expected, self.state = begin(vllm_config, model), NOTHING_LOADED
+        (self.expected, self.shards), self.state = begin(vllm_config, model), NOTHING_LOADED
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._building: Future[_Ready] | None = None
         self._one_at_a_time = threading.Lock()  # an update that was given up may still be in the making
@@ -122,10 +124,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             update_info.writers,
             self.expected,
             self.state.policy_version,
-            verify=not self._doubles,  # a twin takes nothing unchecked, and nothing else has to know before
+            shards=self.shards,
         )
         start, checking = time.perf_counter(), staged.tensors.seconds
-        make_live = self.prepare(staged.tensors)
+        # all of it is read, and checked, before the live weights change: into a twin, or beside them
+        make_live = self.prepare(staged.tensors if self._doubles else Held.of(staged.tensors, self.shards))
         checked = staged.tensors.seconds - checking
         built = time.perf_counter() - start - checked
         return _Ready(staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built)

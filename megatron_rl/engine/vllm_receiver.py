@@ -4,9 +4,9 @@ Each engine here is vLLM's, with `Checked` in front. An update is announced (ver
 with what the engine expects before anything moves), received, sealed (checksums of every tensor) and loaded.
 
 What is promised differs by where the tensors wait:
-- staged (`sync.staged: true`): beside the live weights, on the device. Nothing touches the live model
-  before the seal has been verified, as with files. Costs the memory of one whole update per worker; an engine whose
-  KV cache sleeps during the sync has it.
+- staged (`sync.staged: true`): beside the live weights, on the device, each worker what it will load. Nothing touches
+  the live model before the seal has been verified, as with files. Costs the memory of the worker's weights again; an
+  engine whose KV cache sleeps during the sync has it.
 - in place (`sync.staged: false`): verified before the next request. The version before is gone once tensors move; an
   update that fails leaves the engine without a version, and it refuses to generate until one succeeds.
 
@@ -34,6 +34,7 @@ from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # wh
 from megatron_rl.engine.receiver import begin
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest, wire
+from megatron_rl.weight_sync.engine_shards import Held, Shard
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
 
@@ -43,10 +44,14 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 class Inbox:
     """Stands where vLLM's engines expect a model: whatever they load passes through here."""
 
-    def __init__(self, announced: Announcement, live: Callable[[Tensors], Any] | None) -> None:
-        """`live`: where tensors go at once; None holds them until the seal is verified."""
+    def __init__(
+        self, announced: Announcement, live: Callable[[Tensors], Any] | None, shards: Mapping[str, Shard]
+    ) -> None:
+        """`live`: where tensors go at once; None holds them, as far as this rank loads them, until the seal is
+        verified.
+        """
         self.announced, self._live = announced, live
-        self.staged: dict[str, torch.Tensor] = {}
+        self.staged = Held(shards)
         self._sums: dict[str, torch.Tensor] = {}
         self._sealed = False
 
@@ -57,7 +62,7 @@ class Inbox:
                 raise WeightSyncError(f"duplicate tensor {name}: sent twice in one update")
             self._sums[name] = wire.checksum(tensor)
             if self._live is None:
-                self.staged[name] = tensor.clone()  # vLLM reuses the buffers that these are views of
+                self.staged.take(name, tensor)  # copies: vLLM reuses the buffers that these are views of
         if self._live is not None:
             self._live(arrived)
         return {name for name, _ in arrived}
@@ -102,7 +107,7 @@ class Checked:
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
-        self.expected, self.state = begin(vllm_config, model), NOTHING_LOADED
+        (self.expected, self.shards), self.state = begin(vllm_config, model), NOTHING_LOADED
         self._inbox: Inbox | None = None
 
     def start_weight_update(self) -> None:
@@ -128,7 +133,8 @@ class Checked:
         if not announced.staged:
             super().start_weight_update()  # type: ignore[misc]
             self.state = replace(self.state, torn=True)  # from here on the version before is gone
-        self._inbox = Inbox(announced, None if announced.staged else self.model.load_weights)  # type: ignore[arg-type]
+        live = None if announced.staged else self.model.load_weights
+        self._inbox = Inbox(announced, live, self.shards)  # type: ignore[arg-type]
 
     def _receive(self, update_info: dict[str, Any], inbox: Inbox) -> None:
         if "ipc_handles" in update_info:

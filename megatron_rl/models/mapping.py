@@ -102,6 +102,13 @@ class Param:
         dim = int(split is Split.row)
         return tuple(HfSlice(n, s, dim, p) for n, s, p in zip(self.hf, self.shapes, spans, strict=True))
 
+    def kinds(self, shape: ModelShape, stored: int) -> tuple[int, ...]:
+        """Lengths, along the split, of what lies one after the other in Hugging Face tensor number `stored`."""
+        split, whole = self.row.split, self.shapes[stored][self.row.split is Split.row]
+        if split is Split.qkv and len(self.hf) == 1:
+            return (shape.size("q"), shape.size("kv"), shape.size("kv"))
+        return (whole // 2, whole // 2) if split is Split.gate_up and len(self.hf) == 1 else (whole,)
+
     def _as_stored(self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]) -> list[tuple[Span, ...]]:
         """Spans in each Hugging Face tensor; where one tensor holds all the kinds, they follow on each other in it."""
         if len(self.hf) == len(spans):

@@ -68,20 +68,20 @@ def _bridged(positions: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Sent:
-    """What one writer sent last, tensor by tensor: what the next patches are made against."""
+    """What one writer sent last, by tensor and start of a part: what the next patches are made against."""
 
     values: int = 0  # of the last version: how many could be compared with the version before, and how many differ
     changed: int = 0
-    _tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    _parts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
     def begin(self) -> None:
         self.values = self.changed = 0
 
-    def exchange(self, name: str, data: np.ndarray, itemsize: int) -> Patch | None:
-        """Remember the tensor; return how it differs from the one before, or None where it must travel whole."""
-        old = self._tensors.get(name)
+    def exchange(self, part: tuple[str, int], data: np.ndarray, itemsize: int) -> Patch | None:
+        """Remember the part; return how it differs from the one before, or None where it must travel whole."""
+        old = self._parts.get(part)
         if old is None or len(old) != len(data):
-            self._tensors[name] = data.copy()
+            self._parts[part] = data.copy()
             return None
         self.values += len(data) // itemsize
         patch = make_patch(old, data, itemsize)
@@ -93,7 +93,7 @@ class Sent:
         return patch
 
     def forget(self) -> None:
-        self._tensors.clear()
+        self._parts.clear()
 
 
 @dataclass

@@ -41,8 +41,15 @@ class FilePush:
     """The sending half of the `file` transport. Without a sampler the written version is the result."""
 
     def __init__(
-        self, sources: dict[Format, ShardSource], sampler: SamplerClient | None, sync: SyncSection, fleet: bool
+        self,
+        sources: dict[Format, ShardSource],
+        sampler: SamplerClient | None,
+        sync: SyncSection,
+        fleet: bool,
+        ranks: int = 1,
     ) -> None:
+        """`ranks`: of an engine, which share each tensor."""
+        self._cuts = {format: source.cuts(ranks) for format, source in sources.items()}
         self._sources, self._sampler, self._sync, self._fleet = sources, sampler, sync, fleet
         self._rank = this_rank()
         self._kept: list[int] = []  # rank 0: versions that engines may still ask for, or that patches build on
@@ -172,6 +179,7 @@ class FilePush:
                 bucket_bytes=buckets.BUCKET_BYTES,
                 sent=self._sent.get(format),
                 base=self._lineage.base,
+                cuts=self._cuts[format],
             )
             try:
                 for pair in tensors:

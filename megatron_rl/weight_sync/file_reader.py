@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +23,9 @@ import torch
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.delta import apply_patch
+from megatron_rl.weight_sync.engine_shards import WHOLE, Shard
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
-from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
+from megatron_rl.weight_sync.manifest import Manifest, Part, TensorEntry, WeightSyncError
 
 CHUNK = 1 << 18  # bytes that are read and then hashed, while a core's cache still holds them
 
@@ -40,9 +43,22 @@ class Staged:
 class Tensors(Mapping[str, torch.Tensor]):
     """Tensors by name: each is read at every look, and refused where its bytes are not those that were sent."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry], newest_first: list[_Version]) -> None:
+    def __init__(
+        self, entries: Mapping[str, TensorEntry], newest_first: list[_Version], shards: Mapping[str, Shard]
+    ) -> None:
         self.seconds = 0.0  # spent on reading and checking
-        self._entries, self._newest_first = entries, newest_first
+        self._entries, self._newest_first, self._shards = entries, newest_first, shards
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the newest version's files that this rank reads."""
+        return sum(
+            part.stored_bytes
+            for entry in self._entries.values()
+            for shard in [self._shards.get(entry.name, WHOLE)]
+            for part in entry.parts
+            if shard.needs(entry.dim, part.start, part.length)
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         start = time.perf_counter()
@@ -60,26 +76,50 @@ class Tensors(Mapping[str, torch.Tensor]):
         return len(self._entries)
 
     def _checked(self, newest: TensorEntry) -> torch.Tensor:
-        """The tensor of the newest version, put together from its patches where it has any."""
-        patches: list[tuple[TensorEntry, _Version]] = []
+        """The tensor, of which only what this rank loads is read: what else a cut one holds is never looked at."""
+        shard, dtype = self._shards.get(newest.name, WHOLE), torch_dtype(newest.dtype)
+        wanted = [part for part in newest.parts if shard.needs(newest.dim, part.start, part.length)]
+        if not wanted:
+            return torch.empty(1, dtype=dtype).expand(newest.shape)
+        whole = torch.empty(newest.shape, dtype=dtype)
+        for part in wanted:
+            place = whole.narrow(newest.dim, part.start, part.length) if len(newest.parts) > 1 else whole
+            data = place if place.is_contiguous() else torch.empty(place.shape, dtype=dtype)
+            self._read(newest.name, part, data.reshape(-1).view(torch.uint8).numpy())
+            if data is not place:
+                place.copy_(data)
+        return whole
+
+    def _read(self, name: str, wanted: Part, data: np.ndarray) -> None:
+        """Fill `data` with a part of the newest version, put together from its patches where it has any."""
+        patches: list[tuple[_Version, Place]] = []
         for version in self._newest_first:
-            entry = version.entries.get(newest.name)
-            if entry is None or entry.changes is None:
+            place = version.places.get((name, wanted.start))
+            if place is None or place.part.changes is None:
                 break
-            patches.append((entry, version))
-        if entry is None or entry.changes is not None or entry.nbytes != newest.nbytes:
-            raise WeightSyncError(f"tensor {newest.name} is a patch of a tensor that no version holds")
-        data, checksum = version.read(entry)
+            patches.append((version, place))
+        if place is None or place.part.changes is not None or place.part.nbytes != wanted.nbytes:
+            raise WeightSyncError(f"tensor {name} is a patch of a tensor that no version holds")
+        checksum = version.read(name, place, data)
         try:
-            for entry, version in reversed(patches):
-                apply_patch(data, version.read(entry)[0], entry.changes or 0)
+            for version, place in reversed(patches):
+                patch = np.empty(place.part.stored_bytes, dtype=np.uint8)
+                version.read(name, place, patch)
+                apply_patch(data, patch, place.part.changes or 0)
         except ValueError as error:
-            raise WeightSyncError(f"corrupt tensor {newest.name}: {error}") from error
+            raise WeightSyncError(f"corrupt tensor {name}: {error}") from error
         if patches:
-            checksum = manifest.checksum(data.data, newest.name)
-        if checksum != newest.checksum:
-            raise WeightSyncError(f"corrupt tensor {newest.name}: its bytes do not match its checksum")
-        return torch.from_numpy(data).view(torch_dtype(newest.dtype)).reshape(newest.shape)
+            checksum = manifest.checksum(data.data, name, wanted.start)
+        if checksum != wanted.checksum:
+            raise WeightSyncError(f"corrupt tensor {name}: its bytes do not match its checksum")
+
+
+class Place(NamedTuple):
+    """Where a part lies."""
+
+    file: str
+    offset: int
+    part: Part
 
 
 class _Version:
@@ -87,7 +127,7 @@ class _Version:
 
     def __init__(self, directory: Path, policy_version: int, manifests: list[Manifest]) -> None:
         self.manifests = manifests
-        self.entries: dict[str, TensorEntry] = {}
+        self.places: dict[tuple[str, int], Place] = {}
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close, self._files)
         folder = version_directory(directory, policy_version)
@@ -96,22 +136,25 @@ class _Version:
                 self._files[name] = _open(folder / name, nbytes, each)
             for entry in each.tensors:
                 size = each.files.get(entry.file, -1)
-                if not 0 <= entry.offset <= size - entry.stored_bytes <= size:
+                odd = min((part.stored_bytes for part in entry.parts), default=-1) < 0
+                if odd or not 0 <= entry.offset <= size - entry.stored_bytes <= size:
                     raise WeightSyncError(f"tensor {entry.name} lies outside the files of its manifest")
-                self.entries[entry.name] = entry
+                offset = entry.offset
+                for part in entry.parts:
+                    self.places[entry.name, part.start] = Place(entry.file, offset, part)
+                    offset += part.stored_bytes
 
-    def read(self, entry: TensorEntry) -> tuple[np.ndarray, str]:
-        """A copy of what the file holds of a tensor, and the checksum of that copy."""
-        file, data = self._files[entry.file], np.empty(entry.stored_bytes, dtype=np.uint8)
-        hashed, at = manifest.hashing(entry.name), 0
+    def read(self, name: str, place: Place, data: np.ndarray) -> str:
+        """Copy what the file holds of a part into `data`; the checksum of that copy."""
+        file, hashed, at = self._files[place.file], manifest.hashing(name, place.part.start), 0
         while at < len(data):
-            part = data.data[at : at + CHUNK]
-            count = os.preadv(file, [part], entry.offset + at)
+            chunk = data.data[at : at + CHUNK]
+            count = os.preadv(file, [chunk], place.offset + at)
             if count == 0:
-                raise WeightSyncError(f"truncated file {entry.file}: it ends inside tensor {entry.name}")
-            hashed.update(part[:count])
+                raise WeightSyncError(f"truncated file {place.file}: it ends inside tensor {name}")
+            hashed.update(chunk[:count])
             at += count
-        return data, hashed.hexdigest()
+        return hashed.hexdigest()
 
 
 def stage(
@@ -120,11 +163,11 @@ def stage(
     writers: int,
     expected: Mapping[str, TensorSpec],
     current_version: int,
-    verify: bool = True,
+    shards: Mapping[str, Shard] = MappingProxyType({}),
 ) -> Staged:
-    """Open an update and raise a WeightSyncError that names what is wrong.
+    """Open an update and raise a WeightSyncError that names what is wrong; its bytes are checked as they are read.
 
-    `verify`: read all of it now. Without, and once again with it, the bytes are checked when they are loaded.
+    `shards`: what this rank loads; of the rest nothing is read.
     """
     start = time.perf_counter()
     manifests = _read_manifests(directory, policy_version, writers)
@@ -133,13 +176,10 @@ def stage(
     entries = {name: entry for name, (_, entry) in manifest.join(manifests).items()}
     manifest.verify_tensors(entries.values(), expected)
     newest_first = [_Version(directory, policy_version, manifests), *_built_upon(directory, policy_version, manifests)]
-    tensors = Tensors(entries, newest_first)
-    for name in entries if verify else ():
-        tensors[name]
+    tensors = Tensors(entries, newest_first, shards)
     for each in [each for version in newest_first for each in version.manifests]:
         manifest.verify_own(each)  # last: what else is wrong with one says more
-    nbytes = sum(entry.stored_bytes for entry in entries.values())
-    return Staged(policy_version, tensors, nbytes, time.perf_counter() - start)
+    return Staged(policy_version, tensors, tensors.nbytes, time.perf_counter() - start)
 
 
 def _read_manifests(directory: Path, policy_version: int, writers: int) -> list[Manifest]:

@@ -15,12 +15,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from megatron_rl.files import replacing
@@ -30,7 +30,8 @@ from megatron_rl.processes.scratch import SHARED_MEMORY, remove_with_it
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 from megatron_rl.weight_sync.delta import Sent
-from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
+from megatron_rl.weight_sync.engine_shards import Cut
+from megatron_rl.weight_sync.manifest import Manifest, Part, TensorEntry, WeightSyncError
 
 ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where copying is fast
 BACKGROUND = "background"
@@ -76,10 +77,12 @@ def write_version(
     bucket_bytes: int = BUCKET_BYTES,
     sent: Sent | None = None,
     base: int | None = None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> Written:
     """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing stays behind.
 
     `sent` remembers what was written; with `base`, the version it remembers, tensors are written as patches.
+    `cuts`: of tensors that are written part by part.
     """
     folder = version_directory(directory, policy_version)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +92,7 @@ def write_version(
     path = manifest_path(directory, policy_version, writer)
     try:
         for name, tensor in tensors:
-            buckets.add(name, tensor)
+            buckets.add(name, tensor, cuts.get(name))
         buckets.close()
         content = manifests.encode(
             Manifest(policy_version, format, writer, writers, buckets.files, tuple(buckets.entries), base)
@@ -138,42 +141,40 @@ class _Buckets:
         self._file: BinaryIO | None = None
         self._name = ""
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor, cut: Cut | None) -> None:
         spec = TensorSpec.of(name, tensor)
         if spec.dtype not in manifests.CARRIED:
             raise WeightSyncError(
                 f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry"
             )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        patch = self._sent.exchange(name, data, tensor.element_size()) if self._sent is not None else None
+        dim, runs = (cut.dim, cut.runs) if cut else (0, ((0, spec.shape[0] if spec.shape else 1),))
+        offset = self._begin()
+        content = [tensor.narrow(dim, *run) if cut else tensor for run in runs]
+        parts = [self._part(name, start, length, part) for (start, length), part in zip(runs, content, strict=True)]
+        place = (self._name, offset, dim)
+        self.entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, *place, tuple(parts)))
+
+    def _part(self, name: str, start: int, length: int, content: torch.Tensor) -> Part:
+        data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        patch = self._sent.exchange((name, start), data, content.element_size()) if self._sent is not None else None
         if not self._patching:
             patch = None
-        file, offset = self._write(data if patch is None else patch.data)
-        self.entries.append(
-            TensorEntry(
-                spec.name,
-                spec.dtype,
-                spec.shape,
-                file,
-                offset,
-                data.nbytes,
-                manifests.checksum(data.data, name),
-                None if patch is None else patch.changes,
-            )
-        )
+        self._write((data if patch is None else patch.data).data)
+        checksum = manifests.checksum(data.data, name, start)
+        return Part(start, length, data.nbytes, checksum, None if patch is None else patch.changes)
 
-    def _write(self, data: np.ndarray) -> tuple[str, int]:
-        """Append to the present bucket; its name, and where the data lies in it."""
+    def _begin(self) -> int:
+        """Where the next tensor lies in the present bucket, which is a new one where the last is full."""
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
+        self._write(memoryview(b"\0" * (-self.files[self._name] % ALIGNMENT)))
+        return self.files[self._name]
+
+    def _write(self, data: memoryview) -> None:
         assert self._file is not None
-        padding = -self.files[self._name] % ALIGNMENT
-        offset = self.files[self._name] + padding
-        for part in (memoryview(b"\0" * padding), data.data):
-            while part:  # a file system that is nearly full takes a part first
-                part = part[self._file.write(part) :]
-        self.files[self._name] = offset + data.nbytes
-        return self._name, offset
+        self.files[self._name] += data.nbytes
+        while data:  # a file system that is nearly full takes a part first
+            data = data[self._file.write(data) :]
 
     def close(self) -> None:
         if self._file is not None:

@@ -30,17 +30,31 @@ class UpdateRefused(WeightSyncError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """Rows (columns) of a tensor; most tensors have one part."""
+
+    start: int
+    length: int
+    nbytes: int
+    checksum: str  # of the content, not of its patch; covers the tensor's name, and where the part begins
+    changes: int | None = None  # the file holds a patch with so many changes; None: it holds the content
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.nbytes if self.changes is None else self.changes * BYTES_PER_CHANGE
+
+
+@dataclass(frozen=True)
 class TensorEntry:
-    """A tensor and where it lies. Its fields are those of the JSON."""
+    """A tensor and where it lies, part by part. Its fields are those of the JSON."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str  # relative to the manifest
-    offset: int
-    nbytes: int
-    checksum: str  # of the tensor, not of its patch; covers the name
-    changes: int | None = None  # the file holds a patch with so many changes; None: it holds the tensor
+    offset: int  # of the first part; the next ones follow
+    dim: int  # that its parts divide
+    parts: tuple[Part, ...]
 
     @property
     def spec(self) -> TensorSpec:
@@ -48,7 +62,20 @@ class TensorEntry:
 
     @property
     def stored_bytes(self) -> int:
-        return self.nbytes if self.changes is None else self.changes * BYTES_PER_CHANGE
+        return sum(part.stored_bytes for part in self.parts)
+
+    @property
+    def problem(self) -> str | None:
+        """Why its parts do not make the tensor."""
+        whole = self.shape[self.dim] if 0 <= self.dim < len(self.shape) else 1
+        ends = [0, *(part.start + part.length for part in self.parts)]
+        if [part.start for part in self.parts] != ends[:-1] or ends[-1] != whole:
+            return f"tensor {self.name} comes in parts that do not make {whole} rows (columns) in order"
+        size = self.spec.nbytes if self.dtype in DTYPES else 0
+        claimed = sum(part.nbytes for part in self.parts)
+        if any(part.nbytes * whole != size * part.length for part in self.parts):
+            return f"tensor {self.name} claims {claimed} bytes, its shape and dtype make {size}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -63,13 +90,13 @@ class Manifest:
     checksum: str = ""  # of all the rest
 
 
-def hashing(name: str) -> xxhash.xxh3_64:
-    """Takes in the bytes of a tensor: under another name they have another checksum."""
-    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(name.encode()))
+def hashing(name: str, start: int = 0) -> xxhash.xxh3_64:
+    """Takes in the bytes of a tensor's part: under another name, in another place they have another checksum."""
+    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(f"{name}:{start}".encode()))
 
 
-def checksum(data: bytes | memoryview, name: str) -> str:
-    hashed = hashing(name)
+def checksum(data: bytes | memoryview, name: str, start: int = 0) -> str:
+    hashed = hashing(name, start)
     hashed.update(data)
     return hashed.hexdigest()
 
@@ -145,10 +172,8 @@ def verify_tensors(tensors: Iterable[TensorEntry | TensorSpec], expected: Mappin
             problems.append(f"misshapen tensor {sent.name}: shape {sent.shape}, the engine expects {want.shape}")
         if sent.dtype != want.dtype:
             problems.append(f"mistyped tensor {sent.name}: {sent.dtype}, the engine expects {want.dtype}")
-        if isinstance(sent, TensorEntry):
-            size = sent.spec.nbytes if sent.dtype in DTYPES else 0
-            if sent.nbytes != size:
-                problems.append(f"tensor {sent.name} claims {sent.nbytes} bytes, its shape and dtype make {size}")
+        if isinstance(sent, TensorEntry) and sent.problem:
+            problems.append(sent.problem)
     problems += [f"missing tensor {name}" for name in expected if name not in seen]
     if problems:
         more = f" and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""

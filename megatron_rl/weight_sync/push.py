@@ -173,7 +173,7 @@ def _transport(
     fleet: bool,
 ) -> Push:
     if sync.transport == Transport.file:
-        return FilePush(sources, sampler, sync, fleet)
+        return FilePush(sources, sampler, sync, fleet, engines.tensor_parallel)
     # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
     from megatron_rl.weight_sync.vllm_push import VllmPush
 

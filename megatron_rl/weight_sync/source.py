@@ -22,12 +22,14 @@ from megatron_rl.models.layout import Place
 from megatron_rl.models.mapping import Param, adapted_rows, adapters, find
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, cut, merge, row_numbers
-from megatron_rl.models.table import Norm
+from megatron_rl.models.table import Norm, Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.quantize import ErrorSample, quantize, row_amax, sample_error
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
+from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES, Bucket, Job, Workspace, full_tensors, gather, make_buckets
+from megatron_rl.weight_sync.engine_shards import Cut
 
 FIRST = Place()  # the rank that sends what belongs to no rank's weights
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
@@ -133,6 +135,18 @@ class ShardSource:
             for bucket in self._buckets
         ]
         return [*weights, self._scale_tensors] if self._writes_scales else weights
+
+    def cuts(self, ranks: int) -> dict[str, Cut]:
+        """How what this rank yields is cut for an engine of so many ranks; the rest travels whole."""
+        return {
+            out.tensor.name: Cut.of(out.tensor, out.dim, job.param.kinds(self._model.shape, stored), vocabulary, ranks)
+            for bucket in self._buckets
+            for job in (bucket.jobs if bucket.rank == 0 and ranks > 1 else ())
+            for vocabulary in [job.param.row.split is Split.vocab]
+            for stored, outs in enumerate(job.outputs[0])
+            for out in outs
+            if out.dim is not None and out.tensor.nbytes >= engine_shards.SMALL
+        }
 
     @property
     def _writes_scales(self) -> bool:

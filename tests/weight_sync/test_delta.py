@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_file_transport import edit, flip
+from test_file_transport import edit, flip, seal
 
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
@@ -94,7 +94,10 @@ class Sender:
 
 
 def read(directory: Path, version: int) -> Staged:
-    return stage(directory, version, 1, EXPECTED, -1)
+    staged = stage(directory, version, 1, EXPECTED, -1)
+    for name in staged.tensors:
+        staged.tensors[name]
+    return staged
 
 
 @pytest.fixture
@@ -127,13 +130,19 @@ def test_a_patch_of_a_version_that_is_gone_is_refused(three_versions: Path) -> N
     [
         (2, lambda c: c.update(base=None), f"tensor {NAME} is a patch of a tensor that no version holds"),
         (1, lambda c: c.update(base=2), "claims to be a patch of version 2"),
-        (1, lambda c: c["tensors"][0].update(changes=10**6), f"tensor {NAME} lies outside"),
-        (2, lambda c: c["tensors"][0].update(changes=3), f"corrupt tensor {NAME}"),
-        (0, lambda c: c["tensors"][0].update(nbytes=8), f"tensor {NAME} is a patch of a tensor that no version holds"),
+        (1, lambda c: c["tensors"][0]["parts"][0].update(changes=10**6), f"tensor {NAME} lies outside"),
+        (2, lambda c: c["tensors"][0]["parts"][0].update(changes=3), f"corrupt tensor {NAME}"),
+        (
+            0,
+            lambda c: c["tensors"][0]["parts"][0].update(nbytes=8),
+            f"tensor {NAME} is a patch of a tensor that no version holds",
+        ),
     ],
 )
 def test_a_faulty_manifest_is_refused(three_versions: Path, version: int, change: Any, message: str) -> None:
-    edit(transport.manifest_path(three_versions, version, 0), change)
+    path = transport.manifest_path(three_versions, version, 0)
+    edit(path, change)
+    seal(path)
     with pytest.raises(WeightSyncError, match=message):
         read(three_versions, 2)
 

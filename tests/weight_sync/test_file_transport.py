@@ -40,13 +40,25 @@ def write(directory: Path, bucket_bytes: int = 64) -> Path:
 
 
 def read(directory: Path, writers: int = 1, current: int = 6, names: Any = TENSORS) -> Staged:
-    return stage(directory, 7, writers, {name: EXPECTED[name] for name in names}, current)
+    return checked(stage(directory, 7, writers, {name: EXPECTED[name] for name in names}, current))
+
+
+def checked(staged: Staged) -> Staged:
+    """After all of it was read once."""
+    for name in staged.tensors:
+        staged.tensors[name]
+    return staged
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def seal(path: Path) -> None:
+    """Make the manifest's own checksum anew, after it was edited."""
+    path.write_bytes(manifest.encode(msgspec.json.decode(path.read_bytes(), type=Manifest)))
 
 
 def entry_of(content: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +156,7 @@ def test_an_unreadable_manifest(tmp_path: Path, damage: Callable[[Path], object]
         (lambda content: content.update(checksum=""), "corrupt"),
         (lambda content: content.pop("checksum"), "corrupt"),
         (lambda content: content["files"].update({"more.bin": 0}), "corrupt"),
-        (lambda content: entry_of(content).update(checksum="0" * 16), "corrupt"),
+        (lambda content: entry_of(content)["parts"][0].update(checksum="0" * 16), "corrupt"),
         (lambda content: content["tensors"].reverse(), "corrupt"),
     ],
 )
@@ -193,7 +205,7 @@ def staged_patch(directory: Path) -> Staged:
         big[0, 0] = first
         base = 6 if version == 7 else None
         transport.write_version(directory, version, [("big", big)], format="int8", sent=sent, base=base)
-    return stage(directory, 7, 1, {"big": TensorSpec.of("big", big)}, 5)
+    return checked(stage(directory, 7, 1, {"big": TensorSpec.of("big", big)}, 5))
 
 
 def flip_all(path: Path) -> None:
@@ -247,12 +259,14 @@ def test_names_of_equal_shape_cannot_be_swapped(tmp_path: Path, keys: tuple[str,
     def swap(content: dict[str, Any]) -> None:
         first, second = content["tensors"]
         for key in keys:
-            first[key], second[key] = second[key], first[key]
+            one, other = (first["parts"][0], second["parts"][0]) if key == "checksum" else (first, second)
+            one[key], other[key] = other[key], one[key]
 
     edit(path, swap)
     if sealed:
-        path.write_bytes(manifest.encode(msgspec.json.decode(path.read_bytes(), type=Manifest)))
-    with pytest.raises(WeightSyncError, match=r"corrupt tensor (left|right)\.weight"):
+        seal(path)
+    said = r"corrupt tensor (left|right)\.weight" if sealed else "manifest 0 of policy version 7 is corrupt"
+    with pytest.raises(WeightSyncError, match=said):
         read(tmp_path, names=TWINS)
 
 

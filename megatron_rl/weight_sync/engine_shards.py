@@ -1,0 +1,100 @@
+"""Shards of an engine's ranks: how a writer cuts a tensor for them, and which rows or columns of it a rank loads.
+
+An engine of several tensor-parallel ranks reads each byte once instead of once per rank: a writer lays a tensor down
+part by part, each with a checksum of its own, and a rank reads those that hold something of its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.models.tensors import TensorSpec
+
+Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a whole tensor
+PADDED_VOCAB = 64  # vLLM's ranks share a vocabulary that is filled up to a multiple of this
+SMALL = 1 << 14  # bytes that are not worth an entry for each rank
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a writer lays a tensor down: these rows (columns) one after the other."""
+
+    dim: int
+    runs: Runs
+
+    @classmethod
+    def of(cls, spec: TensorSpec, dim: int, kinds: Sequence[int], vocabulary: bool, ranks: int) -> Cut:
+        """Equal shares for `ranks` of each kind of row (queries, keys, ...), `kinds` of them, that lies in a tensor."""
+        unit, at, runs = PADDED_VOCAB if vocabulary else 1, 0, []
+        blocks, uneven = divmod(sum(kinds), spec.shape[dim])  # a scale of blocks stands for so many rows
+        for length in [spec.shape[dim]] if uneven else [rows // blocks for rows in kinds]:
+            step = -(-length // unit) * unit // ranks or length
+            runs += [(at + start, min(step, length - start)) for start in range(0, length, step)]
+            at += length
+        return cls(dim, tuple(runs))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank of an engine loads of a tensor; without runs all of it."""
+
+    dim: int = 0
+    runs: Runs | None = None
+
+    def needs(self, dim: int, start: int, length: int) -> bool:
+        """Whether anything of these rows (columns) is loaded."""
+        if self.runs is None or (self.runs and self.dim != dim):
+            return True
+        return any(first < start + length and start < first + own for first, own in self.runs)
+
+    def take(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of what is loaded of a whole tensor."""
+        if self.runs is None:
+            return [tensor.clone()]
+        return [tensor.narrow(self.dim, start, length).clone() for start, length in self.runs]
+
+    def spread(self, taken: Sequence[torch.Tensor], spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the whole's shape for loaders that cut their share; what they do not load holds anything."""
+        if self.runs is None:
+            return taken[0]
+        if not self.runs:
+            return like.new_empty(1).expand(spec.shape)
+        whole = like.new_empty(spec.shape)
+        for (start, length), part in zip(self.runs, taken, strict=True):
+            whole.narrow(self.dim, start, length).copy_(part)
+        return whole
+
+
+WHOLE, NOTHING = Shard(), Shard(runs=())
+
+
+class Held(Mapping[str, torch.Tensor]):
+    """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every look anew."""
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._shards = shards
+        self._taken: dict[str, tuple[TensorSpec, torch.Tensor, list[torch.Tensor]]] = {}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> Held:
+        held = cls(shards)
+        for name, tensor in tensors.items():
+            held.take(name, tensor)
+        return held
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        taken = self._shards.get(name, WHOLE).take(tensor)
+        self._taken[name] = (TensorSpec.of(name, tensor), tensor.new_empty(0), taken)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        spec, like, taken = self._taken[name]
+        return self._shards.get(name, WHOLE).spread(taken, spec, like)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._taken)
+
+    def __len__(self) -> int:
+        return len(self._taken)
