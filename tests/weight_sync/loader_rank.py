@@ -1,13 +1,14 @@
-"""One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner yields.
+"""One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner wrote.
 
 `python loader_rank.py RANK FOLDER CASES_JSON` writes FOLDER/rank<RANK>.json: per case, the parameters that differ from
-the rank's share of the original tensors, and how many were compared.
+the rank's share of the original tensors, how many were compared, and the bytes that were read, of how many in all.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from megatron_rl.config.schema import Format, QuantizationSection
+from megatron_rl.engine.expectation import expected_tensors, own_shards
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.sampler.engine_settings import write_engine_folder
+from megatron_rl.weight_sync import engine_shards
+from megatron_rl.weight_sync.engine_shards import Held, Shard
+from megatron_rl.weight_sync.file_reader import stage
+from megatron_rl.weight_sync.file_transport import write_version
 
 RANKS = 2
 ARCHITECTURES = {
@@ -47,7 +53,8 @@ EXPERTS = {
 def model_config(case: dict[str, Any]) -> dict[str, Any]:
     rope = {"max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
     blocks = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512} if case["format"] == "fp8_block" else {}
-    shape = {"num_hidden_layers": 2, "tie_word_embeddings": case["tied"], **blocks}
+    heads = {name: case[name] for name in ("num_key_value_heads",) if name in case}
+    shape = {"num_hidden_layers": 2, "tie_word_embeddings": case["tied"], **blocks, **heads}
     if case["family"] == "qwen2":
         shape["head_dim"] = 8  # vLLM does not read it for this family, but divides
     if case["family"] in EXPERTS:
@@ -55,8 +62,8 @@ def model_config(case: dict[str, Any]) -> dict[str, Any]:
     return hf_config(case["family"], **shape, **rope, architectures=[ARCHITECTURES[case["family"]]])
 
 
-def share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
-    """This rank's part of an engine parameter, by the rules of tensor parallelism."""
+def share(whole: dict[str, torch.Tensor], name: str, rank: int, copied: bool = False) -> torch.Tensor:
+    """This rank's part of an engine parameter, by the rules of tensor parallelism. `copied`: keys and values."""
     *parents, module, suffix = name.split(".")
     if suffix.startswith(("w13_", "w2_")):
         return experts_share(whole, name, rank)
@@ -71,6 +78,7 @@ def share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
         if (
             "norm" in module
             or module == "gate"
+            or (copied and each in ("k_proj", "v_proj"))
             or (module in PER_COLUMN and suffix == "weight_scale" and full.shape[1] == 1)
         ):
             parts.append(full)
@@ -99,7 +107,7 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     format, config = Format(case["format"]), model_config(case)
     shape = ModelShape.from_hf(config)
     hf = random_hf(shape)
-    _, yielded = run_sources(hf, shape, Layout(tp=2), format, ignore=("lm_head",))
+    sources, yielded = run_sources(hf, shape, Layout(tp=2), format, ignore=("lm_head",))
     (folder / "config.json").write_text(json.dumps(config))
     engine = write_engine_folder(folder, folder / "engine", QuantizationSection(format=format))
     arguments = EngineArgs(str(engine), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64)
@@ -114,17 +122,44 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
             if "Failed to find a kernel" in str(error):  # blocks need AMX or a GPU
                 return {"skip": str(error)}
             raise
-        model.load_weights(pair for of_rank in yielded for pair in of_rank)
+        cuts = {name: cut for source in sources for name, cut in source.cuts(RANKS).items()}
+        sent = [pair for of_rank in yielded for pair in of_rank]
+        whole_bytes = write_version(folder, 0, sent, format=format, cuts=cuts).nbytes
+        expected, shards = expected_tensors(model, case["tied"]), own_shards(model, case["tied"])
+        read = stage(folder, 0, 1, expected, -1, shards)
+        held = Held.of(Poisoned(read.tensors, shards), shards)
+        model.load_weights(held.items())
     whole = quantized_whole(hf, format)
     wrong = []
     # the attention's own scales belong to its cache, which no update carries
     parameters = {name: parameter for name, parameter in model.named_parameters() if ".attn." not in name}
     for name, parameter in parameters.items():
-        want = share(whole, name, rank)
+        want = share(whole, name, rank, copied=case.get("num_key_value_heads") == 1)
         same = parameter.shape == want.shape and parameter.dtype == want.dtype
         if not same or not torch.equal(parameter.data.view(torch.uint8), want.contiguous().view(torch.uint8)):
             wrong.append(f"{name}: {tuple(parameter.shape)} {parameter.dtype}, wanted {tuple(want.shape)} {want.dtype}")
-    return {"wrong": wrong, "compared": len(parameters)}
+    return {"wrong": wrong, "compared": len(parameters), "read": read.nbytes, "of": whole_bytes}
+
+
+class Poisoned(Mapping[str, torch.Tensor]):
+    """What was read, with other numbers wherever this rank says that it loads nothing from."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
+        self._tensors, self._shards = tensors, shards
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        poisoned = torch.full(tensor.shape, 77.0).to(tensor.dtype)
+        for start, length in self._shards[name].runs or ():
+            dim = self._shards[name].dim
+            poisoned.narrow(dim, start, length).copy_(tensor.narrow(dim, start, length))
+        return tensor if self._shards[name].runs is None else poisoned
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def join(rank: int, folder: Path) -> None:
@@ -135,6 +170,7 @@ def join(rank: int, folder: Path) -> None:
 
 def main(rank: int, folder: Path, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
+    engine_shards.SMALL = 1  # the smallest tensors are cut, too
     own = folder / f"rank{rank}"
     own.mkdir()
     found = [load(case, own, rank) for case in cases]
