@@ -37,6 +37,7 @@ from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"
+ROOM = 1.5  # free memory of a device that takes an update in, by the update's bytes
 
 
 @dataclass
@@ -128,10 +129,18 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         )
         start, checking = time.perf_counter(), staged.tensors.seconds
         # all of it is read, and checked, before the live weights change: into a twin, or beside them
-        make_live = self.prepare(staged.tensors if self._doubles else Held.of(staged.tensors, self.shards))
+        ready = staged.tensors if self._doubles else Held.of(staged.tensors, self.shards, self._where(staged.nbytes))
+        make_live = self.prepare(ready)
         checked = staged.tensors.seconds - checking
         built = time.perf_counter() - start - checked
         return _Ready(staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built)
+
+    def _where(self, nbytes: int) -> torch.device:
+        """Where a checked update waits: on the device, from which it is loaded soonest, where that has room for it and
+        for a layer that is being loaded.
+        """
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        return self.device if free > ROOM * nbytes else torch.device("cpu")
 
     def finish_weight_update(self) -> None:
         ready, self._building = self.await_built(), None

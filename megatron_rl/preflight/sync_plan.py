@@ -16,6 +16,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Row, Split
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import BLOCK, is_quantized, outputs, scale_name
+from megatron_rl.weight_sync.engine_shards import SMALL
 
 LARGEST = 4096  # where the search for a valid parallel size ends
 PLAIN = "bfloat16"  # what is not quantized
@@ -48,6 +49,7 @@ class SyncPlan:
     whole_bytes: int = 0
     split_bytes: int = 0
     key_value_bytes: int = 0
+    uncut_bytes: int = 0  # of split ones, that the file transport leaves whole because they are small
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +84,7 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
     writers: dict[tuple[int, int], int] = {}
     sent: dict[GroupKey, list[int]] = {}
     maxima: dict[GroupKey, int] = {}
-    plain = 0
+    plain = uncut = 0
     held = dict.fromkeys(("whole", "split", "key_value"), 0)
     for param in params(shape):
         if param.row.copy:
@@ -106,13 +108,15 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
                 writers[writer] = writers.get(writer, 0) + tensor.nbytes
                 heads = "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
                 held[heads if kind.split else "whole"] += tensor.nbytes
+                uncut += tensor.nbytes * (kind.split and tensor.nbytes < SMALL)
                 for rank, nbytes in enumerate(kind.sent):
                     from_ranks[rank] += nbytes
             if size > 1 and len(made) == 2 and param.row.split is Split.row and not made[1].split:
                 maxima[group] = maxima.get(group, 0) + made[1].tensor.nbytes
         plain += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in zip(param.hf, param.shapes, strict=True))
     gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
-    return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, held["whole"], held["split"], held["key_value"])
+    kept = (held["whole"], held["split"], held["key_value"])
+    return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, *kept, uncut)
 
 
 def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:

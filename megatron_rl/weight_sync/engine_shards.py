@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_rl.models.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension of a whole tensor
 PADDED_VOCAB = 64  # vLLM's ranks share a vocabulary that is filled up to a multiple of this
@@ -71,23 +73,29 @@ class Shard:
 WHOLE, NOTHING = Shard(), Shard(runs=())
 
 
-class Held(Mapping[str, torch.Tensor]):
+class Held(Mapping[str, "torch.Tensor"]):
     """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every look anew."""
 
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
-        self._shards = shards
+    def __init__(self, shards: Mapping[str, Shard], device: torch.device | None = None) -> None:
+        """`device`: where they are kept; None: each where it is."""
+        self._shards, self._device = shards, device
         self._taken: dict[str, tuple[TensorSpec, torch.Tensor, list[torch.Tensor]]] = {}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> Held:
-        held = cls(shards)
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], device: torch.device | None = None
+    ) -> Held:
+        held = cls(shards, device)
         for name, tensor in tensors.items():
-            held.take(name, tensor)
+            held.take(name, tensor, own=True)
         return held
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
-        taken = self._shards.get(name, WHOLE).take(tensor)
-        self._taken[name] = (TensorSpec.of(name, tensor), tensor.new_empty(0), taken)
+    def take(self, name: str, tensor: torch.Tensor, own: bool = False) -> None:
+        """Keep what is loaded of a whole tensor. `own`: nobody else will write into it."""
+        shard = self._shards.get(name, WHOLE)
+        parts = [tensor] if own and shard == WHOLE else shard.take(tensor)
+        taken = [part.to(self._device) for part in parts]
+        self._taken[name] = (TensorSpec.of(name, tensor), tensor.new_empty(0, device=self._device), taken)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         spec, like, taken = self._taken[name]

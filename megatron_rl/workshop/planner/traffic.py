@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
@@ -14,9 +14,11 @@ from megatron_rl.runs.console import table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 END = (
-    "  busiest end: everything that goes through the most loaded rank, which its network card has to carry; replicas "
-    "on one host read the `file` transport's bytes from one shared copy"
+    "  busiest end: everything that goes through the most loaded rank, which its network card has to carry; engines on "
+    "one host read the `file` transport's bytes from one shared copy"
 )
+PASSES = 3  # over the bytes that are loaded: read, written into their place, made ready for a kernel
+MEMORY_TBS, HOST_GBS = 3.35, 25.0  # of an H100's memory; between it and its host's, pages as they are
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,12 @@ def problems(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
 def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> dict[str, Any]:
     """A sync's traffic as numbers, for programs."""
     model, sampler, plan = _planned(config, hf_config, request)
+    found = links(plan, model, sampler, config.sync.transport)
     return {
         "bytes": plan.nbytes,
         "tensors": len(plan.transfers),
         "writers": len(plan.writers),
-        "links": [asdict(one) for one in links(plan, sampler)],
+        "links": [asdict(one) for one in found],
         "lower_bound": asdict(lower_bound(plan, model, sampler)),
     }
 
@@ -102,8 +105,8 @@ def describe(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
         f"sync      quantization.format={config.quantization.format}, sync.transport={config.sync.transport}, "
         f"every {config.sync.every} step(s)",
     ]
-    sections = [who, _what(plan), _links(links(plan, sampler), request.link_gbs)]
-    sections.append(_bound(plan, lower_bound(plan, model, sampler), request.link_gbs))
+    found, bound = links(plan, model, sampler, config.sync.transport), lower_bound(plan, model, sampler)
+    sections = [who, _what(plan), _links(found, request.link_gbs), _bound(found, bound, request.link_gbs)]
     sections += [_writers(plan, request.rows), _largest(plan, request.rows)] if request.rows > 0 else []
     return "\n\n".join("\n".join(section) for section in sections)
 
@@ -114,7 +117,7 @@ def _planned(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
     return model, SamplerLayout(config.sampler.tensor_parallel, request.replicas), plan
 
 
-def links(plan: SyncPlan, sampler: SamplerLayout) -> list[Links]:
+def links(plan: SyncPlan, model: Model, sampler: SamplerLayout, transport: Transport) -> list[Links]:
     """Every kind of link that carries bytes, with its numbers."""
     found = []
     for weights, rank in (("dense weights", "a tensor-parallel"), ("experts", "an expert-tensor-parallel")):
@@ -127,9 +130,16 @@ def links(plan: SyncPlan, sampler: SamplerLayout) -> list[Links]:
     each = [passed for size, nbytes in rings for passed in [2 * (size - 1) * nbytes // size] * size]
     around = "around a tensor-parallel group, so that shards of one row get one scale"
     found.append(_kind("learner: row maxima", each, max(each, default=0), around))
-    to_all = [nbytes for nbytes in plan.writers.values() for _ in range(sampler.world)]
-    whole = "a writer's tensors -> one sampler rank, which takes whole tensors and cuts its own shard"
-    found.append(_kind("learner -> sampler", to_all, plan.nbytes, whole))
+    writers = [*plan.writers.values()]
+    if transport == Transport.file:
+        found.append(_kind("learner -> files", writers, max(writers), "a writer's tensors, once for all engines"))
+        own = _shard(plan, model, sampler) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
+        reads = "what a sampler rank loads, and scales that are too small to be cut"
+        found.append(_kind("files -> sampler", [own] * sampler.world, own, reads))
+    else:
+        to_all = [nbytes for nbytes in writers for _ in range(sampler.world)]
+        whole = "a writer's tensors -> one sampler rank, whole: vLLM's own transports cut nothing"
+        found.append(_kind("learner -> sampler", to_all, plan.nbytes, whole))
     return [one for one in found if one.count]
 
 
@@ -145,9 +155,13 @@ def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBo
     # the ranks of a stage share what it holds, at best evenly: experts are split evenly as it is
     layout = model.layout
     out = max(stages.values(), default=0) // (layout.tp * layout.cp * layout.dp)
-    shard = plan.whole_bytes + plan.split_bytes // sampler.tp
-    shard += plan.key_value_bytes // min(sampler.tp, model.shape.kv_heads)
+    shard = _shard(plan, model, sampler)
     return LowerBound(out, shard, shard * sampler.world)
+
+
+def _shard(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> int:
+    shared = plan.whole_bytes + plan.split_bytes // sampler.tp
+    return shared + plan.key_value_bytes // min(sampler.tp, model.shape.kv_heads)
 
 
 def _what(plan: SyncPlan) -> list[str]:
@@ -172,17 +186,23 @@ def _links(found: list[Links], link_gbs: float | None) -> list[str]:
     return [*table(head, rows), *(f"  {each.kind}: {each.meaning}" for each in found), END]
 
 
-def _bound(plan: SyncPlan, bound: LowerBound, link_gbs: float | None) -> list[str]:
+def _bound(found: list[Links], bound: LowerBound, link_gbs: float | None) -> list[str]:
     rows = [
         ["out of a learner rank", _size(bound.out), "each weight leaves once, all its holders share the work"],
         ["into a sampler rank", _size(bound.into), "its own shard"],
         ["into all sampler ranks", _size(bound.total), "what must move at least"],
     ]
-    ratio = plan.nbytes / max(bound.busiest, 1)
-    tail = f"  as built, the busiest end carries {ratio:.1f}x of the least that it could"
+    built = max(one.end for one in found)
+    tail = [f"  as built, the busiest end carries {built / max(bound.busiest, 1):.1f}x of the least that it could"]
     if link_gbs is not None:
-        tail += f": {_seconds(plan.nbytes, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
-    return [*table(("lower bound", "bytes", ""), rows), tail]
+        tail[0] += f": {_seconds(built, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
+        sync, near = sum(one.end for one in found) / link_gbs, PASSES * bound.into / MEMORY_TBS / 1e3
+        tail.append(
+            f"  engines stand still while they load what they have checked: {near / 1e9:.3g} s from device memory at "
+            f"{MEMORY_TBS:g} TB/s, {near / (sync + near):.1%} of the sync; {_seconds(bound.into, HOST_GBS)} at "
+            f"{HOST_GBS:g} GB/s from the host's, where the device has no room beside its cache"
+        )
+    return [*table(("lower bound", "bytes", ""), rows), *tail]
 
 
 def _writers(plan: SyncPlan, shown: int) -> list[str]:
@@ -190,7 +210,7 @@ def _writers(plan: SyncPlan, shown: int) -> list[str]:
     rows = [(f"stage {stage}, expert rank {expert}", _size(n)) for (stage, expert), n in ranked[:shown]]
     if rest := ranked[shown:]:
         rows.append((f"{len(rest):,} more, down to", _size(rest[-1][1])))
-    return table(("writer", "bytes to each sampler rank"), rows)
+    return table(("writer", "bytes of a version"), rows)
 
 
 def _largest(plan: SyncPlan, count: int) -> list[str]:
