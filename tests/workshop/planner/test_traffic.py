@@ -38,12 +38,12 @@ def test_a_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     total = cells(report, "together")
     assert total[0:2] == ["together", "38"]
     assert cells(report, "stage 0, expert rank 0")[1] == total[2]
-    link = cells(report, "learner -> sampler")
+    link = cells(report, "files -> sampler")
     assert link[1] == "3"
-    assert link[2] == link[4] == total[2]
+    assert link[2] == link[4] == cells(report, "learner -> files")[2] == total[2]
     assert cells(report, "into a sampler rank")[1] == total[2]  # one rank per engine holds everything
-    assert " s" not in cells(report, "learner -> sampler")[-1]
-    assert cells(said(capsys, "mine.yaml", "--link-gbs", "2"), "learner -> sampler")[-1].endswith(" s")
+    assert " s" not in link[-1]
+    assert cells(said(capsys, "mine.yaml", "--link-gbs", "2"), "files -> sampler")[-1].endswith(" s")
 
 
 def test_a_folder_stands_for_its_config(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +96,9 @@ def test_a_trillion_parameters_on_1536_ranks(
     experts = hf["num_hidden_layers"] * hf["num_experts"] * 3 * hf["hidden_size"] * hf["moe_intermediate_size"]
     parameters = float(report.split(" M parameters")[0].rsplit(" ", 1)[1].replace(",", "")) * 1e6
     assert experts < parameters < 1.02 * experts
-    assert cells(report, "learner -> sampler")[1] == f"{1024 * 512:,}"
+    assert (cells(report, "learner -> files")[1], cells(report, "files -> sampler")[1]) == ("1,024", "512")
+    assert "the busiest end carries 1.0x of the least" in report
+    assert 0 < float(report.partition(" TB/s, ")[2].partition("%")[0]) <= 10, "of the sync engines stand still"
     assert cells(report, "learner: gather of dense weights")[1] == f"{16 * 7}"
     assert [cells(report, name)[1].endswith("iB") for name in ("out of", "into a", "into all")] == [True] * 3
     assert "against" in report
