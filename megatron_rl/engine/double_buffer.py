@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import ScaledMMLinearKernel
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -23,16 +24,23 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
 from megatron_rl.engine.expectation import cache_scale_names, checkpoint_parameters
-from megatron_rl.engine.reload import refresh_tied_head, refuse_missing, wanted_names
+from megatron_rl.engine.reload import (
+    mark_unwritten_experts,
+    refresh_tied_head,
+    refuse_missing,
+    refuse_unwritten_experts,
+    wanted_names,
+)
 
 
 def can_double(model: torch.nn.Module) -> bool:
-    """Whether every layer that packs its weights is of a kind that a twin can pack; experts are not.
+    """Whether every layer that packs its weights is of a kind that a twin can pack.
 
-    Nor are the scales of a quantized cache: they belong to the attention layers, which are shared.
+    The scales of a quantized cache are not: they belong to the attention layers, which are shared.
     """
     packed = (m for m in model.modules() if isinstance(getattr(m, "quant_method", None), QuantizeMethodBase))
-    kinds = all(isinstance(m, LinearBase | VocabParallelEmbedding) or is_deferred_attention_layer(m) for m in packed)
+    known = LinearBase | VocabParallelEmbedding | RoutedExperts
+    kinds = all(isinstance(m, known) or is_deferred_attention_layer(m) for m in packed)
     caches = any(cache_scale_names(name, layer) for name, layer in model.named_modules())
     return kinds and not caches and not callable(getattr(model, "process_weights_after_loading", None))
 
@@ -48,7 +56,9 @@ class Twin:
         for live, twin in self._pairs.items():
             _give_parameters(live, twin)
         refresh_tied_head(twin_model)
+        mark_unwritten_experts(twin_model)
         refuse_missing(wanted_names(twin_model) - twin_model.load_weights(tensors.items()))
+        refuse_unwritten_experts(twin_model)
         has_head = any(isinstance(twin, ParallelLMHead) for twin in self._pairs.values())
         for twin in self._pairs.values():
             if has_head and isinstance(twin, VocabParallelEmbedding) and not isinstance(twin, ParallelLMHead):
@@ -80,6 +90,9 @@ class Twin:
         scheme = live.__dict__.get("scheme")
         if scheme is not None:
             twin.__dict__["scheme"] = _own_kernels(scheme)
+        if isinstance(live, RoutedExperts):
+            twin.__dict__["quant_method"] = method = copy.copy(live.quant_method)
+            method.moe_kernel = None  # vLLM would copy into what an old one has packed
         self._pairs[live] = twin
         return twin
 

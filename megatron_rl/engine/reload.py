@@ -77,9 +77,15 @@ def restore_checkpoint_layout(model: Any) -> None:
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
                 layer.register_parameter(name, _parameter(meta, layer))
+    mark_unwritten_experts(model)
+
+
+def mark_unwritten_experts(model: Any) -> None:
+    """Fill their parameters with what `refuse_unwritten_experts` looks for."""
+    for layer in model.modules():
         if isinstance(layer, RoutedExperts):
             for stack in _expert_stacks(layer).values():
-                stack.fill_(torch.nan)  # what is left of it was not written
+                stack.fill_(torch.nan)
 
 
 def wanted_names(model: Any) -> set[str]:

@@ -22,6 +22,7 @@ from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.weight_sync import file_transport as transport
+from megatron_rl.weight_sync.engine_shards import Held
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 NUMBERS = count(1)  # of samples
@@ -104,7 +105,8 @@ class Case:
 
         def prepare_wrongly(worker: Any, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
             load = partial(reload.load, worker.model, worker.model_config, worker.device)
-            return partial(fault, worker.model, tensors.items(), load)
+            held = Held.of(tensors, worker.shards)  # as an engine has them that loads in place
+            return partial(fault, worker.model, held.items(), load)
 
         receiver.FileWeightTransferEngine.prepare = prepare_wrongly
         try:
