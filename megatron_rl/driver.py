@@ -185,9 +185,10 @@ class Driver:
         with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
-    def paused(self) -> dict[str, float]:
-        """For how long the last sync kept engines from answering."""
-        return {"sync/pause_s": self.sampler.last_sync["pause_s"]}
+    def last_sync(self) -> dict[str, float]:
+        """For how long the last sync kept engines from answering, and what it made one of their ranks read."""
+        told = self.sampler.last_sync
+        return {"sync/pause_s": told["pause_s"], "sync/read_bytes": float(told["nbytes"])}
 
     def goes_on_without(self, step: int) -> bool:
         """Whether there will be a batch for this step though the sampler refused the weights that it should have."""

@@ -271,7 +271,7 @@ def publish(
                 raise
             driver.recorder.note(f"sync     policy version {step} is left out: {refused}")
             return {"sync/refused": 1.0}
-        metrics = report.metrics() | (driver.paused() or {})
+        metrics = report.metrics() | (driver.last_sync() or {})
         if report.first_failure:
             driver.recorder.note(
                 f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"

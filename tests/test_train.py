@@ -94,7 +94,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
     recorder = SimpleNamespace(phase=lambda _: Part("phase", []))
     log: list[str] = []
     driver: Any = SimpleNamespace(
-        recorder=recorder, evaluate=lambda step: {"at": step}, syncing=lambda: Part("awake", log), paused=dict
+        recorder=recorder, evaluate=lambda step: {"at": step}, syncing=lambda: Part("awake", log), last_sync=dict
     )
     learner: Any = SimpleNamespace(broadcast=lambda value: value, make_room=lambda: log.append("room made"))
 

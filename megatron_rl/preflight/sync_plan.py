@@ -49,11 +49,17 @@ class SyncPlan:
     whole_bytes: int = 0
     split_bytes: int = 0
     key_value_bytes: int = 0
-    uncut_bytes: int = 0  # of split ones, that the file transport leaves whole because they are small
+    uncut_bytes: int = 0  # of the latter two, what the file transport leaves whole because it is small
+    kv_heads: int = 1
 
     @property
     def nbytes(self) -> int:
         return self.whole_bytes + self.split_bytes + self.key_value_bytes
+
+    def loaded_bytes(self, sampler_tp: int) -> int:
+        """What one of so many tensor-parallel ranks of an engine loads."""
+        heads = min(sampler_tp, self.kv_heads)
+        return self.whole_bytes + self.split_bytes // sampler_tp + self.key_value_bytes // heads
 
     @property
     def gathered(self) -> int:
@@ -116,7 +122,7 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
         plain += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in zip(param.hf, param.shapes, strict=True))
     gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
     kept = (held["whole"], held["split"], held["key_value"])
-    return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, *kept, uncut)
+    return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, *kept, uncut, shape.kv_heads)
 
 
 def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:

@@ -278,6 +278,7 @@ _TABLE = (
         "sync",
         ("version", "policy version that was sent", "last"),
         ("bytes", "bytes that were sent", "sum", "bytes"),
+        ("read_bytes", "bytes of it that one rank of an engine read", "sum", "bytes"),
         ("tensors", "tensors that were sent", "last"),
         ("resent", "versions that were sent a second time, because the first was refused or not written", "sum"),
         ("refused", "versions that the sampler refused, and the run went on without (rollout.ahead)", "sum"),

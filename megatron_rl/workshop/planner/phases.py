@@ -124,13 +124,13 @@ def _largest(shape: ModelShape) -> int:
     return max(prod(size) for param in params(replace(shape, layers=1)) for size in param.shapes)
 
 
-def engine_phases(engine: EngineMemory, whole: int, sync: SyncSection, sleep: Sleep) -> dict[str, dict[str, float]]:
-    """Memory that an engine adds to its GPU by phase. `whole`: bytes of all weights."""
+def engine_phases(engine: EngineMemory, sync: SyncSection, sleep: Sleep) -> dict[str, dict[str, float]]:
+    """Memory that an engine adds to its GPU by phase; files wait elsewhere where there is no room for them."""
     loaded = {"engine: weights": engine.weights, "engine: runtime": engine.runtime}
     loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
     awake = loaded | {CACHE: engine.cache}
     start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
-    staged = {"engine: next weights": float(whole)} if sync.staged and sync.transport != Transport.file else {}
+    staged = {"engine: next weights": engine.weights} if sync.staged and sync.transport != Transport.file else {}
     if sleep == Sleep.none:
         return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}
     asleep = {"engine: asleep": engine.asleep}

@@ -102,7 +102,7 @@ def _memory(case: Case) -> list[Memory]:
     probe = max(one.forward for one in case.stages(probe_pack(config.rollout, config.learner, model), 1))
     offloads = config.learner.offload is Offload.optimizer
     of_learner = learner_phases(case.heaviest, model, probe, case.host, sleep != Sleep.none, offloads)
-    of_engine = engine_phases(case.engine, case.weights.nbytes, config.sync, sleep)
+    of_engine = engine_phases(case.engine, config.sync, sleep)
     kinds = {"learner": of_learner, "learner and engine": joined(of_learner, of_engine), "engine": of_engine}
     what = "a process of" if case.host else "a GPU of"
     return [Memory(kind, gpus, kinds[kind], case.limit, what) for kind, gpus in case.roles.kinds.items()]

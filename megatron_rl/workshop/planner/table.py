@@ -102,6 +102,7 @@ def _ahead(time: StepTime, plan: Plan, rollout: RolloutSection) -> Iterator[str]
     )
     # an update that comes into the middle of an answer makes the rest of it younger
     older = min(1.0, time.learner / time.rollout) if rollout.in_flight is InFlight.continue_ else 1.0
+    yield f"          engines stand still for {duration(time.pause)} of a sync of {duration(time.sync)}"
     yield f"          about {older:.0%} of a batch's tokens are {rollout.ahead} update(s) old, the others younger"
 
 

@@ -14,7 +14,7 @@ from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration
 from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.engine_memory import EngineMemory
+from megatron_rl.workshop.planner.engine_memory import EngineMemory, utilization
 from megatron_rl.workshop.planner.learner_memory import GRADIENT, MASTERS_AND_MOMENTS, chosen
 from megatron_rl.workshop.planner.weights import BF16, held
 
@@ -22,6 +22,7 @@ TERA, GIGA = 1e12, 1e9
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at 3.4 million
 FP8_PAYS = 580_000
 FP8_GAIN = 0.18  # of the time of the products, at best
+WAITING = 1.5  # of an update's bytes have to be free where it waits: engine/receiver.py
 FASTER = 0.9  # of the rollout's time: less of a gain is not worth a word
 
 
@@ -55,6 +56,7 @@ class StepTime(Sampling, Learning):
     sync: float
     save: float
     quantize: float  # of sync
+    pause: float = 0.0  # of sync: engines load what they have checked, and answer nothing
     ahead: bool = False
 
     @property
@@ -83,6 +85,7 @@ def step_time(case: Case) -> StepTime:
     return StepTime(
         sync=(_syncing(case) + _quantizing(case)) / case.config.sync.every,
         quantize=_quantizing(case) / case.config.sync.every,
+        pause=_pausing(case) / case.config.sync.every,
         save=_saving(case, sampled.rollout + learned.prox + learned.update),
         ahead=case.config.rollout.ahead > 0,
         **vars(sampled),
@@ -238,12 +241,24 @@ def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, in
 
 
 def _syncing(case: Case) -> float:
-    """Whole tensors from the writers to every engine rank."""
+    """Whole tensors from the writers; through files, each engine rank reads what it loads. Loading included."""
     transport, gpu = case.config.sync.transport, case.gpu
     if transport == Transport.file:
-        return case.weights.nbytes / (case.assumed.file_gbs * GIGA)
+        largest = max(case.weights.nbytes / case.model.layout.pp, case.engine.weights)
+        return largest / (case.assumed.file_gbs * GIGA) + _pausing(case)
     near = transport == Transport.ipc or case.roles.learner_nodes == 1
-    return case.weights.nbytes / ((gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link)
+    moved = case.weights.nbytes / ((gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link)
+    return moved + _pausing(case)
+
+
+def _pausing(case: Case) -> float:
+    """From a GPU's own memory, where an update was checked; from the host's, where that had no room for it."""
+    config, weights = case.config, case.engine.weights
+    awake = config.sync.transport == Transport.file and config.sampler.sleep == Sleep.none
+    spare = (1 - utilization(config.sampler)) * (case.limit or 0.0)
+    if awake and spare < WAITING * weights:
+        return weights / (case.assumed.host_gbs * GIGA)
+    return case.assumed.loading * weights / (case.gpu.memory_tbs * TERA)
 
 
 def _quantizing(case: Case) -> float:

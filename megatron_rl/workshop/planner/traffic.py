@@ -11,14 +11,14 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
 from megatron_rl.runs.console import table
+from megatron_rl.workshop.planner.workload import Assumptions
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 END = (
     "  busiest end: everything that goes through the most loaded rank, which its network card has to carry; engines on "
     "one host read the `file` transport's bytes from one shared copy"
 )
-PASSES = 3  # over the bytes that are loaded: read, written into their place, made ready for a kernel
-MEMORY_TBS, HOST_GBS = 3.35, 25.0  # of an H100's memory; between it and its host's, pages as they are
+MEMORY_TBS = 3.35  # of an H100
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def problems(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
 def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> dict[str, Any]:
     """A sync's traffic as numbers, for programs."""
     model, sampler, plan = _planned(config, hf_config, request)
-    found = links(plan, model, sampler, config.sync.transport)
+    found = links(plan, sampler, config.sync.transport)
     return {
         "bytes": plan.nbytes,
         "tensors": len(plan.transfers),
@@ -105,7 +105,7 @@ def describe(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
         f"sync      quantization.format={config.quantization.format}, sync.transport={config.sync.transport}, "
         f"every {config.sync.every} step(s)",
     ]
-    found, bound = links(plan, model, sampler, config.sync.transport), lower_bound(plan, model, sampler)
+    found, bound = links(plan, sampler, config.sync.transport), lower_bound(plan, model, sampler)
     sections = [who, _what(plan), _links(found, request.link_gbs), _bound(found, bound, request.link_gbs)]
     sections += [_writers(plan, request.rows), _largest(plan, request.rows)] if request.rows > 0 else []
     return "\n\n".join("\n".join(section) for section in sections)
@@ -117,7 +117,7 @@ def _planned(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
     return model, SamplerLayout(config.sampler.tensor_parallel, request.replicas), plan
 
 
-def links(plan: SyncPlan, model: Model, sampler: SamplerLayout, transport: Transport) -> list[Links]:
+def links(plan: SyncPlan, sampler: SamplerLayout, transport: Transport) -> list[Links]:
     """Every kind of link that carries bytes, with its numbers."""
     found = []
     for weights, rank in (("dense weights", "a tensor-parallel"), ("experts", "an expert-tensor-parallel")):
@@ -133,7 +133,7 @@ def links(plan: SyncPlan, model: Model, sampler: SamplerLayout, transport: Trans
     writers = [*plan.writers.values()]
     if transport == Transport.file:
         found.append(_kind("learner -> files", writers, max(writers), "a writer's tensors, once for all engines"))
-        own = _shard(plan, model, sampler) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
+        own = plan.loaded_bytes(sampler.tp) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
         reads = "what a sampler rank loads, and scales that are too small to be cut"
         found.append(_kind("files -> sampler", [own] * sampler.world, own, reads))
     else:
@@ -155,13 +155,8 @@ def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBo
     # the ranks of a stage share what it holds, at best evenly: experts are split evenly as it is
     layout = model.layout
     out = max(stages.values(), default=0) // (layout.tp * layout.cp * layout.dp)
-    shard = _shard(plan, model, sampler)
+    shard = plan.loaded_bytes(sampler.tp)
     return LowerBound(out, shard, shard * sampler.world)
-
-
-def _shard(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> int:
-    shared = plan.whole_bytes + plan.split_bytes // sampler.tp
-    return shared + plan.key_value_bytes // min(sampler.tp, model.shape.kv_heads)
 
 
 def _what(plan: SyncPlan) -> list[str]:
@@ -196,11 +191,12 @@ def _bound(found: list[Links], bound: LowerBound, link_gbs: float | None) -> lis
     tail = [f"  as built, the busiest end carries {built / max(bound.busiest, 1):.1f}x of the least that it could"]
     if link_gbs is not None:
         tail[0] += f": {_seconds(built, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
-        sync, near = sum(one.end for one in found) / link_gbs, PASSES * bound.into / MEMORY_TBS / 1e3
+        assumed, sync = Assumptions(), sum(one.end for one in found) / link_gbs
+        near = assumed.loading * bound.into / MEMORY_TBS / 1e3
         tail.append(
             f"  engines stand still while they load what they have checked: {near / 1e9:.3g} s from device memory at "
-            f"{MEMORY_TBS:g} TB/s, {near / (sync + near):.1%} of the sync; {_seconds(bound.into, HOST_GBS)} at "
-            f"{HOST_GBS:g} GB/s from the host's, where the device has no room beside its cache"
+            f"{MEMORY_TBS:g} TB/s, {near / (sync + near):.1%} of the sync; {_seconds(bound.into, assumed.host_gbs)} at "
+            f"{assumed.host_gbs:g} GB/s from the host's, where the device has no room beside its cache"
         )
     return [*table(("lower bound", "bytes", ""), rows), *tail]
 

@@ -38,6 +38,8 @@ class Assumptions:
     hop_us: float = 15.0  # of an all-reduce between ranks of an engine
     far_hop_us: float = 50.0  # the same, between nodes
     file_gbs: float = 2.0  # weights through files: written, checked, read
+    loading: float = 3.0  # times that weights pass through a GPU's memory while an engine loads them from there
+    host_gbs: float = 25.0  # from the host's memory into a GPU's, pages as they are
     keep_gbs: float = 10.0  # a rank's state into the host's memory
 
 

@@ -117,12 +117,14 @@ def _time(runs: Sequence[RunData]) -> list[Panel]:
     split = "Mean step of each run." if len(runs) > 1 else "Wall clock on the driver rank; phases do not overlap."
     sent: dict[str, Any] = {"y_title": "MiB", "scale": 2**-20, "from_zero": True}
     speed: dict[str, Any] = {"smooth": True, "first_step": 1, "from_zero": True, "sampled": True}
+    sizes = {"sync/bytes": "sent", "sync/read_bytes": "read by a rank of an engine"}
     throughput, error = {"perf/rollout_tokens_per_s": "tokens/s"}, {"sync/quant_error_max": "worst layer"}
     return [
         Panel("Where a step's time goes", split, figures.time_split(runs), wide=True),
         Panel("Who works when", "Some steps from the middle of the run.", figures.lanes(runs), wide=True),
         Panel("Weight sync", "Its own phases.", figures.sync_split(runs)),
-        _curves(runs, "Weight sync size", "Sent each time", {"sync/bytes": "MiB"}, **sent),
+        _curves(runs, "Weight sync size", "Each time", sizes, **sent),
+        _curves(runs, "Engines stand still", "In each sync", {"sync/pause_s": "paused"}, y_title="s", from_zero=True),
         _curves(runs, "Rollout throughput", "Response tokens per second of generation", throughput, **speed),
         _curves(runs, "Quantization error", "Relative, the worst layer", error, from_zero=True),
     ]

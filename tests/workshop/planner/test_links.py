@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated import ThreadGroup, hf_config, random_hf, run_sources
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.schema import Format, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -31,8 +31,10 @@ def test_gathers_are_what_crosses(layout: Layout, format: Format) -> None:
             assert plan.gathers[pp, ep] == tuple(crossed[rank] for rank in range(1, layout.expert_tp))
 
 
-def one(plan: SyncPlan, sampler: SamplerLayout, start: str) -> tuple[int, int, int, int]:
-    found = next(each for each in links(plan, sampler) if each.kind.startswith(start))
+def one(
+    plan: SyncPlan, sampler: SamplerLayout, start: str, transport: Transport = Transport.nccl
+) -> tuple[int, int, int, int]:
+    found = next(each for each in links(plan, sampler, transport) if each.kind.startswith(start))
     return found.count, found.busiest, found.total, found.end
 
 
@@ -58,6 +60,9 @@ def test_links_by_hand() -> None:
     assert bound.out == plan.nbytes // 6
     assert bound.into == crossing + 4 * row_rows + 3 * 64 * 2
     assert bound.total == 10 * bound.into
+    assert one(plan, SamplerLayout(2, 5), "learner -> files", Transport.file) == (1, *[plan.nbytes] * 3)
+    read = plan.nbytes  # of a model this small nothing is cut
+    assert one(plan, SamplerLayout(2, 5), "files -> sampler", Transport.file) == (10, read, 10 * read, read)
 
 
 def test_the_bound_knows_who_holds_what() -> None:
@@ -83,3 +88,4 @@ def test_what_is_built_is_above_the_bound(sampler: SamplerLayout, format: Format
     bound = lower_bound(plan, Model(shape, layout, {}), sampler)
     assert bound.total <= plan.nbytes * sampler.world
     assert bound.busiest <= one(plan, sampler, "learner -> sampler")[3]
+    assert bound.into <= one(plan, sampler, "files -> sampler", Transport.file)[3] <= plan.nbytes
