@@ -13,11 +13,13 @@ from megatron_rl.learner.costs import operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.quantization.formats import QUANTIZED
 from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.time import keeps_prefixes
 
 Part = tuple[str, str]  # phase, what takes its time
 Parts = Mapping[Part, float]
 
 GIGA = 1e9
+BLOCK = 128  # tokens of a prefix that vLLM keeps on hosts; what fills no block is prefilled for each answer
 # seconds of one; `--fit` puts a host's own in their place. One thread of an AMD EPYC (Zen 5: AVX-512, BF16, VNNI), from
 # the runs of tools/bench/precision.py that constants are taken from
 COSTS = {
@@ -55,13 +57,17 @@ def _rollout(case: Case) -> dict[Part, float]:
     engines = max(case.roles.engines, 1)
     together = min(max_sequences(case.config.sampler) * engines, work.open * case.assumed.batches)
     steps = sequences * sampled / together + max(longest - sampled, 0)
-    prefilled = sequences * (work.prompt / case.config.rollout.samples_per_prompt + work.prefilled(True))
-    tokens = sequences * sampled + prefilled
+    section, kept = case.config.sampler, keeps_prefixes(case.config.sampler)
+    block = int(section.vllm.get("block_size", BLOCK))
+    shared = kept * (work.prompt // block * block)  # by the answers to a prompt
+    first = work.prompt - shared * (1 - 1 / case.config.rollout.samples_per_prompt)
+    later = sampled + work.prefilled(kept)
+    tokens = sequences * (first + later)
     found = {
         "step": steps,
         "layer": steps * shape.layers,
         "token": sequences * sampled,
-        "attention": tokens * each.attention,
+        "attention": sequences * (first * operations(case.model, work.prompt).attention + later * each.attention),
         "head": sequences * sampled * each.head,
         f"{format} products": tokens * (each.dense + each.experts),
     }
