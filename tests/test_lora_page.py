@@ -1,6 +1,8 @@
-"""docs/lora.md: its commands, run as they stand on the page."""
+"""docs/lora.md: its commands, run as they stand on the page; and what else looks at a run, of one with adapters."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from megatron_rl.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lora.md"
+REWARD = "def by_answer(row, answer_key, response):\n    return sum(map(ord, response)) % 3 / 2\n"
+PATCHES = ("sync/bytes", "sync/read_bytes", "sync/changed_fraction")  # the first version of a start is a whole one
 
 
 @pytest.mark.engine
@@ -23,9 +27,7 @@ def test_the_commands(empty: Path) -> None:
     write_toy(empty / "data" / "toy")
     typed(empty, "megatron-rl train recipes/toy_sft.yaml")
     # a policy that knows nothing is right too rarely to learn from it
-    (empty / "uneven.py").write_text(
-        "def by_answer(row, answer_key, response):\n    return sum(map(ord, response)) % 3 / 2\n"
-    )
+    (empty / "uneven.py").write_text(REWARD)
     with (empty / "recipes" / "quickstart_lora.yaml").open("a") as recipe:
         recipe.write(f"reward: {{name: '{empty}/uneven.py:by_answer'}}\n")
     large = "dapo-qwen3_32b-1n8g-int8-lora.yaml"
@@ -39,3 +41,43 @@ def test_the_commands(empty: Path) -> None:
     )
     name = "model.layers.0.self_attn.q_proj.weight"
     assert bool((merged.get(name) == again.get(name)).all()) and bool((merged.get(name) != base.get(name)).any())
+
+
+def _repeated(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [
+        {key: one for key, one in line.items() if not key.startswith(("time/", "perf/", *PATCHES)) and key[-2:] != "_s"}
+        for line in lines
+    ]
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_a_run_whose_updates_are_checked_goes_on_and_is_looked_into(empty: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_toy(empty / "data" / "toy")
+    small_recipes(empty, quickstart_lora=8)
+    (empty / "uneven.py").write_text(REWARD)
+    toy, run = empty / "data" / "toy" / "model", empty / "runs" / "quickstart_lora"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy)).save_pretrained(empty / "weights")
+    shutil.copy(empty / "weights" / "model.safetensors", toy)
+    train = (
+        "megatron-rl train recipes/quickstart_lora.yaml model.path=data/toy/model reward.name=uneven.py:by_answer "
+        "run.steps=3 run.if_exists=resume checkpoint.every=2 sync.full_every=3 learner.n_minibatches=2 "
+        "learner.update_check.rows=8 learner.update_check.refuse=2"
+    )
+    typed(empty, train)
+    whole = read_metrics(run / "metrics.jsonl")
+    for line in whole[1:]:
+        assert line["update/sampler_gain"] == pytest.approx(line["update/learner_gain"], rel=0.5, abs=0.01)
+        assert line["update/refused"] == 0.0 and line["update/learner_gain"] > 0
+    typed(empty, "megatron-rl mismatch runs/quickstart_lora -n 2 -o found")
+    assert json.loads((empty / "found" / "mismatch.json").read_text())["kl"] < 1e-4
+    shutil.rmtree(run / "checkpoints" / "step_3")
+    typed(empty, train)
+    assert _repeated(read_metrics(run / "metrics.jsonl")) == _repeated(whole)
+    huge = "optim.lr=1e20 optim.min_lr=1e20"  # the second minibatch meets adapters whose products are infinite
+    typed(empty, f"{train} {huge} run.steps=4 'run.resume_allow=[optim.lr, optim.min_lr]' || true")
+    said = typed(empty, "megatron-rl rerun-step runs/quickstart_lora/dumps/nonfinite_*")
+    assert re.search(r"first: +the output of decoder\.layers\.0\.\S+\.lora holds .*repeats +yes", said, re.S)

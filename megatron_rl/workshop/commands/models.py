@@ -75,7 +75,7 @@ def _eval(options: argparse.Namespace) -> int:
 
         config = with_sets(config, options.sets)
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
-        for line in check_alone(config, stored.weights):
+        for line in check_alone(config, stored.base):
             note(f"note: {line}")
         print(measure(config, stored, folder, note))
         print(f"pass rates, prompt by prompt: {folder}")
@@ -111,7 +111,7 @@ def _chat(options: argparse.Namespace) -> int:
             once = sys.stdin.read().rstrip("\n")
         if once == "":
             raise ConfigError("-p: nothing to answer; give a text")
-        check_alone(config, stored.weights)
+        check_alone(config, stored.base)
         with begun(config, stored, options.row, note) as chat:
             if once is not None:
                 try:
@@ -169,7 +169,7 @@ def _mismatch(options: argparse.Namespace) -> int:
         from megatron_rl.preflight.checks import check_alone, check_watched
         from megatron_rl.rank import alone
 
-        check_alone(config, stored.weights)
+        check_alone(config, stored.base)
         check_watched(config)
         folder = options.out or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
         with alone():

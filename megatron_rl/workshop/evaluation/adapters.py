@@ -54,22 +54,28 @@ def is_peft(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def alone(path: Path) -> bool:
+    """Whether adapters are there without the model that they change."""
+    if not is_checkpoint(path):
+        return is_peft(path)
+    from megatron_rl.checkpoint.torch_dist import reader as torch_dist
+
+    return torch_dist.Reader(path).holds_adapters
+
+
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
     """Of a torch_dist checkpoint, with its run's `lora`, or of PEFT's folder; None where a whole model is there."""
     if is_peft(path):
         return _of_peft(path)
-    if not is_checkpoint(path):
+    if not alone(path):
         return None
     from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 
-    reader = torch_dist.Reader(path)
-    if not reader.holds_adapters:
-        return None
     if lora is None:
         raise ConfigError(
             f"{path} holds adapters alone, and what they belong to is in their run's config.yaml: name it"
         )
-    return Adapters(lora, torch_dist.getter(reader, replace(shape, lora=lora)))
+    return Adapters(lora, torch_dist.getter(torch_dist.Reader(path), replace(shape, lora=lora)))
 
 
 def _of_peft(path: Path) -> Adapters:

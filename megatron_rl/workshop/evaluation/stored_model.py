@@ -29,7 +29,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.evaluation.adapters import is_peft, merged, read
+from megatron_rl.workshop.evaluation.adapters import alone, is_peft, merged, read
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class StoredModel:
     label: str  # for file names
     note: str = ""  # what is not obvious about it
     lora: Lora | None = None  # of its run: the weights may be adapters alone, the model that they change is `folder`
+
+    @property
+    def base(self) -> Path:
+        """A whole model's weights."""
+        return self.folder if alone(self.weights) else self.weights
 
 
 def run_of(path: Path) -> Path | None:

@@ -16,7 +16,7 @@ from plotly.subplots import make_subplots
 
 from megatron_rl.batch import collate
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Config, Router
+from megatron_rl.config.schema import Config, Forward, Router
 from megatron_rl.data.dataset import Source
 from megatron_rl.data.prompts import FolderTokenizer
 from megatron_rl.files import write_whole
@@ -29,7 +29,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, written
-from megatron_rl.workshop.evaluation.adapters import read
+from megatron_rl.workshop.evaluation.adapters import is_peft
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
@@ -75,7 +75,12 @@ class _Seen:
 
 def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, note: Callable[[str], None]) -> str:
     """The table. `folder` gets the numbers and a page."""
-    model = Model.read(stored.folder, config.learner, config.model.head_precision)
+    model, adapted = Model.read(stored.folder, config.learner, config.model.head_precision), stored.base != stored.weights
+    if adapted and (is_peft(stored.weights) or config.learner.forward is Forward.as_sampler):
+        raise ConfigError(
+            f"{stored.weights}: adapters, of which a run's own are passed, in BF16; merge them (tools/convert.py export)"
+        )
+    model = replace(model, shape=replace(model.shape, lora=stored.lora if adapted else None))
     # the temperature at which an engine says what a prompt was worth
     whole = replace(config, rollout=replace(config.rollout, temperature=1.0))
     room = min(wanted.tokens, EngineSettings.from_config(config).max_tokens - 1)  # to which the engine adds a token
@@ -84,9 +89,8 @@ def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, n
     folder.mkdir(parents=True, exist_ok=True)
     with served(config, stored, note, folder) as sampler:
         learner = Learner(model, Sections.of(whole))
-        if read(stored.weights, model.shape, stored.lora) is not None:
-            learner.load_hf(stored.folder)  # what the adapters change
-        learner.load_hf(stored.weights)
+        for weights in dict.fromkeys((stored.base, stored.weights)):
+            learner.load_hf(weights)
         seen = _Seen(Walk(learner))
         for rollout in rollouts or answered(sampler, asked, room):
             seen.add(sampler, rollout, fresh=bool(asked))

@@ -29,6 +29,7 @@ from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
+from megatron_rl.train import load_policy
 
 # of a layout: one rank has none of them
 PARALLEL = (
@@ -56,7 +57,7 @@ def rerun(dump: Path) -> str:
     model = Model.read(config.model.folder, config.learner, config.model.head_precision)
     learner = Learner(model, Sections.of(config))
     if model.shape.lora is not None:
-        learner.load_hf(config.model.path)  # what the adapters change
+        load_policy(learner, config.model, config.run.seed, reference=False)  # what the adapters change
     state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
     same = layout == learner.layout
     if random and same:
