@@ -16,7 +16,7 @@ from plotly.subplots import make_subplots
 
 from megatron_rl.batch import collate
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Config, Forward, Router
+from megatron_rl.config.schema import Config, Router
 from megatron_rl.data.dataset import Source
 from megatron_rl.data.prompts import FolderTokenizer
 from megatron_rl.files import write_whole
@@ -75,12 +75,11 @@ class _Seen:
 
 def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, note: Callable[[str], None]) -> str:
     """The table. `folder` gets the numbers and a page."""
-    model, adapted = Model.read(stored.folder, config.learner, config.model.head_precision), stored.base != stored.weights
-    if adapted and (is_peft(stored.weights) or config.learner.forward is Forward.as_sampler):
-        raise ConfigError(
-            f"{stored.weights}: adapters, of which a run's own are passed, in BF16; merge them (tools/convert.py export)"
-        )
-    model = replace(model, shape=replace(model.shape, lora=stored.lora if adapted else None))
+    model = Model.read(stored.folder, config.learner, config.model.head_precision)
+    if is_peft(stored.weights):
+        raise ConfigError(f"{stored.weights}: PEFT's; name the run, or merge it first: python tools/convert.py export")
+    if stored.base != stored.weights:
+        model = replace(model, shape=replace(model.shape, lora=stored.lora))
     # the temperature at which an engine says what a prompt was worth
     whole = replace(config, rollout=replace(config.rollout, temperature=1.0))
     room = min(wanted.tokens, EngineSettings.from_config(config).max_tokens - 1)  # to which the engine adds a token

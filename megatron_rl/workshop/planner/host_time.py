@@ -57,8 +57,7 @@ def _rollout(case: Case) -> dict[Part, float]:
     engines = max(case.roles.engines, 1)
     together = min(max_sequences(case.config.sampler) * engines, work.open * case.assumed.batches)
     steps = sequences * sampled / together + max(longest - sampled, 0)
-    section, kept = case.config.sampler, keeps_prefixes(case.config.sampler)
-    block = int(section.vllm.get("block_size", BLOCK))
+    kept, block = keeps_prefixes(case.config.sampler), int(case.config.sampler.vllm.get("block_size", BLOCK))
     shared = kept * (work.prompt // block * block)  # by the answers to a prompt
     first = work.prompt - shared * (1 - 1 / case.config.rollout.samples_per_prompt)
     later = sampled + work.prefilled(kept)
