@@ -31,6 +31,7 @@ from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.lora import adapters_off
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.router_replay import RouterReplay, shares
 from megatron_rl.learner.shares import DataPlane, Share, Shared
 from megatron_rl.learner.weights import exchanged, rounded_again
@@ -57,6 +58,8 @@ def _flat(groups: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 
 class ForwardPasses(Policy):
     """A policy that all ranks pass the same batch through, and get the same results back."""
+
+    profiler: Profiler
 
     def __init__(self, model: Model, sections: Sections) -> None:
         super().__init__(model, sections)
@@ -212,7 +215,7 @@ class ForwardPasses(Policy):
 
     def _logprobs(self, batch: Batch | Shared, work: Work | None = None) -> Tensor:
         work = self._work(batch, range(len(batch))) if work is None else work
-        with torch.no_grad():
+        with torch.no_grad(), self.profiler.looking("forward", len(work.packs) * len(self.chunks)):
             results = self._run(work.packs, self._asked(entropy=False), self._collect, forward_only=True)
         return self._gathered(batch, work, results)
 
@@ -326,6 +329,7 @@ class ForwardPasses(Policy):
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
             mark()
+            self.profiler.micro_batch()
             with self._forward_clock.running():
                 found = model(pack=mine, asked=asked, **plain)
             # megatron-core wants a tensor
