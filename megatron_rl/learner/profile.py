@@ -90,7 +90,7 @@ def explained_when_full(folder: Path, rank: int, history: bool) -> Iterator[None
         yield
     except torch.OutOfMemoryError as error:
         with suppress(OSError):  # a full disk takes nothing from the error
-            error.args = (f"{error}\n{_left(folder, rank, history)}",)
+            error.args = (f"{error} {_left(folder, rank, history)}",)  # a line: the launcher reads logs by lines
         raise
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.learner.profile import MICRO_BATCHES, Profiler, explained_when_full, remember_allocations
+from megatron_rl.survival.launch import last_error
 
 
 def passes(profiler: Profiler, step: int, *counts: int) -> None:
@@ -68,7 +69,7 @@ def test_where_memory_runs_out_the_error_says_what_fills_it(tmp_path: Path, hist
     ):
         raise torch.OutOfMemoryError(said)
     path, told = tmp_path / "dumps" / "memory_rank_1.txt", str(caught.value)
-    assert str(path) in told
+    assert str(path) in last_error(f"Traceback\n  there\ntorch.OutOfMemoryError: {told}".splitlines())
     assert ("memory_rank_1.pickle in https://pytorch.org/memory_viz" if history else "log.memory_history=true") in told
     assert f"{16 if history else 12}.0 MiB      {len(held)} x cpu int16 [1048576, {3 + history}]" in path.read_text()
 
