@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MICRO_BATCHES = 4  # of each pass, its last ones: of a large model about 50 MB, before they are compressed
+MICRO_BATCHES = 2  # of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
 REMEMBERED = 100_000  # allocations and frees, of log.memory_history
 LARGEST = 40  # kinds of tensors that are listed
 NO_FOLDER = Path()
