@@ -46,6 +46,7 @@ from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound
 
 RANKS, ENGINE_TP = 4, 2
+HOST_EXPERTS = [r"re:.*\.experts\..*"]  # no host has a kernel for quantized ones
 LAYOUTS = {"dense": Layout(tp=2, pp=2), "mixture": Layout(tp=2, pp=2, ep=2, etp=1)}
 
 
@@ -90,7 +91,7 @@ def run_rank(rank: int, kind: str, given: argparse.Namespace, folder: str) -> No
     for name in given.formats:
         config = Config(
             model=ModelSection(path=folder),
-            quantization=QuantizationSection(format=Format(name)),
+            quantization=QuantizationSection(format=Format(name), ignore=HOST_EXPERTS * (kind == "mixture")),
             rollout=RolloutSection(max_prompt_tokens=32, max_response_tokens=32),
             sampler=SamplerSection(
                 tensor_parallel=ENGINE_TP, vllm={"max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
@@ -136,7 +137,7 @@ def measure(weights: RandomWeights, sampler: Sampler | None, config: Config, rep
 
 
 def planned(model: Model, config: Config) -> dict[str, int]:
-    plan, engine = plan_sync(model, config.quantization.format), SamplerLayout(ENGINE_TP)
+    plan, engine = plan_sync(model, config.quantization.format, config.quantization.ignore), SamplerLayout(ENGINE_TP)
     ends = {link.kind: link.end for link in links(plan, engine, Transport.file)}
     bound = lower_bound(plan, model, engine)
     return {
