@@ -41,6 +41,7 @@ from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.profile import explained_when_full
 from megatron_rl.learner.router_replay import check as check_replay
 from megatron_rl.learner.shares import Shared
 from megatron_rl.learner.state import LearnerState
@@ -67,7 +68,8 @@ def train(
 ) -> None:
     """One run, from loaded weights to the last report; after the driver's last word, `on_driver_closed` is called."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
-    with ExitStack() as after_driver, ExitStack() as driver_closed, driving as driver:
+    explained = explained_when_full(run_dir / "dumps", rank, config.log.memory_history)
+    with ExitStack() as after_driver, ExitStack() as driver_closed, driving as driver, explained:
         driver_closed.callback(on_driver_closed)
         keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
@@ -114,7 +116,8 @@ def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, 
     try:
         at, stop = arrive(at, config, driver, learner, sync, saver, first=True)
         while at.step < config.run.steps and not stop:
-            at = advance(at, config, driver, learner)
+            with learner.profiler.step(at.step + 1):
+                at = advance(at, config, driver, learner)
             at, stop = arrive(at, config, driver, learner, sync, saver)
     except StepGivenUp as given_up:  # by every rank: what the step has not changed is kept, unless it is already
         stop = str(given_up)

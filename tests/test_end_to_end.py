@@ -1,5 +1,6 @@
 """What a user does: train from a recipe on two ranks with a quantized engine, and stop it at any moment."""
 
+import gzip
 import json
 import os
 import signal
@@ -82,7 +83,7 @@ def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
     "recipe", ["quickstart", "quickstart_pp2", "quickstart_bf16", "quickstart_fp8", "quickstart_lora"]
 )
 def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
-    more = ["quantization.smoothing=0.5"] if recipe == "quickstart_pp2" else []
+    more = ["quantization.smoothing=0.5", "log.profile_steps=[2]"] if recipe == "quickstart_pp2" else []
     settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]
     said = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
     folder = warm_start / "runs" / recipe
@@ -98,6 +99,13 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     assert table.column("prox_logprobs").null_count == 0
     assert (folder / "report.html").stat().st_size > 50_000
     assert len(said.splitlines()) < 40  # a person reads this
+    traces = sorted((folder / "dumps").glob("*/*"))
+    assert {trace.name.partition("_pass_")[0] for trace in traces} == ({"rank_0", "rank_1"} if len(more) > 1 else set())
+    if traces:
+        assert {"rank_1_pass_1_forward.json.gz", "rank_1_pass_2_update.json.gz"} < {trace.name for trace in traces}
+        events = json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
+        assert any("Backward" in event["name"] for event in events)
+        assert f"step 2: traces are in {Path('runs') / recipe / 'dumps' / 'profile_2'}; open them in" in said
 
 
 IN_FLIGHT = ("rollout.ahead=1", "rollout.in_flight=continue", "rollout.max_gen_batches=2")

@@ -84,7 +84,8 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     monkeypatch.setattr(train, "keep", lambda at, *_: kept.append(at.step))
     recorder = SimpleNamespace(phase=lambda _: nullcontext(), end_early=lambda *_, **__: None)
     driver: Any = SimpleNamespace(recorder=recorder, asked_to_stop=lambda: "asked")
-    learner: Any = SimpleNamespace(broadcast=lambda value: value)
+    profiler = SimpleNamespace(step=lambda _: nullcontext())
+    learner: Any = SimpleNamespace(broadcast=lambda value: value, profiler=profiler)
     saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
     train.loop(Config(), driver, learner, None, saver, Standing(after))
     assert kept == keeps

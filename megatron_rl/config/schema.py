@@ -321,6 +321,12 @@ class LogSection:
     record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
     record_experts: bool = False  # with them, the experts that the sampler has told (sampler.routed_experts)
     export: bool = False  # the final policy as a Hugging Face folder, model/
+    # torch.profiler's traces of the learner in these steps, such as [3]; of one rank of each pipeline stage
+    profile_steps: Annotated[
+        list[int], need(lambda steps: all(type(one) is int and one > 0 for one in steps), "use steps, such as [3]")
+    ] = field(default_factory=list)
+    # GPUs: record who allocates what, so that a snapshot of it is left where memory runs out (docs/gpu.md)
+    memory_history: bool = False
     # of the run's directory, such as 50: the oldest recorded rollouts, then dumps, make room; null: no limit
     disk_gib: Annotated[float | None, above(0)] = None
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}; such as {ess: stop}

@@ -129,18 +129,17 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         )
         start, checking = time.perf_counter(), staged.tensors.seconds
         # all of it is read, and checked, before the live weights change: into a twin, or beside them
-        ready = staged.tensors if self._doubles else Held.of(staged.tensors, self.shards, self._where(staged.nbytes))
-        make_live = self.prepare(ready)
+        make_live = self.prepare(staged.tensors if self._doubles else self._held(staged.tensors))
         checked = staged.tensors.seconds - checking
         built = time.perf_counter() - start - checked
         return _Ready(staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built)
 
-    def _where(self, nbytes: int) -> torch.device:
-        """Where a checked update waits: on the device, from which it is loaded soonest, where that has room for it and
-        for a layer that is being loaded.
-        """
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        return self.device if free > ROOM * nbytes else torch.device("cpu")
+    def _held(self, tensors: Mapping[str, torch.Tensor]) -> Held:
+        """On the device, from which they are loaded soonest, where that has room for them and a layer being loaded."""
+        held = Held.of(tensors, self.shards)
+        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] > ROOM * held.nbytes:
+            held.move(self.device)
+        return held
 
     def finish_weight_update(self) -> None:
         ready, self._building = self.await_built(), None

@@ -31,6 +31,7 @@ from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.lora import adapters_off
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
 from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.router_replay import RouterReplay, shares
 from megatron_rl.learner.shares import DataPlane, Share, Shared
 from megatron_rl.learner.weights import exchanged, rounded_again
@@ -58,11 +59,14 @@ def _flat(groups: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 class ForwardPasses(Policy):
     """A policy that all ranks pass the same batch through, and get the same results back."""
 
+    profiler: Profiler
+
     def __init__(self, model: Model, sections: Sections) -> None:
         super().__init__(model, sections)
         quantization, sampler = sections.quantization, sections.sampler
         self.rollout = sections.rollout
         self.plane = DataPlane(self.ranks)
+        self.own_layers = self.layout.own_layers(self.shape.layers, self.place.pp)
         self._reference: list[Tensor] = []
         self._forward_clock = ForwardClock(self.device)
         self._activations = ActivationStats(self.shape, self.device)
@@ -73,7 +77,7 @@ class ForwardPasses(Policy):
             self._replay = RouterReplay(self.shape.layers, self.device, told=self.learner.router is Router.replay)
         for first_layer, module in self.numbered_modules:
             if self._replay is not None:
-                self._replay.watch(module, first_layer, self.positions_shard)
+                self._replay.watch(module, first_layer, self.own_layers.index(first_layer), self.positions_shard)
             if quantization.smoothing:
                 self._activations.watch(module, first_layer, self.positions_shard)
             if quantization.kv_cache != KvCache.none:
@@ -139,7 +143,7 @@ class ForwardPasses(Policy):
         work = self._laid_out(share, groups)
         with self._activations.looking(True), self._replay.writing():
             logprobs_BT = self._logprobs(batch, work)
-        unpacked_experts(work.packs, share.sequences, share.at)
+        unpacked_experts(work.packs, self.own_layers, share.sequences, share.at)
         return logprobs_BT, self.plane.with_experts(batch, work.rows, share, self.plane.most(blank_PLK).to(torch.int16))
 
     def logprobs_unseen(self, batch: Batch | Shared) -> Tensor:
@@ -212,7 +216,7 @@ class ForwardPasses(Policy):
 
     def _logprobs(self, batch: Batch | Shared, work: Work | None = None) -> Tensor:
         work = self._work(batch, range(len(batch))) if work is None else work
-        with torch.no_grad():
+        with torch.no_grad(), self.profiler.looking("forward", len(work.packs) * len(self.chunks)):
             results = self._run(work.packs, self._asked(entropy=False), self._collect, forward_only=True)
         return self._gathered(batch, work, results)
 
@@ -258,7 +262,8 @@ class ForwardPasses(Policy):
         hooks: list[Any] = []
         try:
             for first_layer, module in self.numbered_modules:
-                hooks += count_flips(module, first_layer, self.positions_shard, counts_L2)
+                held = self.own_layers.index(first_layer)
+                hooks += count_flips(module, first_layer, held, self.positions_shard, counts_L2)
             chosen_PLK = flat_of(chosen_BSLK, batch.lengths_B)
             with self._replay.resting() if self._replay is not None else nullcontext():
                 self.logprobs_unseen(replace(batch, experts_PLK=chosen_PLK))
@@ -313,7 +318,14 @@ class ForwardPasses(Policy):
         cp, rank = self.layout.cp, self.place.cp
         packs = [pack(share.sequences, share.at(mine), multiple, mine, cp) for mine in groups[self.place.replica]]
         packs = [split(one, rank, cp) for one in packs] if cp > 1 else packs
+        if self.layout.pp > 1:
+            packs = [replace(one, experts_SLK=self._own_experts(one.experts_SLK)) for one in packs]
         return Work(_flat(groups), [one.to(self.device) for one in packs])
+
+    def _own_experts(self, chosen_SLK: Tensor | None) -> Tensor | None:
+        """Of this stage's layers; the driver has those of all."""
+        whole = chosen_SLK is not None and chosen_SLK.shape[1] > len(self.own_layers)
+        return chosen_SLK[:, self.own_layers] if whole and chosen_SLK is not None else chosen_SLK
 
     def _run(
         self, packs: Sequence[Pack], asked: Asked, loss_function: Callable[..., Any], forward_only: bool = False
@@ -326,6 +338,7 @@ class ForwardPasses(Policy):
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
             mark()
+            self.profiler.micro_batch()
             with self._forward_clock.running():
                 found = model(pack=mine, asked=asked, **plain)
             # megatron-core wants a tensor

@@ -27,6 +27,7 @@ from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
 from megatron_rl.learner.packing import Pack, in_one_copy
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import Share, SharedTargets
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
@@ -59,6 +60,9 @@ class Learner(ForwardPasses):
     ) -> None:
         super().__init__(model, sections)
         self.loss, self.correction = sections.loss, sections.correction
+        place = self.place
+        speaks = (place.replica, place.tp, place.cp) == (0, 0, 0)  # of each stage one
+        self.profiler = Profiler(sections.log.profile_steps, dump_dir, self.rank if speaks else None, note)
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._own_pass: OwnPass | None = None
 
@@ -76,20 +80,21 @@ class Learner(ForwardPasses):
         work = self._work(targets.batch, about.rows)
         share = self.plane.loss_rows(targets, work.rows)
         self._forward_clock.take()
-        with nullcontext() if about.anchored else self._activations.looking(True):
-            results = self._run(work.packs, self._asked(), partial(self._loss, share, about))
-        if not about.anchored:
-            logprobs_BT = self._gathered(targets.batch, work, [logprobs_bT for _, logprobs_bT in results])
-            if len(logprobs_BT):
-                unseen_B = torch.ones(len(logprobs_BT), dtype=torch.bool)
-                unseen_B[about.rows] = False
-                logprobs_BT[unseen_B] = math.nan
-            self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
-        mine: dict[str, float] = {}
-        for metrics, _ in results if self.ranks.reports else ():
-            for name, value in metrics.items():
-                mine[name] = mine.get(name, 0.0) + float(value)
-        return self._step(about, targets, self.ranks.add_up(mine))
+        with self.profiler.looking("update", len(work.packs) * len(self.chunks)):
+            with nullcontext() if about.anchored else self._activations.looking(True):
+                results = self._run(work.packs, self._asked(), partial(self._loss, share, about))
+            if not about.anchored:
+                logprobs_BT = self._gathered(targets.batch, work, [logprobs_bT for _, logprobs_bT in results])
+                if len(logprobs_BT):
+                    unseen_B = torch.ones(len(logprobs_BT), dtype=torch.bool)
+                    unseen_B[about.rows] = False
+                    logprobs_BT[unseen_B] = math.nan
+                self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
+            mine: dict[str, float] = {}
+            for metrics, _ in results if self.ranks.reports else ():
+                for name, value in metrics.items():
+                    mine[name] = mine.get(name, 0.0) + float(value)
+            return self._step(about, targets, self.ranks.add_up(mine))
 
     def _about(self, targets: Targets | SharedTargets, rows: Tensor) -> About:
         """What every rank has to know of a minibatch; the driver's word where it alone has the rows."""

@@ -135,14 +135,18 @@ def passing_pack(model: torch.nn.Module) -> tuple[list[Pack], Any]:
     return passing, model.register_forward_pre_hook(remember, with_kwargs=True)
 
 
-def count_flips(model: Any, first_layer: int, shard: int | None, counts_L2: Tensor) -> Iterator[Any]:
-    """Hooks on one chunk of the pipeline that count tokens, and those sent to other experts than their packs have."""
+def count_flips(model: Any, first_layer: int, held: int, shard: int | None, counts_L2: Tensor) -> Iterator[Any]:
+    """Hooks on one chunk of the pipeline that count tokens, and those sent to other experts than their packs have.
+
+    `held`: the place of its first layer among those of packs.
+    """
     passing, hook = passing_pack(model)
     yield hook
-    for layer, block in enumerate(model.decoder.layers, first_layer):
+    for index, block in enumerate(model.decoder.layers):
         for module in block.modules():
             if isinstance(module, TopKRouter):
-                yield module.register_forward_hook(partial(_count, layer, counts_L2[layer], passing, shard))
+                counts_2 = counts_L2[first_layer + index]
+                yield module.register_forward_hook(partial(_count, held + index, counts_2, passing, shard))
 
 
 def _count(

@@ -46,7 +46,7 @@ class Pack:
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens
     kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
-    experts_SLK: Tensor | None  # int8 or int16: where the sampler has sent each; see Sequences.experts_PLK
+    experts_SLK: Tensor | None  # where the sampler has sent each, of this stage's layers: see Sequences.experts_PLK
     read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
     cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
     buckets: tuple[Bucket, ...]
@@ -202,8 +202,10 @@ def _experts(mine: Sequences, real_P: Tensor, positions: int) -> Tensor | None:
     return blank_SLK.index_copy(0, real_P, mine.experts_PLK)
 
 
-def unpacked_experts(packs: Sequence[Pack], sequences: Sequences, at: Callable[[Sequence[int]], list[int]]) -> None:
-    """Writes the packs' choices into their rows' place in `experts_PLK`."""
+def unpacked_experts(
+    packs: Sequence[Pack], layers: list[int], sequences: Sequences, at: Callable[[Sequence[int]], list[int]]
+) -> None:
+    """Writes the packs' choices, of these layers, into their rows' place in `experts_PLK`."""
     ends, lengths = sequences.lengths_B.cumsum(0).tolist(), sequences.lengths_B.tolist()
     for one in packs:
         assert one.experts_SLK is not None and sequences.experts_PLK is not None
@@ -213,7 +215,7 @@ def unpacked_experts(packs: Sequence[Pack], sequences: Sequences, at: Callable[[
             found_SLK = blank_SLK.index_copy(0, one.held_S.cpu(), found_SLK)
         for row, start in zip(at(one.rows), one.starts.tolist(), strict=False):
             chosen = found_SLK[start : start + lengths[row]]  # filler may follow
-            sequences.experts_PLK[ends[row] - lengths[row] : ends[row]] = chosen
+            sequences.experts_PLK[ends[row] - lengths[row] : ends[row], layers] = chosen
 
 
 def _kept(mine: Sequences) -> Tensor | None:

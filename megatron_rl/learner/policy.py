@@ -26,6 +26,7 @@ from megatron_rl.learner.lora import adapt
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.offload import OptimizerOffload
 from megatron_rl.learner.optimizer import optimizer_config, replicas_config
+from megatron_rl.learner.profile import remember_allocations
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
@@ -48,6 +49,7 @@ class Sections:
     rollout: schema.RolloutSection
     quantization: schema.QuantizationSection
     sampler: schema.SamplerSection  # who sleeps on these devices, and how long ranks wait for its answers
+    log: schema.LogSection
 
     @classmethod
     def of(cls, config: schema.Config) -> Sections:
@@ -66,6 +68,8 @@ class Policy:
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
+        if sections.log.memory_history:
+            remember_allocations(self.device)
         self.steps = 0  # optimizer steps taken
         self.left_out_in_a_row = 0  # updates, that were not finite
         self.measured: dict[str, Tensor] = {}  # by forward passes since the last sync: a checkpoint keeps them

@@ -46,13 +46,15 @@ class RouterReplay:
         self._routers: list[_Layer] = []
         self.counts_L3 = torch.zeros(layers, 3, device=device)  # read tokens, replayed, and own choice another
 
-    def watch(self, model: torch.nn.Module, first_layer: int, shard: int | None) -> None:
-        """`shard`: this rank's number where the positions of a pack are split over ranks."""
+    def watch(self, model: torch.nn.Module, first_layer: int, held: int, shard: int | None) -> None:
+        """`held`: the place of the first layer among those of packs; `shard`: this rank's number where the positions of
+        a pack are split over ranks.
+        """
         passing, _ = passing_pack(model)
-        for layer, block in enumerate(model.decoder.layers, first_layer):  # type: ignore[arg-type, union-attr]
+        for index, block in enumerate(model.decoder.layers):  # type: ignore[arg-type, union-attr]
             for module in block.modules():
                 if isinstance(module, TopKRouter):
-                    self._routers.append(_Layer(self, layer, shard, passing))
+                    self._routers.append(_Layer(self, first_layer + index, held + index, shard, passing))
                     module.router_replay = self._routers[-1]
 
     @contextmanager
@@ -123,8 +125,9 @@ def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
 class _Layer:
     """In the place of megatron-core's object of one router."""
 
-    def __init__(self, replay: RouterReplay, layer: int, shard: int | None, passing: list[Pack]) -> None:
-        self._replay, self._layer, self._shard, self._passing = replay, layer, shard, passing
+    def __init__(self, replay: RouterReplay, layer: int, held: int, shard: int | None, passing: list[Pack]) -> None:
+        self._replay, self._shard, self._passing = replay, shard, passing
+        self._layer, self._held = layer, held  # of the model, of what packs hold
         self.again: deque[Pack] = deque()  # whose activations are still to be computed again, in their order
 
     def get_replay_topk(
@@ -138,14 +141,14 @@ class _Layer:
         if self._replay.writes:
             assert pack.experts_SLK is not None
             own = own_SK.to(pack.experts_SLK.dtype)
-            pack.experts_SLK[here, self._layer] = own.masked_fill(~pack.read_S[here, None], NO_EXPERT)
+            pack.experts_SLK[here, self._held] = own.masked_fill(~pack.read_S[here, None], NO_EXPERT)
         if self._replay.writes or not self._replay.active:
             return values_SK, own_SK
         if first_time and (self._replay.told or self._replay.trains):
             self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
         if pack.experts_SLK is None:
             return values_SK, own_SK
-        told_SK = pack.experts_SLK[here, self._layer]
+        told_SK = pack.experts_SLK[here, self._held]
         if told_SK.shape[1] != topk:
             raise ValueError(f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses {topk}")
         in_order_SK = told_SK.sort(1).values  # one expert twice is what was never written

@@ -106,12 +106,23 @@ class DataPlane:
             next(rank for rank in members if places[rank].pp == last and places[rank].tp == 0)
             for members in self._members
         ]
+        self._stages = [
+            [[rank for rank in members if places[rank].pp == stage] for stage in range(last + 1)]
+            for members in self._members
+        ]
         self._replica = ranks.place.replica
-        self._group: dist.ProcessGroup | None = None  # of the ranks that share a replica; None: the world, or one rank
-        if 1 < len(self._members[0]) < ranks.world_size:
-            groups = [dist.new_group(members, timeout=ranks.limit, backend="gloo") for members in self._members]
-            self._group = groups[self._replica]
+        # of the ranks that share a replica, and of those that share its stage
+        self._group = self._group_of(self._members)
+        self._stage_group = self._group_of([stage for stages in self._stages for stage in stages])
         self.sent = self.received = 0  # bytes, on this rank
+
+    def _group_of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """A group of those of this rank's part; None: the world, or one rank."""
+        ranks, mine = self._ranks, None
+        for part in parts if 1 < len(parts[0]) < ranks.world_size else ():
+            group = dist.new_group(part, timeout=ranks.limit, backend="gloo")
+            mine = group if ranks.rank in part else mine
+        return mine
 
     def share(self, batch: Batch | None) -> Shared:
         """The driver's batch, for all ranks."""
@@ -186,8 +197,9 @@ class DataPlane:
     def with_experts(self, batch: Shared, rows: Sequence[Sequence[int]], share: Share, mine_PLK: Tensor) -> Shared:
         """The batch with experts: the driver's of all rows, a rank's own of the rows that it has them for."""
         assert share.place is not None
-        own = replace(share.sequences, experts_PLK=mine_PLK)
-        parts = dict(zip(share.place, mine_PLK.split(own.lengths_B.tolist()), strict=True))
+        parts = dict(zip(share.place, mine_PLK.split(share.sequences.lengths_B.tolist()), strict=True))
+        layers = self._ranks.layout.own_layers(mine_PLK.shape[1], self._ranks.place.pp)
+        own = replace(share.sequences, experts_PLK=mine_PLK[:, layers])
         kind = (mine_PLK.dtype, tuple(mine_PLK.shape[1:]))
         found_PLK = self.collect(batch, rows, "experts_PLK", parts, kind)
         whole = None if batch.whole is None else replace(batch.whole, experts_PLK=found_PLK)
@@ -208,37 +220,59 @@ class DataPlane:
         wanted: Sequence[Sequence[int]],
     ) -> dict[str, Tensor]:
         """This replica's rows of each column, in the order of `wanted`. The driver needs no copy and gets nothing."""
-        sizes = {name: batch.sizes(name) for name in kinds}
-        mine, got = self._replica, {}
-        if not self._driver:
-            got = {
-                name: torch.empty(sum(sizes[name][row] for row in wanted[mine]), *shape, dtype=dtype)
-                for name, (dtype, shape) in kinds.items()
-            }
-        for replica, (members, rows) in enumerate(zip(self._members, wanted, strict=True)):
-            if members == [0] or not (self._driver or replica == mine):
-                continue
-            for name, (dtype, shape) in kinds.items():
-                start = 0
-                for piece in _pieces(rows, sizes[name], dtype.itemsize * prod(shape)):
-                    end = start + sum(sizes[name][row] for row in piece)
-                    if whole is not None:
-                        column = whole[name]
-                        assert column is not None
-                        data = _rows_of(name, column, batch, piece)
-                    else:
-                        data = got[name][start:end]
-                    self._pass_on(data, members, replica == mine)
-                    start = end
+        got: dict[str, Tensor] = {}
+        for replica, rows in enumerate(wanted):
+            for name, kind in kinds.items():
+                for members, layers in self._receivers(replica, name, kind):
+                    if members != [0] and (self._driver or self._ranks.rank in members):
+                        column = None if whole is None else whole[name]
+                        found = self._hand_column(batch, name, kind, column, rows, members, layers)
+                        if found is not None:
+                            got[name] = found
         return got
 
-    def _pass_on(self, data: Tensor, members: Sequence[int], ours: bool) -> None:
-        """From the driver to a replica's first rank, and from there to the others."""
+    def _hand_column(
+        self,
+        batch: Shared,
+        name: str,
+        kind: Kind,
+        column: Tensor | None,
+        rows: Sequence[int],
+        members: Sequence[int],
+        layers: list[int] | None,
+    ) -> Tensor | None:
+        """Rows of a column to the ranks that share them; on these, what has come."""
+        sizes, (dtype, shape), start, got = batch.sizes(name), kind, 0, None
+        if column is None:
+            entry = shape if layers is None else (len(layers), *shape[1:])
+            got = torch.empty(sum(sizes[row] for row in rows), *entry, dtype=dtype)
+        for piece in _pieces(rows, sizes, dtype.itemsize * prod(shape)):
+            end = start + sum(sizes[row] for row in piece)
+            if column is not None:
+                data = _rows_of(name, column, batch, piece)
+                data = data if layers is None else data[:, layers]
+            elif got is not None:
+                data = got[start:end]
+            self._pass_on(data, members, self._group if layers is None else self._stage_group)
+            start = end
+        return got
+
+    def _receivers(self, replica: int, name: str, kind: Kind) -> Iterator[tuple[list[int], list[int] | None]]:
+        """Ranks that have the same of a column, and of which layers; None: all of it. A stage chooses for its own."""
+        layout, stages = self._ranks.layout, self._stages[replica]
+        if not name.endswith("_PLK") or len(stages) == 1:
+            yield self._members[replica], None
+            return
+        for stage, members in enumerate(stages):
+            yield members, layout.own_layers(kind[1][0], stage)
+
+    def _pass_on(self, data: Tensor, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        """From the driver to the first of these ranks, and from there to the others."""
         first = members[0]
         if first != 0 and self._ranks.rank in (0, first):
             self._move(data, 0, first)
-        if ours and len(members) > 1:
-            dist.broadcast(_bytes(data), src=first, group=self._group)
+        if self._ranks.rank in members and len(members) > 1:
+            dist.broadcast(_bytes(data), src=first, group=group)
             self._count(data, first)
 
     def _move(self, data: Tensor, source: int, to: int) -> None:

@@ -94,6 +94,10 @@ class Layout:
         start = chunk * sum(per_chunk) + sum(per_chunk[:pp])
         return range(start, start + per_chunk[pp])
 
+    def own_layers(self, layers: int, pp: int) -> list[int]:
+        """The same of all chunks of a stage, in their order."""
+        return [layer for chunk in range(self.chunks) for layer in self.layers(layers, pp, chunk)]
+
     def local_experts(self, experts: int, ep: int) -> range:
         if experts % self.ep:
             raise ValueError(f"{experts} experts do not divide over expert_parallel {self.ep}")

@@ -33,6 +33,11 @@ def unreachable_stop(run: schema.RunSection, eval: schema.EvalSection) -> Iterat
         yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
 
 
+def unseen_steps(run: schema.RunSection, log: schema.LogSection) -> Iterator[str]:
+    if late := [step for step in log.profile_steps if step > run.steps]:
+        yield f"log.profile_steps={log.profile_steps}: {late} never come; the run ends after run.steps={run.steps}"
+
+
 def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
     """A clip of another loss: of another size, so that it never acts, or always does."""
     about = LOSSES[loss.name]
@@ -212,4 +217,13 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
-RULES = (unreachable_stop, unusual_clip, chat_template, plain_prompts, short_disk, slow_products, checked_updates)
+RULES = (
+    unreachable_stop,
+    unseen_steps,
+    unusual_clip,
+    chat_template,
+    plain_prompts,
+    short_disk,
+    slow_products,
+    checked_updates,
+)

@@ -61,7 +61,7 @@ class RunDir:
     lanes = _Inside("lanes.jsonl")  # when sampler, rewards and learner were at work
     ledger = _Inside("ledger.jsonl")  # which prompts each step has drawn, and which of them it has trained on
     checkpoints = _Inside("checkpoints")  # step_N/: to go on from
-    dumps = _Inside("dumps")  # updates that were not finite, to be repeated
+    dumps = _Inside("dumps")  # updates that were not finite, to be repeated; traces, what filled a GPU
     model = _Inside("model")  # the last policy, with log.export
     best_model = _Inside("model-best")  # the best one by checkpoint.best
     report = _Inside("report.html")

@@ -58,13 +58,13 @@ class Shard:
             return [tensor.clone()]
         return [tensor.narrow(self.dim, start, length).clone() for start, length in self.runs]
 
-    def spread(self, taken: Sequence[torch.Tensor], spec: TensorSpec, like: torch.Tensor) -> torch.Tensor:
+    def spread(self, taken: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
         """A tensor of the whole's shape for loaders that cut their share; what they do not load holds anything."""
         if self.runs is None:
             return taken[0]
         if not self.runs:
-            return like.new_empty(1).expand(spec.shape)
-        whole = like.new_empty(spec.shape)
+            return taken[0].expand(spec.shape)
+        whole = taken[0].new_empty(spec.shape)
         for (start, length), part in zip(self.runs, taken, strict=True):
             whole.narrow(self.dim, start, length).copy_(part)
         return whole
@@ -76,16 +76,13 @@ WHOLE, NOTHING = Shard(), Shard(runs=())
 class Held(Mapping[str, "torch.Tensor"]):
     """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every look anew."""
 
-    def __init__(self, shards: Mapping[str, Shard], device: torch.device | None = None) -> None:
-        """`device`: where they are kept; None: each where it is."""
-        self._shards, self._device = shards, device
-        self._taken: dict[str, tuple[TensorSpec, torch.Tensor, list[torch.Tensor]]] = {}
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._shards = shards
+        self._taken: dict[str, tuple[TensorSpec, list[torch.Tensor]]] = {}
 
     @classmethod
-    def of(
-        cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], device: torch.device | None = None
-    ) -> Held:
-        held = cls(shards, device)
+    def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> Held:
+        held = cls(shards)
         for name, tensor in tensors.items():
             held.take(name, tensor, own=True)
         return held
@@ -94,12 +91,18 @@ class Held(Mapping[str, "torch.Tensor"]):
         """Keep what is loaded of a whole tensor. `own`: nobody else will write into it."""
         shard = self._shards.get(name, WHOLE)
         parts = [tensor] if own and shard == WHOLE else shard.take(tensor)
-        taken = [part.to(self._device) for part in parts]
-        self._taken[name] = (TensorSpec.of(name, tensor), tensor.new_empty(0, device=self._device), taken)
+        self._taken[name] = (TensorSpec.of(name, tensor), parts or [tensor.new_empty(1)])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for _, parts in self._taken.values() for part in parts)
+
+    def move(self, device: torch.device) -> None:
+        self._taken = {name: (spec, [part.to(device) for part in parts]) for name, (spec, parts) in self._taken.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        spec, like, taken = self._taken[name]
-        return self._shards.get(name, WHOLE).spread(taken, spec, like)
+        spec, parts = self._taken[name]
+        return self._shards.get(name, WHOLE).spread(parts, spec)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._taken)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pretended
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(metadata.distribution("torch").locate_file(""))
@@ -100,6 +102,18 @@ def test_every_name_that_megatron_core_asks_of_transformer_engine() -> None:
             except ImportError:
                 gone.add((module, name))
     assert gone == set(GONE)
+
+
+def test_attention_of_ranks_that_share_sequences() -> None:
+    """What megatron-core hands to Transformer Engine, whose order of a sequence's parts is learner/context.py's."""
+    attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
+    parts = importlib.import_module(f"{attention.__name__}.context_parallel")
+    given = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+    inspect.signature(attention.DotProductAttention).bind_partial(**dict.fromkeys(given))
+    turn = importlib.import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
+    inspect.signature(turn).bind_partial(**dict.fromkeys(("cu_seqlens", "cp_size", "cp_rank", "tensor_format")))
+    order = inspect.unwrap(parts.get_seq_chunk_ids_for_reordering_after_attn)(2, torch.device("cpu"))
+    assert order.tolist() == [0, 3, 1, 2]
 
 
 def test_the_engine_on_hosts_is_the_engine_on_gpus(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def routed_batch(silent: int | None = None) -> Batch:
 
 def _wrong_layer(replay: RouterReplay) -> None:
     for router in replay._routers:
-        router._layer ^= 1
+        router._held ^= 1
 
 
 def _first_pack_alone(replay: RouterReplay) -> None:

@@ -49,6 +49,7 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "replica": learner.place.dp,
         "rows": len(batch) if mine is None else len(mine),
         "tokens": len(batch.tokens_P) if mine is None else len(mine.tokens_P),
+        "layers": 0 if mine is None or mine.experts_PLK is None else mine.experts_PLK.shape[1],
         "again": again,
         "sent": plane.sent,
         "received": plane.received,

@@ -21,11 +21,12 @@ LAYOUTS = {
     "qwen2": {"tp2": cases.LAYOUTS["tp2"]},
     "experts": {"ep2": cases.EXPERT_LAYOUTS["ep2"]},
 }
+LAYOUTS["qwen3"]["cp2"] = {"context_parallel": 2}
 LAYOUTS["qwen3"]["tp2_recompute"] = {"tensor_parallel": 2, "megatron": cases.RECOMPUTE}
 LAYOUTS |= {"fp8": LAYOUTS["qwen3"], "fp8_qwen2": LAYOUTS["qwen2"]}
 SLICES = (1, 2)
 FORMATS = {"qwen3": "int8", "fp8": "fp8"}  # of the same model
-PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("tp2_sp", "bf16"), ("dp2", "bf16")]
+PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("tp2_sp", "bf16"), ("dp2", "bf16"), ("cp2", "bf16")]
 PAIRS_OF = [(at, forward, model) for model in FORMATS for at, forward in PAIRS]
 PRECISIONS = ("fp32", "bf16")
 PLACES = [(model, layout, slices) for model in MODELS for layout in LAYOUTS[model] for slices in SLICES]

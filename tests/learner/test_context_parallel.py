@@ -11,7 +11,10 @@ import pytest
 import torch
 from routing_worker import routed_batch
 
-from megatron_rl.learner.context import split
+from megatron_rl.learner.context import split  # patches the host before megatron is imported
+
+from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank  # isort: skip
+
 from megatron_rl.learner.packing import Pack, pack
 
 pytestmark = pytest.mark.ranks
@@ -36,6 +39,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 ROUTED = {"cp2": (2, CP2), "cp2_ep2": (2, {**CP2, "expert_parallel": 2}), "cp2_tp2_sp": (4, SP)}
 ROUTED["cp2_recompute"] = (2, {**CP2, "megatron": cases.RECOMPUTE})
+SEEN = {"cp2": CP2, "cp2_tp2_sp": SP}
 STEPS = 3
 
 
@@ -54,6 +58,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         both(f"told {name}", ranks, {**layout, "router": "replay"}, hf=cases.QWEN3_MOE, kind="routed")
         passed = {**layout, "router": "replay_forward"}
         both(f"passed {name}", ranks, passed, hf=cases.QWEN3_MOE, kind="routed_forward", lr=1e-2)
+    for name, layout in SEEN.items():
+        seen = {"kind": "activations", "hf": cases.QWEN3_MOE, "smoothing": 0.5, "kv_cache": "fp8"}
+        both(f"seen {name}", 4 if "tensor_parallel" in layout else 2, layout, **seen)
     results: dict[str, Any] = {}
     for ranks, mine in jobs.items():
         results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp(f"ranks_{ranks}"))
@@ -115,6 +122,16 @@ def test_choices_of_a_pass_are_kept(case: str, found: dict[str, Any]) -> None:
     torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3)
 
 
+@pytest.mark.parametrize("case", SEEN)
+def test_what_passes_show_is_seen_on_some_rank(case: str, found: dict[str, Any]) -> None:
+    """For smoothing, and an FP8 cache."""
+    here, one = found[f"seen {case}"], found[f"seen {case} alone"]
+    for name in ("amax", "cache", "cache_trained"):
+        ours, theirs = torch.tensor(here[name]), torch.tensor(one[name])
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert ours.min() > 0
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("multiple", [1, 2, 16])
 def test_each_position_is_on_one_rank_and_causal_work_is_equal(ranks: int, multiple: int) -> None:
@@ -139,6 +156,18 @@ def test_each_position_is_on_one_rank_and_causal_work_is_equal(ranks: int, multi
     part = int(spans[0]) // (2 * ranks)
     wanted = [*range(part, 2 * part), *range((2 * ranks - 2) * part, (2 * ranks - 1) * part)]
     assert shares[1].held_S[: 2 * part].tolist() == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_positions_are_those_that_megatron_core_turns(ranks: int) -> None:
+    """On GPUs: Transformer Engine's order is the same (tests/gpu_set/test_set.py)."""
+    made = pack(routed_batch(), range(4), context=ranks)
+    for rank in range(ranks):
+        parts = [
+            _get_thd_freqs_on_this_cp_rank(rank, ranks, torch.empty(span // ranks), torch.arange(span))
+            for span in made.starts.diff().tolist()
+        ]
+        assert torch.equal(torch.cat(parts), split(made, rank, ranks).positions_S)
 
 
 def test_a_pack_without_rows_is_filler_on_all_ranks() -> None:

@@ -60,6 +60,16 @@ def test_scales_of_the_present_tensor_are_taken_and_those_of_the_past_refused() 
     assert refused(learner("custom")) == [f"learner.megatron.fp8_recipe: {wanted}"]
 
 
+def test_what_ranks_that_share_sequences_do_not_do() -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    shape, coefficient = ModelShape.from_hf({**HF, **experts}), {"moe_aux_loss_coeff": 0.01}
+    (said,) = limits.experts(shape, experts, LearnerSection(context_parallel=2, megatron=coefficient))
+    assert said.startswith("learner.megatron.moe_aux_loss_coeff: ") and said.endswith("set learner.context_parallel=1")
+    assert not list(limits.experts(shape, experts, LearnerSection(megatron=coefficient)))
+    (said,) = limits.passed_through(LearnerSection(context_parallel=2, megatron={"cp_comm_type": "a2a"}), shape)
+    assert said == "learner.megatron.cp_comm_type: the learner is written for one value of it; remove it"
+
+
 def test_weights_kept_in_fp8_are_refused() -> None:
     (found,) = limits.passed_through(learner(fp8_param=True), ModelShape.from_hf(HF))
     assert found.startswith("learner.megatron.fp8_param: ")

@@ -12,10 +12,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     *((at, cases.QWEN3, cases.LAYOUTS[at], {"kept": True}) for at in ("tp2", "pp2", "vp2", "dp2")),
     *(
         (f"experts_{at}", cases.QWEN3_MOE, layout, {"experts": True})
-        for at, layout in cases.EXPERT_LAYOUTS.items()
-        if at in ("ep2", "tp2_ep2")
+        for at, layout in (cases.EXPERT_LAYOUTS | cases.LAYOUTS).items()
+        if at in ("ep2", "tp2_ep2", "pp2", "vp2")
     ),
 ]
+# of four ranks
+STAGES = {
+    "stages of two": {**cases.LAYOUTS["pp2"], **cases.LAYOUTS["tp2_sp"]},
+    "stages of replicas": {**cases.LAYOUTS["pp2"], **cases.LAYOUTS["dp2"]},
+}
 REPLICAS = {"dp2", "experts_ep2"}
 
 
@@ -33,10 +38,12 @@ def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     alone = [_job("alone", cases.QWEN3, {}, {"kept": True})]
-    return cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES])
+    four = [_job(name, cases.QWEN3_MOE, layout, {"experts": True}) for name, layout in STAGES.items()]
+    found = cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES])
+    return found | cases.run_ranks(4, four, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("name", ["alone", *(case[0] for case in CASES)])
+@pytest.mark.parametrize("name", ["alone", *(case[0] for case in CASES), *STAGES])
 def test_passes_and_updates_are_the_same_to_the_last_bit(found: dict[str, Any], name: str) -> None:
     assert found[name]["same"] == [True, True]
     assert all(found[name]["empty"]), "only the driver is told"
@@ -51,6 +58,13 @@ def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: dict[str
     else:
         assert other["rows"] == driver["rows"]
     assert other["received"] and driver["sent"]
+    if name.startswith("experts"):
+        assert other["layers"] == (2 if name in ("experts_pp2", "experts_vp2") else 4), "of its stage alone"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_s_ranks_hold_the_choices_of_its_layers(found: dict[str, Any], name: str) -> None:
+    assert [rank["layers"] for rank in found[name]["ranks"]] == [0, 2, 2, 2]  # the driver has the whole batch
 
 
 def test_a_lone_rank_moves_nothing(found: dict[str, Any]) -> None:

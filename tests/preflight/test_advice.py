@@ -91,6 +91,8 @@ def test_plain_prompts_for_a_chat_model(place: Path, command: Command) -> None:
 def test_a_stop_that_never_comes(place: Path, command: Command) -> None:
     (found,) = notes(command, "eval.every=0")
     assert "run.stop={'eval/accuracy': 0.28} never happens" in found
+    _, found = notes(command, "eval.every=0", "run.steps=2", "log.profile_steps=[2, 3]")
+    assert "log.profile_steps=[2, 3]: [3] never come; the run ends after run.steps=2" in found
 
 
 @pytest.mark.fault("a run would write more than there is room, or than its budget", "the plan says so, with the sizes")

@@ -1,6 +1,7 @@
 """The output layer with logprobs and entropy: logits held, and columns at a time; seconds, and memory that each makes.
 
     python tools/bench/head.py [--tokens 4096] [--columns 151936] [--hidden 4096] [--rounds 3] [--kept 20] [--fp32-head]
+        [--entropy-gradient]
 
 Forward and backward in BF16, in turn on one thread, its CPU seconds. Memory is the most that tensors made meanwhile
 hold at one time over the bytes of BF16 logits, less the gradients of weight and hidden states, which do not exist yet
@@ -59,7 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (("tokens", 4096), ("columns", 151_936), ("hidden", 4096), ("rounds", 3), ("kept", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual)
-    parser.add_argument("--fp32-head", action="store_true")
+    for name in ("fp32-head", "entropy-gradient"):
+        parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     tokens, columns = options.tokens, options.columns
     torch.set_num_threads(1)
@@ -75,7 +77,9 @@ def main() -> None:
 
     def both_ways(held: bool) -> None:
         layer.weight.grad = hidden_N1H.grad = None
-        scores(layer, hidden_N1H, None, pack, asked, held).logprobs_N.sum().backward()
+        found = scores(layer, hidden_N1H, None, pack, asked, held)
+        loss = found.logprobs_N.sum()
+        (loss + found.entropy_N.sum() if options.entropy_gradient and found.entropy_N is not None else loss).backward()
 
     ways = {"held": True, "columns at a time": False}
     taken: dict[str, list[float]] = {name: [] for name in ways}

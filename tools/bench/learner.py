@@ -14,7 +14,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -54,18 +53,20 @@ def make_learner(work: Workload, budget: int) -> Learner:
     return learner
 
 
-def make_batch(rows: int, scale: int, vocab: int, random: torch.Generator) -> Batch:
+def make_batch(rows: int, scale: int, vocab: int, filled: bool = False) -> Batch:
+    """`filled`: filler behind an answer is called a part of it."""
+    random = torch.Generator().manual_seed(1)
     responses_B = torch.tensor(lengths_of(rows, LONGEST, random)) // scale
     prompts_B, longest = torch.full((rows,), PROMPT), int(responses_B.max())
     tokens_BS = torch.randint(1, vocab, (rows, PROMPT + longest), generator=random)
     mask_BT = torch.arange(longest) < responses_B[:, None]
     sampler_BT = torch.full(mask_BT.shape, -8.0)
     each = torch.rand(rows, generator=random), torch.arange(rows) // 8, torch.zeros(rows, dtype=torch.int64)
-    return Batch.of_matrices(tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT, *each)
+    lengths_B = torch.full_like(responses_B, longest) if filled else responses_B
+    return Batch.of_matrices(tokens_BS, prompts_B, lengths_B, mask_BT, sampler_BT, *each)
 
 
 def targets_of(batch: Batch, anchor_BT: Tensor) -> Targets:
-    """`batch` may call filler an answer: nothing of it is trained on."""
     return Targets(
         batch=batch,
         anchor_logprobs_BT=anchor_BT,
@@ -123,8 +124,7 @@ def main() -> None:
     work = SHAPES[options.shape]
     learner = make_learner(work, options.budget)
     torch.set_num_threads(1)
-    batch = make_batch(options.rows, options.scale, work.vocab, torch.Generator().manual_seed(1))
-    filled = replace(batch, response_lengths_B=torch.full_like(batch.response_lengths_B, batch.mask_BT.shape[1]))
+    batch, filled = (make_batch(options.rows, options.scale, work.vocab, filled) for filled in (False, True))
     anchor_BT = learner.logprobs(batch)
     targets, padded = targets_of(batch, anchor_BT), targets_of(filled, anchor_BT)
     packs = learner._packs(batch, range(len(batch)))

@@ -207,8 +207,8 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
         "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),
-        # answers and the batch made of them; and of each rank the rows that it passes
-        "experts told": (2 + ranks / config.learner.data_parallel)
+        # answers and the batch made of them; and of each rank the rows that it passes, of its layers
+        "experts told": (2 + ranks / config.learner.data_parallel / config.learner.pipeline_parallel)
         * (case.work.sequences * case.work.longest)
         * choices_bytes(case.model.shape, case.hf_config)
         * config.sampler.routed_experts,

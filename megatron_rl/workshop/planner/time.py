@@ -15,7 +15,7 @@ from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.engine_memory import EngineMemory, utilization
-from megatron_rl.workshop.planner.learner_memory import GRADIENT, MASTERS_AND_MOMENTS, chosen
+from megatron_rl.workshop.planner.learner_memory import GRADIENT, chosen
 from megatron_rl.workshop.planner.weights import BF16, held
 
 TERA, GIGA = 1e12, 1e9
@@ -141,12 +141,9 @@ def _checking(case: Case, scored: float) -> float:
 
 
 def _kept(case: Case) -> float:
-    """Bytes of a rank's state."""
-    return (
-        sum(held(case.model.shape, case.model.layout, 0).trained)
-        * (BF16 + MASTERS_AND_MOMENTS)
-        / max(case.model.layout.dp, 1)
-    )
+    """Bytes of a rank's state, the first of replicas: its weights, and its part of their optimizer."""
+    trained = sum(held(case.model.shape, case.model.layout, 0).trained)
+    return case.training.width * trained + case.heaviest.optimizer
 
 
 def _products(case: Case, passes: float, again: float) -> float:

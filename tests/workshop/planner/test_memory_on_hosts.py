@@ -39,6 +39,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], str]] =
         "bf16",
     ),
     "dp2, long rows": (UNTIED, {"data_parallel": 2}, LONG, "bf16"),
+    "cp2": (LARGE, {"context_parallel": 2}, SHORT, "bf16"),
+    "ep2, sequences shared": (
+        {**EXPERTS, "moe_intermediate_size": 192},
+        {"context_parallel": 2, "expert_parallel": 2},
+        SHORT,
+        "bf16",
+    ),
     "ep2": (EXPERTS, {"data_parallel": 2, "expert_parallel": 2}, SHORT, "bf16"),
     "tp2, recomputed": (LARGE, {"tensor_parallel": 2, "megatron": FULL}, SHORT, "bf16"),
     "pp2, recomputed": (LARGE, {"pipeline_parallel": 2, "megatron": FULL}, SHORT, "bf16"),

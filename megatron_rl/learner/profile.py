@@ -1,0 +1,126 @@
+"""A rank's work and memory, for a person to look at: traces of chosen steps, and what has filled a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+MICRO_BATCHES = 2  # of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
+REMEMBERED = 100_000  # allocations and frees, of log.memory_history
+LARGEST = 40  # kinds of tensors that are listed
+NO_FOLDER = Path()
+
+
+class Profiler:
+    """torch.profiler over this rank's passes in the steps of `log.profile_steps`: a trace of the end of each."""
+
+    def __init__(
+        self, steps: Sequence[int], folder: Path | None, rank: int | None, note: Callable[[str], None]
+    ) -> None:
+        self._steps = steps if folder is not None and rank is not None else ()  # rank: None where another one speaks
+        self._folder, self._rank, self._note = folder or NO_FOLDER, rank, note
+        self._step: int | None = None
+        self._passes = self._to_come = 0
+        self._running: profile | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around all that a step does with the learner."""
+        self._step, self._passes = (step if step in self._steps else None), 0
+        try:
+            yield
+        finally:
+            self._step = None
+
+    @contextmanager
+    def looking(self, name: str, micro_batches: int) -> Iterator[None]:
+        """Around a pass over so many micro-batches, and what belongs to it."""
+        if self._step is None:
+            yield
+            return
+        self._passes, self._to_come = self._passes + 1, micro_batches
+        try:
+            yield
+            self._write(f"rank_{self._rank}_pass_{self._passes}_{name}.json.gz")
+        finally:
+            self._running = None
+
+    def micro_batch(self) -> None:
+        """Hook of a pass, before each micro-batch's forward."""
+        if self._step is None:
+            return
+        if self._running is None and self._to_come <= MICRO_BATCHES:
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._running = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
+            self._running.start()
+        self._to_come -= 1
+
+    def _write(self, name: str) -> None:
+        if self._running is None:  # a pass without a micro-batch
+            return
+        self._running.stop()
+        folder = self._folder / f"profile_{self._step}"
+        said = f"traces are in {folder}; open them in https://ui.perfetto.dev"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._running.export_chrome_trace(str(folder / name))
+        except OSError as error:  # the run goes on
+            said = f"no trace in {folder}: {error.strerror or error}"
+        if self._passes == 1:
+            self._note(f"profile  step {self._step}: {said}")
+
+
+def remember_allocations(device: torch.device) -> None:
+    """With `log.memory_history`: from now on torch keeps who has allocated what, for a snapshot."""
+    if device.type == "cuda":
+        torch.cuda.init()  # allocators that are not there yet would not hear of it
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=REMEMBERED)
+
+
+@contextmanager
+def explained_when_full(folder: Path, rank: int, history: bool) -> Iterator[None]:
+    """Where a GPU has no memory left, the error names a list of what lies in it, and torch's snapshot."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        with suppress(OSError):  # a full disk takes nothing from the error
+            error.args = (f"{error} {_left(folder, rank, history)}",)  # a line: the launcher reads logs by lines
+        raise
+
+
+def _left(folder: Path, rank: int, history: bool) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, snapshot = folder / f"memory_rank_{rank}.txt", folder / f"memory_rank_{rank}.pickle"
+    cuda = torch.cuda.is_available()
+    summary = torch.cuda.memory_summary() if cuda else ""
+    tensors.write_text("\n".join([*_largest(), summary]), encoding="utf-8")
+    said = f"Its largest tensors are listed in {tensors}"
+    if not history:
+        return f"{said}; with log.memory_history=true, the lines of code that have allocated them are, too"
+    if cuda:
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+    return f"{said}; open {snapshot} in https://pytorch.org/memory_viz for the lines of code"
+
+
+def _largest() -> Iterator[str]:
+    """Tensors that Python knows, alike ones together. What autograd alone keeps is not among them."""
+    held = {
+        one.untyped_storage().data_ptr(): (one.untyped_storage().nbytes(), one)
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor) and one.layout is torch.strided
+    }
+    alike: Counter[str] = Counter()
+    bytes_of: Counter[str] = Counter()
+    for nbytes, one in held.values():
+        kind = f"{one.device} {str(one.dtype).removeprefix('torch.')} {list(one.shape)}"
+        alike[kind] += 1
+        bytes_of[kind] += nbytes
+    yield f"{sum(bytes_of.values()) / 2**30:.2f} GiB in {sum(alike.values())} tensors that Python holds"
+    for kind, nbytes in bytes_of.most_common(LARGEST):
+        yield f"{nbytes / 2**20:10.1f} MiB  {alike[kind]:5d} x {kind}"

@@ -1,0 +1,83 @@
+"""Traces of chosen steps, bounded to the end of each pass; what is left where a GPU has no memory."""
+
+import gzip
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.learner.profile import MICRO_BATCHES, Profiler, explained_when_full, remember_allocations
+from megatron_rl.survival.launch import last_error
+
+
+def passes(profiler: Profiler, step: int, *counts: int) -> None:
+    with profiler.step(step):
+        for count in counts:
+            with profiler.looking("forward", count):
+                for number in range(count):
+                    profiler.micro_batch()
+                    with torch.profiler.record_function(f"micro-batch {number}"):
+                        torch.ones(4) @ torch.ones(4)
+
+
+def names(trace: Path) -> set[str]:
+    return {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+
+
+def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path) -> None:
+    notes: list[str] = []
+    profiler = Profiler([2, 4], tmp_path, 3, notes.append)
+    for step in range(1, 4):
+        passes(profiler, step, MICRO_BATCHES + 2, 1, 0)
+    with profiler.looking("forward", 1):  # a probe's, outside a step
+        profiler.micro_batch()
+    first, second = sorted((tmp_path / "profile_2").iterdir())
+    assert first.name == "rank_3_pass_1_forward.json.gz" and "aten::dot" in names(first)
+    assert {name for name in names(first) if name.startswith("micro")} == {"micro-batch 2", "micro-batch 3"}
+    assert "micro-batch 0" in names(second)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile_2"]
+    assert notes == [f"profile  step 2: traces are in {first.parent}; open them in https://ui.perfetto.dev"]
+
+
+@pytest.mark.parametrize("rank", [0, None])
+def test_nothing_is_recorded_elsewhere(tmp_path: Path, rank: int | None) -> None:
+    passes(Profiler([1] if rank is None else [], tmp_path, rank, print), 1, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_without_a_place_does_not_end_the_run(tmp_path: Path) -> None:
+    notes: list[str] = []
+    (tmp_path / "profile_1").write_text("in the way")
+    passes(Profiler([1], tmp_path, 0, notes.append), 1, 1)
+    assert notes == [f"profile  step 1: no trace in {tmp_path / 'profile_1'}: File exists"]
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_where_memory_runs_out_the_error_says_what_fills_it(tmp_path: Path, history: bool) -> None:
+    held = [torch.zeros(1 << 20, 3 + history, dtype=torch.int16) for _ in range(2)]
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=said) as caught,
+        explained_when_full(tmp_path / "dumps", 1, history),
+    ):
+        raise torch.OutOfMemoryError(said)
+    path, told = tmp_path / "dumps" / "memory_rank_1.txt", str(caught.value)
+    assert str(path) in last_error(f"Traceback\n  there\ntorch.OutOfMemoryError: {told}".splitlines())
+    assert ("memory_rank_1.pickle in https://pytorch.org/memory_viz" if history else "log.memory_history=true") in told
+    assert f"{16 if history else 12}.0 MiB      {len(held)} x cpu int16 [1048576, {3 + history}]" in path.read_text()
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^else$"), explained_when_full(tmp_path / "dumps", 0, True):
+        raise ValueError("else")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_names_of_torch_that_are_not_promised() -> None:
+    """Called where there is a GPU only."""
+    remember_allocations(torch.device("cpu"))
+    inspect.signature(torch.cuda.memory._record_memory_history).bind(stacks="python", max_entries=1)
+    inspect.signature(torch.cuda.memory._dump_snapshot).bind("a file")
+    assert callable(torch.cuda.memory_summary) and callable(torch.cuda.init)
