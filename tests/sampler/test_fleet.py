@@ -218,13 +218,16 @@ def test_closing_ends_what_the_servers_work_on(live):
 @pytest.mark.parametrize("cache", Cache)
 def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache):
     live.keep_cache(cache == Cache.keep)
-    live.update(3)
-    old = live.sampler.policy_version
-    with live.collecting() as rollouts:
-        live.update(4)
+    for _ in range(8):  # on a busy machine an engine may have ended its answers before the update comes
+        live.update(3)
+        old = live.sampler.policy_version
+        with live.collecting() as rollouts:
+            live.update(4)
+        assert all(len(r.token_ids) == 24 for r in rollouts)
+        spanning = [r for r in rollouts if r.versions is not None]
+        if {r.format for r in spanning} == {"none", "int8"}:
+            break
     live.keep_cache(False)
-    assert all(len(r.token_ids) == 24 for r in rollouts)
-    spanning = [r for r in rollouts if r.versions is not None]
     assert {r.policy_version for r in rollouts} == {old, old + 1}
     assert {r.format for r in spanning} == {"none", "int8"}
     for r in spanning:
