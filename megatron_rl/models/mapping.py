@@ -175,9 +175,8 @@ def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Pa
     if first:
         yield embedding
     experts = layout.local_experts(shape.experts, place.ep) if shape.experts else range(0)
-    for chunk in range(layout.chunks):
-        for layer in layout.layers(shape.layers, place.pp, chunk):
-            yield from _layer_params(shape, layer, experts)
+    for layer in layout.own_layers(shape.layers, place.pp):
+        yield from _layer_params(shape, layer, experts)
     if last:
         # with a single stage the output layer reads the tied embedding itself
         yield from (param for param in rest if not (param.row.copy and layout.pp == 1))

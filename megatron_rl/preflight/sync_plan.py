@@ -78,12 +78,7 @@ class _Kind:
 
 def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
     shape, layout = model.shape, model.layout
-    stage_of = {
-        layer: pp
-        for pp in range(layout.pp)
-        for chunk in range(layout.chunks)
-        for layer in layout.layers(shape.layers, pp, chunk)
-    }
+    stage_of = {layer: pp for pp in range(layout.pp) for layer in layout.own_layers(shape.layers, pp)}
     per_rank = max(shape.experts // layout.ep, 1)
     kinds: dict[tuple[Row, tuple[bool, ...]], list[list[_Kind]]] = {}
     transfers: list[Transfer] = []

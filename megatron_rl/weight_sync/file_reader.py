@@ -52,13 +52,12 @@ class Tensors(Mapping[str, torch.Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes of the newest version's files that this rank reads."""
-        return sum(
-            part.stored_bytes
-            for entry in self._entries.values()
-            for shard in [self._shards.get(entry.name, WHOLE)]
-            for part in entry.parts
-            if shard.needs(entry.dim, part.start, part.length)
-        )
+        return sum(part.stored_bytes for entry in self._entries.values() for part in self._wanted(entry))
+
+    def _wanted(self, entry: TensorEntry) -> list[Part]:
+        """Parts that hold something of what this rank loads."""
+        shard = self._shards.get(entry.name, WHOLE)
+        return [part for part in entry.parts if shard.needs(entry.dim, part.start, part.length)]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         start = time.perf_counter()
@@ -77,8 +76,7 @@ class Tensors(Mapping[str, torch.Tensor]):
 
     def _checked(self, newest: TensorEntry) -> torch.Tensor:
         """The tensor, of which only what this rank loads is read: what else a cut one holds is never looked at."""
-        shard, dtype = self._shards.get(newest.name, WHOLE), torch_dtype(newest.dtype)
-        wanted = [part for part in newest.parts if shard.needs(newest.dim, part.start, part.length)]
+        wanted, dtype = self._wanted(newest), torch_dtype(newest.dtype)
         if not wanted:
             return torch.empty(1, dtype=dtype).expand(newest.shape)
         whole = torch.empty(newest.shape, dtype=dtype)
