@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.checkpoint import checkpoints
@@ -249,17 +250,8 @@ class Driver:
         lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
         sequences = [tokens[:length].tolist() for tokens, length in zip(batch.tokens_BS, lengths, strict=True)]
         with waited_for(), self._stop.waiting():
-            told = self.sampler.routed_experts(sequences)
-        if not all(told):
-            return None
-        rows = [
-            torch.frombuffer(bytearray(one), dtype=torch.int32).view(length, layers, -1)
-            for one, length in zip(told, lengths, strict=True)
-        ]
-        chosen = torch.full((len(rows), max(lengths), *rows[0].shape[1:]), -1, dtype=torch.int32)
-        for place, row in enumerate(rows):
-            chosen[place, : len(row)] = row
-        return chosen
+            told = self.sampler.routed_experts(sequences, layers)
+        return pad_sequence([torch.tensor(one) for one in told], batch_first=True, padding_value=-1) if told else None
 
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():

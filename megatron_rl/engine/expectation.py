@@ -30,14 +30,10 @@ from megatron_rl.weight_sync.engine_shards import NOTHING, WHOLE, Runs, Shard
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
-def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, TensorSpec]:
-    """Every tensor an update must carry, by its Hugging Face name."""
-    return {tensor.name: tensor for tensor, _ in _tensors(model, tied)}
-
-
-def own_shards(model: torch.nn.Module, tied: bool) -> dict[str, Shard]:
-    """What vLLM's loaders take of each tensor on this rank."""
-    return {tensor.name: shard for tensor, shard in _tensors(model, tied)}
+def expected_tensors(model: torch.nn.Module, tied: bool) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
+    """Every tensor an update must carry, by its Hugging Face name, and what vLLM's loaders take of it on this rank."""
+    found = {tensor.name: (tensor, shard) for tensor, shard in _tensors(model, tied)}
+    return {name: tensor for name, (tensor, _) in found.items()}, {name: shard for name, (_, shard) in found.items()}
 
 
 def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, Shard]]:

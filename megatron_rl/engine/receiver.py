@@ -70,7 +70,7 @@ def begin(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[dict[str, Te
     if vllm_config.load_config.load_format == "dummy":
         expectation.neutral_cache_scales(model)
     tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
-    return expectation.expected_tensors(model, tied), expectation.own_shards(model, tied)
+    return expectation.expected_tensors(model, tied)
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):

@@ -67,16 +67,13 @@ class Sessions:
             self._gateway = Gateway()
             self._loop.call(self._gateway.open())
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> SessionsAnswering:
-        return self._answering(params, seed, patient=True)
-
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
         """Ordered by prompt, sample and branch; the group of a prompt is `first_group` plus its index."""
-        return answered(self._answering(params, seed, patient=False), prompts, first_group)
+        return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
-    def _answering(self, params: SamplingParams, seed: int, patient: bool) -> SessionsAnswering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True) -> SessionsAnswering:
         rules = Rules(
             self._section, params.max_tokens, self._rollout.context_tokens, self._data.template or {}, self._parser,
             self._data.system_prompt, self._kinds,

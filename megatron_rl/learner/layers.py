@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_rl.learner.context import whole
-from megatron_rl.learner.linear import ColumnLinear, RowLinear
 from megatron_rl.learner.packing import Bucket, Pack
 from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.host_products import narrowed
@@ -209,7 +207,9 @@ class _Unpad(torch.autograd.Function):
         return grad_S.index_select(0, ctx.pack.padded_index_X).index_fill_(0, ctx.pack.blanks, 0), None
 
 
-class _Narrowed(torch.autograd.Function):
+class Narrowed(torch.autograd.Function):
+    """FP32 rounded as vLLM's kernels for hosts store it; the gradient is the value's."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.wide = x.dtype
@@ -279,7 +279,7 @@ class PackedAttention(torch.nn.Module):
         out_NALD = scaled_dot_product_attention(
             query, key, value, seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
         )
-        return _Narrowed.apply(out_NALD.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
+        return Narrowed.apply(out_NALD.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
 
 
 class PackedRows(PackedSeqParams):
@@ -289,22 +289,3 @@ class PackedRows(PackedSeqParams):
         # not "thd": rotary angles come per position, so the pack may pass as one long sequence
         super().__init__(qkv_format="sbhd", max_seqlen_q=pack.longest, max_seqlen_kv=pack.longest)
         self.pack = pack
-
-
-class HostSpecProvider(LocalSpecProvider):
-    """megatron-core's local layers with our norm, attention and linear layers in place of the plain ones."""
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return RMSNorm
-
-    def column_parallel_linear(self) -> type:
-        return ColumnLinear
-
-    def row_parallel_linear(self) -> type:
-        return RowLinear
-
-    def core_attention(self) -> type:
-        return PackedAttention
-
-    def activation_func(self) -> type:
-        return SwiGLU

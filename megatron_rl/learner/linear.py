@@ -203,7 +203,7 @@ class _Wide(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight_NK: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(input, weight_NK)
         ctx.group = group
-        return wide_product(input.flatten(0, -2), weight_NK).view(*input.shape[:-1], -1)
+        return wide_product(input.flatten(0, -2), weight_NK).view(*input.shape[:-1], len(weight_NK))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

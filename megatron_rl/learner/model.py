@@ -16,15 +16,13 @@ from torch.nn import functional as F
 from megatron_rl.learner import host  # before megatron
 
 from megatron.core.models.gpt import GPTModel  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import (  # isort: skip
-    get_gpt_layer_with_transformer_engine_spec,
-    get_mlp_module_spec_for_backend,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,9 +30,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
+from megatron_rl.learner.experts import mixture
 from megatron_rl.learner.head import Asked, Scores, everyones, scores
-from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
-from megatron_rl.learner.linear import widen
+from megatron_rl.learner.layers import UNROUNDED, PackedAttention, PackedRows, RMSNorm, SwiGLU, add, rotary
+from megatron_rl.learner.linear import ColumnLinear, RowLinear, widen
 from megatron_rl.learner.packing import Pack
 from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
@@ -238,15 +237,12 @@ def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | Transf
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-    backend = HostSpecProvider()
-    mlp = get_mlp_module_spec_for_backend(
-        backend, num_experts=config.num_moe_experts, moe_grouped_gemm=False, use_te_activation_func=True
-    )
+    linear = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear, activation_func=SwiGLU)
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
-        linear_qkv=backend.column_parallel_linear(),
-        core_attention=backend.core_attention(),
-        linear_proj=backend.row_parallel_linear(),
+        linear_qkv=ColumnLinear,
+        core_attention=PackedAttention,
+        linear_proj=RowLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
@@ -259,7 +255,7 @@ def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | Transf
             ),
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            mlp=mixture(linear) if config.num_moe_experts else ModuleSpec(module=MLP, submodules=linear),
             mlp_bda=add,
         ),
     )

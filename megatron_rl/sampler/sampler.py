@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import numpy as np
+
 from megatron_rl.config.schema import Format
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.points import Kind, Point
@@ -72,9 +74,7 @@ class Sampler:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         self.policy_version = NO_VERSION  # that of dummy weights: nothing synced yet
-        self.last_sync: dict[
-            str, Any
-        ] = {}  # verify_s, load_s and bytes of the last accepted update; the slowest engine's
+        self.last_sync: dict[str, Any] = {}  # verify_s, load_s, bytes of the last accepted update: the slowest engine's
         self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
         self._note, self._notes = note, queue.SimpleQueue[str]()
         self._worker_extension = worker_extension
@@ -122,11 +122,13 @@ class Sampler:
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
         if not prompts:
             return []
-        return answered(self._answering(params, seed, patient=False), prompts, first_group)
+        return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
-        """Answer prompts group by group."""
-        return self._answering(params, seed, patient=True)
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True) -> Answering:
+        """Answer prompts group by group. `patient`: see Engine.generate."""
+        self.wait_ready()
+        dispatcher = self._ask(lambda replicas: replicas.dispatcher(params, patient))
+        return Answering(self._ask, self._meter, dispatcher, seed)
 
     def turns(self, params: SamplingParams, *, patient: bool) -> Turns:
         """Answer the requests of conversations, each by itself. `patient`: see Engine.generate."""
@@ -135,12 +137,6 @@ class Sampler:
         one_by_one = replace(params, samples=1)
         dispatcher = self._ask(lambda replicas: replicas.dispatcher(one_by_one, patient))
         return Turns(self._ask, self._loop, self._meter, dispatcher, one_by_one)
-
-    def _answering(self, params: SamplingParams, seed: int, patient: bool) -> Answering:
-        """`patient`: see Engine.generate."""
-        self.wait_ready()
-        dispatcher = self._ask(lambda replicas: replicas.dispatcher(params, patient))
-        return Answering(self._ask, self._meter, dispatcher, seed)
 
     @property
     def stats(self) -> SamplerStats:
@@ -163,12 +159,14 @@ class Sampler:
         logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
         return safetensors.torch.load(bytes(answer["values"])) | {str(Point(Kind.logprob)): logprobs}
 
-    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
-        """[tokens, layers, experts of a token] as int32, -1 in layers without; empty where it cannot be told."""
+    def routed_experts(self, sequences: Sequence[Sequence[int]], layers: int) -> list[np.ndarray] | None:
+        """[tokens, layers, experts of a token] of each sequence, -1 in layers without; None where it cannot be told."""
         if self._settings.is_fleet:
-            return [b""] * len(sequences)
+            return None
         self.wait_ready()
-        return self._ask(lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences]))
+        told = self._ask(lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences]))
+        rows = zip(sequences, told, strict=True)
+        return [np.frombuffer(one, np.int32).reshape(len(tokens), layers, -1) for tokens, one in rows if one] or None
 
     @contextmanager
     def updating(self) -> Iterator[None]:

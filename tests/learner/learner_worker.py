@@ -25,7 +25,7 @@ from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, 
 from lora_worker import adapted, merged_twin
 from pretended_device import on_device
 from replicas_worker import replicas
-from routing_worker import faulty, routed, routed_forward
+from routing_worker import faulty, mixture, routed, routed_forward
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 from shares_worker import shared
@@ -414,7 +414,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
         broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
         gains, again, adapted, merged_twin, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
-        shared,
+        shared, mixture,
     )
 }  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Job of `learner_worker.py`: tokens that are sent to given experts, whatever the routers would have chosen."""
+"""Jobs of `learner_worker.py`: tokens that are sent to given experts, whatever the routers would have chosen; and a
+mixture's layer beside vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from megatron_rl.config.schema import Router
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.router_replay import ReplayError, RouterReplay, check
+from megatron_rl.quantization import vllm_operators
 from megatron_rl.types import NO_EXPERT
 
 LAYERS, EXPERTS, CHOSEN = 4, 4, 2
@@ -151,3 +154,22 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     found = {"own": own_BT, "logprobs": before_BT, "reference": reference_BT, "after": learner.logprobs(batch)}
     told = {"unheard": unheard, "scored": scored, "trained": trained, "steps": steps, "gradients": gradients}
     return {name: values_BT.tolist() for name, values_BT in found.items()} | told
+
+
+@torch.no_grad()
+def mixture(learner: Learner, job: dict[str, Any]) -> float:
+    """The share of a layer's outputs that are not those of vLLM's kernels, to the last bit."""
+    assert vllm_operators.has_rotary(), "vLLM's operators for hosts are not here"
+    layer: Any = learner.modules[0].decoder.layers[1].mlp  # type: ignore[union-attr, index]
+    x_SH = torch.randn(512, layer.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits_SK, chosen_SK = torch.nn.functional.linear(x_SH, layer.router.weight).topk(CHOSEN)
+    weights = [
+        torch.stack([getattr(expert, name).weight for expert in layer.experts.local_experts])
+        for name in ("linear_fc1", "linear_fc2")
+    ]
+    packed, out_SH = [torch.empty_like(weight) for weight in weights], torch.empty_like(x_SH)
+    for weight, into in zip(weights, packed, strict=True):
+        torch.ops._C.prepack_moe_weight(weight, into, "vec")
+    given = logits_SK.softmax(-1).float(), chosen_SK.int()
+    torch.ops._C.cpu_fused_moe(out_SH, x_SH, *packed, None, None, *given, False, "silu", "vec")
+    return float((layer(x_SH[:, None])[0].squeeze(1) != out_SH).float().mean())

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from megatron_rl.config.schema import Format, QuantizationSection
-from megatron_rl.engine.expectation import expected_tensors, own_shards
+from megatron_rl.engine.expectation import expected_tensors
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.sampler.engine_settings import write_engine_folder
@@ -125,7 +125,7 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
         cuts = {name: cut for source in sources for name, cut in source.cuts(RANKS).items()}
         sent = [pair for of_rank in yielded for pair in of_rank]
         whole_bytes = write_version(folder, 0, sent, format=format, cuts=cuts).nbytes
-        expected, shards = expected_tensors(model, case["tied"]), own_shards(model, case["tied"])
+        expected, shards = expected_tensors(model, case["tied"])
         read = stage(folder, 0, 1, expected, -1, shards)
         held = Held.of(Poisoned(read.tensors, shards), shards)
         model.load_weights(held.items())

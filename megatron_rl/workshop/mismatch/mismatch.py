@@ -104,10 +104,10 @@ def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, n
 
 def routed(sampler: Sampler, tokens: Sequence[int], layers: int) -> np.ndarray:
     """The experts that the engine chooses for these tokens as it is now; the last is not read."""
-    (told,) = sampler.routed_experts([tokens])
-    if not told:
+    told = sampler.routed_experts([tokens], layers)
+    if told is None:
         raise ConfigError("learner.router: replay, but this engine tells no choices of a sequence; use own")
-    return np.frombuffer(told, np.int32).reshape(len(tokens), layers, -1)[:-1].astype(np.int16)
+    return told[0][:-1].astype(np.int16)
 
 
 def recorded(wanted: Wanted, room: int) -> list[Rollout]:

@@ -1,0 +1,61 @@
+"""A mixture's layer on a host, in place of megatron-core's: experts and router round as vLLM's do there.
+
+M tokens that went to the experts held here, H hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from megatron_rl.learner.layers import Narrowed
+from megatron_rl.learner.linear import widen
+
+
+class HostRouter(TopKRouter):
+    """Logits, and the weights that are made of them in FP32, are rounded to the model's precision."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return super().gating(input).to(input.dtype).float()
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().forward(input, padding_mask)
+        return weights.to(input.dtype).float(), chosen
+
+
+class HostExperts(SequentialMLP):
+    """Both products give FP32; what goes into the second is rounded, and what comes out when a token's are added."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:
+            widen(expert.linear_fc1)
+            widen(expert.linear_fc2)
+
+    def forward(self, x_MH: Tensor, tokens_per_expert: Tensor, weights_M: Tensor) -> tuple[Tensor, None]:
+        parts = x_MH.split(tokens_per_expert.tolist())
+        return torch.cat([*map(_output, self.local_experts, parts)]) * weights_M[:, None], None
+
+
+def _output(expert: Any, x: Tensor) -> Tensor:
+    inner = expert.activation_func(expert.linear_fc1(x)[0])
+    return expert.linear_fc2(Narrowed.apply(inner, x.dtype))[0]
+
+
+class HostMixture(MoELayer):
+    """Experts of all ranks are added in FP32, and rounded once."""
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        return Narrowed.apply(super().postprocess(output, shared_expert_output), self.config.params_dtype)
+
+
+def mixture(linear: MLPSubmodules) -> ModuleSpec:
+    parts = MoESubmodules(experts=ModuleSpec(module=HostExperts, submodules=linear), router=HostRouter)
+    return ModuleSpec(module=HostMixture, submodules=parts)
