@@ -36,7 +36,7 @@ test-slow: install-dev
 # What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end; an
 # hour on two cores. Without what the two targets below do.
 faults: install-dev
-	@$(BIN)/python -m pytest --faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
+	@$(BIN)/python -m pytest -vv --faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
 
 # Every batch script on a Slurm cluster made for the occasion, and all that happens to jobs; about half an hour, as root.
 rehearse: install-dev

@@ -247,8 +247,7 @@ class Driver:
 
     def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
         """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where it is silent."""
-        lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
-        sequences = [tokens[:length].tolist() for tokens, length in zip(batch.tokens_BS, lengths, strict=True)]
+        sequences = [tokens[:length].tolist() for tokens, length in zip(batch.tokens_BS, batch.lengths_B, strict=True)]
         with waited_for(), self._stop.waiting():
             told = self.sampler.routed_experts(sequences, layers)
         return pad_sequence([torch.tensor(one) for one in told], batch_first=True, padding_value=-1) if told else None

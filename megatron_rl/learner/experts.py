@@ -45,8 +45,7 @@ class HostExperts(SequentialMLP):
 
 
 def _output(expert: Any, x: Tensor) -> Tensor:
-    inner = expert.activation_func(expert.linear_fc1(x)[0])
-    return expert.linear_fc2(Narrowed.apply(inner, x.dtype))[0]
+    return expert.linear_fc2(Narrowed.apply(expert.activation_func(expert.linear_fc1(x)[0]), x.dtype))[0]
 
 
 class HostMixture(MoELayer):

@@ -66,7 +66,9 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
         )
 
 
-def routed(shape: ModelShape, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
+def routed(machine: Machine, shape: ModelShape, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
+    if sampler.routed_experts and machine.kind == Device.cuda and sampler.vllm.get("enable_prefix_caching") is False:
+        yield "sampler.vllm.enable_prefix_caching: false, but on GPUs sampler.routed_experts wants that cache; use true"
     if shape.experts:
         return
     if learner.router is not Router.own:

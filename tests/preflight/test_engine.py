@@ -58,6 +58,13 @@ def test_experts_of_a_layer_are_quantized_together(entry):
         assert "one kernel" in found
 
 
+def test_experts_are_told_on_gpus_from_the_prefix_cache():
+    config = Config(sampler=SamplerSection(routed_experts=True, vllm={"enable_prefix_caching": False}))
+    (found,) = problems(config, NODE, "qwen3_moe")
+    assert found.startswith("sampler.vllm.enable_prefix_caching: false") and found.endswith("use true")
+    assert problems(config, HOST, "qwen3_moe") == []
+
+
 def transport(name: Transport, learner: LearnerSection, machine: Machine = NODE, **sampler) -> list[str]:
     config = Config(learner=learner, sampler=SamplerSection(**sampler), sync=SyncSection(transport=name))
     return problems(config, machine)
