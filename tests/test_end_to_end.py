@@ -117,6 +117,7 @@ ROUTED = {
     "short prefills": [
         "sampler.vllm={max_num_seqs: 32, max_num_batched_tokens: 44}",
         "learner.tokens_per_microbatch=512",
+        "learner.forward=as_sampler",
         *SHARED,
     ],
     "the learner's own": ["learner.router=replay_forward", "sampler.routed_experts=false", *SHARED],
@@ -133,6 +134,8 @@ def test_every_token_goes_to_the_experts_that_were_chosen_for_it(place: Path, ca
     lines = metrics(place, name)[1:]
     assert [line["router/replayed"] for line in lines] == [1.0, 1.0]
     assert {line[f"router/replayed/layer_{layer}"] for line in lines for layer in range(2)} == {1.0}
+    if "learner.forward=as_sampler" in ROUTED[case]:
+        assert lines[0]["rollout_corr/k3_kl"] < 1e-6, "no less than INT8's own"
 
 
 def test_a_learner_that_computes_as_the_sampler(warm_start: Path) -> None:
