@@ -69,8 +69,7 @@ def begin(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[dict[str, Te
     die_with_spawner()
     if vllm_config.load_config.load_format == "dummy":
         expectation.neutral_cache_scales(model)
-    tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
-    return expectation.expected_tensors(model, tied)
+    return expectation.expected_tensors(model, bool(vllm_config.model_config.hf_config.tie_word_embeddings))
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):

@@ -28,7 +28,7 @@ from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json
 NURSERY = "environment nursery"
 GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
 LARGEST_REPLY = 16 << 20
-NURSERIES = 3  # that may be gone, one after the other, when a process is asked for
+NURSERIES = 3  # that may be gone, one after the other, when a process is asked for, or under one session
 
 
 class EnvironmentFailed(RuntimeError):
@@ -36,7 +36,7 @@ class EnvironmentFailed(RuntimeError):
 
 
 class NurseryGone(EnvironmentFailed):
-    """It died before it could fork: of no conversation's doing, so that it costs none of them a try."""
+    """It died, and what it has forked with it: of no conversation's doing, so that it costs none of them a try."""
 
 
 class _About(msgspec.Struct):
@@ -83,7 +83,8 @@ class EnvironmentProcess:
             raise EnvironmentFailed(f"no reply within {seconds:g} s: its process was killed") from None
         except (OSError, asyncio.IncompleteReadError):
             self.kill()
-            raise EnvironmentFailed("its process died") from None
+            failure = EnvironmentFailed if self.nursery.poll() is None else NurseryGone
+            raise failure("its process died") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.kill()
             raise EnvironmentFailed(f"its process sent something else than a reply ({str(error)[:100]})") from None
@@ -132,10 +133,8 @@ class EnvironmentPool:
             variables = for_rewards(os.environ, self._config.variables, "environment.variables")
             nursery, control = user_process("megatron_rl.environments.worker", NURSERY, self._log, variables)
             self._nursery, self._control = nursery, control
-            start, died = (
-                {"name": self._config.name, "settings": self._config.settings},
-                "its process died at its start",
-            )
+            start = {"name": self._config.name, "settings": self._config.settings}
+            died = "its process died at its start"
             self.about = msgspec.convert(first_reply(Channel(control), start, LARGEST_REPLY, died), _About)
             if self.about.error is not None:
                 self._end_nursery(nursery)

@@ -20,7 +20,7 @@ from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import AgentSession, Gateway
 from megatron_rl.environments.conversation import Row
 from megatron_rl.environments.kinds import TokenKinds
-from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool
+from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
 from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
 from megatron_rl.environments.templates import parser_of
 from megatron_rl.processes.pulse import waiting
@@ -183,12 +183,11 @@ class Player:
         return self._gateway is not None
 
     async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
-        """The rows of one session; begun again, once, where its environment fails."""
+        """The rows of one session; begun again where its environment fails: once, and whenever all have died."""
         async with self._room:
-            for attempt in range(TRIES):
-                policy = Policy(
-                    self._turns, self._tokenizer, self.rules, self._seeds(group, sample), f"{group}"
-                )  # fmt: skip
+            left = TRIES
+            for attempt in range(TRIES + NURSERIES):
+                policy = Policy(self._turns, self._tokenizer, self.rules, self._seeds(group, sample), f"{group}")
                 transcript = policy.transcript
                 transcript.counts["restarts"] = attempt
                 try:
@@ -198,6 +197,9 @@ class Player:
                     if self._pool.closed:
                         raise SessionsEnded("the sessions are closed") from None
                     transcript.error, transcript.end = str(error), "error"
+                    left -= not isinstance(error, NurseryGone)
+                    if not left:
+                        break
         return rollouts(transcript, prompt, group, sample, self.rules.section, self._served())
 
     async def _played(self, policy: Policy, prompt: Prompt) -> None:

@@ -178,8 +178,8 @@ def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any)
     return total_MN
 
 
-def widen(layer: ColumnParallelLinear) -> None:
-    """Let a BF16 learner's output layer give FP32. It is split over the vocabulary; every rank has its whole inputs."""
+def widen(layer: ColumnParallelLinear | RowParallelLinear) -> None:
+    """Let a BF16 learner's output layer give FP32, or an expert's. Every rank has its whole inputs; no ranks are added up."""
     layer._forward_impl = _product
 
 

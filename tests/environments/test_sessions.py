@@ -172,6 +172,22 @@ def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
             assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0)
 
 
+def test_a_session_whose_process_dies_before_all_do_is_not_lost(tmp_path: Path) -> None:
+    def says(text: str, seed: int) -> str:
+        nursery = played.sessions.pool._nursery
+        if (tmp_path / "mark").exists() and nursery is not None and not ended:
+            ended.append(nursery)
+            nursery.kill()
+            nursery.wait()
+        return counting(text, seed)
+
+    ended: list[Any] = []
+    with Played(tmp_path, says) as played:
+        ((rollout,),) = played.play({"how": "dies once", "mark": str(tmp_path / "mark")})
+    assert rollout.session is not None and len(ended) == 1
+    assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 2)
+
+
 def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))
     with Played(tmp_path, counting) as played:
