@@ -179,7 +179,7 @@ def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any)
 
 
 def widen(layer: ColumnParallelLinear | RowParallelLinear) -> None:
-    """Let a BF16 learner's output layer give FP32, or an expert's. Every rank has its whole inputs; no ranks are added up."""
+    """Let a BF16 output layer, or an expert's, give FP32. Every rank has its whole inputs; no ranks are added up."""
     layer._forward_impl = _product
 
 
