@@ -304,8 +304,8 @@ class Targets:
 
 
 @dataclass(frozen=True)
-class OwnPass:
-    """What an update without an anchor found on its way: the pass that was not made before it."""
+class ReusedForward:
+    """Logprobs of an update's own forward pass, where no prox pass was made before it."""
 
     logprobs_BT: Tensor  # the policy's before the update; NaN in rows that nothing was trained on
     seconds: float  # of its forward pass, on this rank

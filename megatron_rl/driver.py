@@ -32,7 +32,7 @@ from megatron_rl.rollout.sleep_schedule import SleepSchedule
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.console import choose
-from megatron_rl.runs.progress import SaveSchedule, Standing
+from megatron_rl.runs.progress import Progress, SaveSchedule
 from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler, SamplerStats
@@ -232,7 +232,7 @@ class Driver:
             fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
-    def look(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format]:
+    def layer_values(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format]:
         """One fresh answer, a row for each replica, and what the engine's modules put out for it."""
         most = max(1, min(LOOK_TOKENS, self._config.rollout.max_prompt_tokens - 1))  # the engine adds a token
         prompt = min(self._probe_prompts, key=lambda prompt: len(prompt.token_ids))
@@ -268,7 +268,7 @@ class Driver:
         return self._stop.has_time()
 
     def to_keep(
-        self, standing: Standing, evaluated: Mapping[str, float], save_s: float | None, ending: bool
+        self, standing: Progress, evaluated: Mapping[str, float], save_s: float | None, ending: bool
     ) -> dict[str, Any] | None:
         """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`: what one takes."""
         self._stop.save_s = save_s

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.advantage import turn_advantages
-from megatron_rl.batch import Batch, OwnPass, Targets
+from megatron_rl.batch import Batch, ReusedForward, Targets
 from megatron_rl.config.schema import Config
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.rollout_correction import Correction, completed, correct, staleness
@@ -51,8 +51,8 @@ class Step:
             staleness_BT=staleness(self.batch, config.correction, self.version),
         )
 
-    def settled(self, own: OwnPass | None) -> tuple[Step, dict[str, float]]:
-        """The correction as the update has made it; its metrics, and what the pass that was not made before it cost."""
+    def with_reused_forward(self, own: ReusedForward | None) -> tuple[Step, dict[str, float]]:
+        """The step with its correction, which may have waited for the update's pass; its metrics, what that saved."""
         step, saved = self, {}
         if own is not None:
             given = self.batch, self.config.correction, self.config.advantage

@@ -50,13 +50,13 @@ from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import without_stale
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
-from megatron_rl.runs.progress import Standing, reached
+from megatron_rl.runs.progress import Progress, reached
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp, ask_driver
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.manifest import UpdateRefused
-from megatron_rl.weight_sync.probe_budget import Arithmetic
+from megatron_rl.weight_sync.probe_budget import Numerics
 from megatron_rl.weight_sync.push import WeightSync
 
 AnyDriver = Driver | Follower
@@ -80,13 +80,13 @@ def train(
         learner.set_smoothing(sync.smoothing)
         with closing(sync):
             saver = Saver(run_dir / "checkpoints", config.checkpoint, LearnerState(learner), sync, driver.recorder.note)
-            loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))
+            loop(config, driver, learner, sync, saver, load_or_resume(config, driver, learner, saver))
             if config.log.export:
                 best, has_time = config.checkpoint.best, lambda: learner.broadcast(driver.has_time())
                 leave_models(learner, config.model.folder, run_dir, best, has_time, driver.recorder.note)
 
 
-def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Standing:
+def load_or_resume(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Progress:
     """The policy as it is at the start, or as a checkpoint has it."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
     # the reference is what the run began with; checkpoints of adapters are nothing without it
@@ -96,10 +96,10 @@ def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> 
         if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
             learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
             learner.take_replayed()  # of no sampler's
-        return Standing()
+        return Progress()
     found = checkpoints.read(Path(folder))
     saver.load(found)
-    return Standing.of(found.step, found.driver)
+    return Progress.of(found.step, found.driver)
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, reference: bool) -> None:
@@ -111,28 +111,28 @@ def load_policy(learner: Learner, model: ModelSection, seed: int, reference: boo
         learner.keep_reference()
 
 
-def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, saver: Saver, at: Standing) -> None:
+def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, saver: Saver, at: Progress) -> None:
     """Steps after `at` up to run.steps; the sampler starts with the policy that `at` has."""
     try:
-        at, stop = arrive(at, config, driver, learner, sync, saver, first=True)
+        at, stop = sync_and_log(at, config, driver, learner, sync, saver, first=True)
         while at.step < config.run.steps and not stop:
             with learner.profiler.step(at.step + 1):
-                at = advance(at, config, driver, learner)
-            at, stop = arrive(at, config, driver, learner, sync, saver)
+                at = train_step(at, config, driver, learner)
+            at, stop = sync_and_log(at, config, driver, learner, sync, saver)
     except StepGivenUp as given_up:  # by every rank: what the step has not changed is kept, unless it is already
         stop = str(given_up)
         with driver.recorder.phase("checkpoint"):
             saver.close()
             if learner.broadcast(at.step > 0 and saver.newest != at.step):
-                keep(at, {}, True, driver, learner, saver)
+                save_if_due(at, {}, True, driver, learner, saver)
     saver.close()
     if stop:
         asked = driver.asked_to_stop() is not None
         driver.recorder.end_early(f"{stop}; {saver.kept}" if asked else stop, asked=asked)
 
 
-def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -> Standing:
-    """One step's rollouts, and the policy that they make. The driver alone has its numbers."""
+def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner) -> Progress:
+    """One step: rollouts, prox pass, correction, updates. Metrics are the driver's alone."""
     recorder, step, plane = driver.recorder, at.step + 1, learner.plane
     with recorder.phase("rollout"):
         held, drawn = collect(step, config, driver, learner)
@@ -153,15 +153,15 @@ def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -
         if config.learner.router is not Router.own:
             updates |= check_replay(learner.take_replayed(), config.learner.router)
     with recorder.phase("correction"):
-        own = learner.take_own_pass()
-        work, found = (None, {}) if work is None else work.settled(own)
-    updates |= judge(check, work, driver, step)
+        own = learner.take_reused_forward()
+        work, found = (None, {}) if work is None else work.with_reused_forward(own)
+    updates |= checked_update(check, work, driver, step)
     if work is None:
-        return Standing(step, at.seen, driver.position)
+        return Progress(step, at.seen, driver.position)
     with recorder.phase("record"):
         driver.record(step, work.correction, work.advantages_B)
     seen = at.seen.after(work.batch)
-    return Standing(step, seen, driver.position, line=drawn | found | updates | seen.metrics(work.batch, step))
+    return Progress(step, seen, driver.position, line=drawn | found | updates | seen.metrics(work.batch, step))
 
 
 def collect(step: int, config: Config, driver: AnyDriver, learner: Learner) -> tuple[Batch | None, dict[str, float]]:
@@ -180,20 +180,20 @@ def collect(step: int, config: Config, driver: AnyDriver, learner: Learner) -> t
     return (held[0] if held else None), drawn
 
 
-def arrive(
-    at: Standing,
+def sync_and_log(
+    at: Progress,
     config: Config,
     driver: AnyDriver,
     learner: Learner,
     sync: WeightSync,
     saver: Saver,
     first: bool = False,
-) -> tuple[Standing, str | None]:
-    """The new policy into the sampler, what is to be said of the step, a checkpoint; and whether the run ends here."""
+) -> tuple[Progress, str | None]:
+    """Sync weights, evaluate, log the step's metrics, save a checkpoint where due; why the run ends here, if so."""
     recorder, step, end = driver.recorder, at.step, config.run.steps
     saver.snapshot_rng_and_stats()
     ask_driver(learner, driver.check_time)
-    synced = publish(step, end, config.sync, driver, learner, sync, first)
+    synced = sync_weights(step, end, config.sync, driver, learner, sync, first)
     if at.line is None:  # by an attempt before this one
         recorder.skip()
         return at, None
@@ -205,7 +205,7 @@ def arrive(
         return at, None
     stop = learner.broadcast(driver.asked_to_stop() or reached(config.run.stop, evaluated))
     with recorder.phase("checkpoint"):
-        keep(at, evaluated, bool(stop) or step == end, driver, learner, saver)
+        save_if_due(at, evaluated, bool(stop) or step == end, driver, learner, saver)
     return at, stop
 
 
@@ -222,8 +222,8 @@ def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> tuple[to
     return batch.whole.sampler_logprobs_BT, batch
 
 
-def judge(check: UpdateCheck | None, work: Step | None, driver: AnyDriver, step: int) -> dict[str, float]:
-    """What the step has gained learner and sampler, where that is asked for; a refused one is undone by now."""
+def checked_update(check: UpdateCheck | None, work: Step | None, driver: AnyDriver, step: int) -> dict[str, float]:
+    """Metrics of the check of an update, where that is asked for; a refused update is undone by now."""
     if check is None:
         return {}
     with driver.recorder.phase("update"):
@@ -252,7 +252,7 @@ def minibatches(groups_B: torch.Tensor, count: int, seed: str) -> Iterator[torch
         yield torch.isin(groups_B, torch.tensor(groups[part::count])).nonzero().flatten()
 
 
-def publish(
+def sync_weights(
     step: int,
     end: int,
     section: SyncSection,
@@ -261,7 +261,7 @@ def publish(
     sync: WeightSync,
     first: bool = False,
 ) -> dict[str, float]:
-    """The policy into the sampler, where it is due; then, where that is due, the proof that it arrived."""
+    """Sync weights to the sampler where that is due, and probe them where that is."""
     learner.make_room()  # without a sync the engine wakes for its next answers
     if step % section.every and step != end and not first:  # the last evaluation is of the last policy
         return {}
@@ -302,7 +302,7 @@ def probe_of(
 ) -> probe.Probe:
     """What may be found is measured first, without the sampler; the noise is that of these weights and tokens alone."""
     about = probe.Probe(
-        step, learner.shape.vocab, learner.shape.tied, section.budget, learner=_arithmetic(learner.learner)
+        step, learner.shape.vocab, learner.shape.tied, section.budget, learner=_numerics(learner.learner)
     )
     if expected_BT is not None:
         effect, left = (
@@ -315,17 +315,17 @@ def probe_of(
     return replace(about, noise=probe.noise(logprobs_BT, learner.logprobs_rounded_again(batch), batch.mask_BT))
 
 
-def _arithmetic(learner: LearnerSection) -> Arithmetic:
+def _numerics(learner: LearnerSection) -> Numerics:
     if limits.fp8(learner) is not None:
-        return Arithmetic.fp8
+        return Numerics.fp8
     if learner.forward is Forward.as_sampler:
-        return Arithmetic.sampler
-    return Arithmetic.fp32 if learner.precision is Precision.fp32 else Arithmetic.bf16
+        return Numerics.sampler
+    return Numerics.fp32 if learner.precision is Precision.fp32 else Numerics.bf16
 
 
 def compare_layers(step: int, driver: AnyDriver, learner: Learner, sync: WeightSync) -> dict[str, float]:
     """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
-    batch, values, format = ask_driver(learner, lambda: driver.look(step))
+    batch, values, format = ask_driver(learner, lambda: driver.layer_values(step))
     with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
         learner.logprobs(batch)
     return layer_probe.check(seen, learner.shape, Format(format), step)
@@ -346,8 +346,8 @@ def evaluate(step: int, end: int, section: EvalSection, driver: AnyDriver, learn
         return ask_driver(learner, lambda: driver.evaluate(step))
 
 
-def keep(
-    at: Standing, evaluated: dict[str, float], ending: bool, driver: AnyDriver, learner: Learner, saver: Saver
+def save_if_due(
+    at: Progress, evaluated: dict[str, float], ending: bool, driver: AnyDriver, learner: Learner, saver: Saver
 ) -> None:
     """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
     saver.settle()

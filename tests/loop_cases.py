@@ -42,7 +42,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.learner.policy import Sections
     from megatron_rl.models.model import Model
     from megatron_rl.rollout.collect import sampling_params
-    from megatron_rl.runs.progress import Standing
+    from megatron_rl.runs.progress import Progress
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
 
@@ -66,7 +66,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
                 driver._collector._params = driver._probe_params = drawn
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
-                loop(config, driver, learner, sync, saver, Standing(done))
+                loop(config, driver, learner, sync, saver, Progress(done))
                 moved = sum(
                     float((parameter.detach() - old).abs().sum())
                     for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)

@@ -20,7 +20,7 @@ from megatron_rl.driver import Driver
 from megatron_rl.learner import router_replay
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
-from megatron_rl.runs.progress import Standing, reached
+from megatron_rl.runs.progress import Progress, reached
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
@@ -79,15 +79,15 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     def given_up(*_: Any) -> None:
         raise StepGivenUp("asked")
 
-    monkeypatch.setattr(train, "arrive", lambda at, *_, **__: (at, None))
-    monkeypatch.setattr(train, "advance", given_up)
+    monkeypatch.setattr(train, "sync_and_log", lambda at, *_, **__: (at, None))
+    monkeypatch.setattr(train, "train_step", given_up)
     monkeypatch.setattr(train, "keep", lambda at, *_: kept.append(at.step))
     recorder = SimpleNamespace(phase=lambda _: nullcontext(), end_early=lambda *_, **__: None)
     driver: Any = SimpleNamespace(recorder=recorder, asked_to_stop=lambda: "asked")
     profiler = SimpleNamespace(step=lambda _: nullcontext())
     learner: Any = SimpleNamespace(broadcast=lambda value: value, profiler=profiler)
     saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
-    train.loop(Config(), driver, learner, None, saver, Standing(after))
+    train.loop(Config(), driver, learner, None, saver, Progress(after))
     assert kept == keeps
 
 
@@ -111,7 +111,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
     assert evaluated(3) == [0, 3, 6, 7]
     assert evaluated(0) == []
     section = SyncSection(every=3, verify_every=0)
-    assert [step for step in range(1, 8) if train.publish(step, 7, section, driver, learner, sync)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if train.sync_weights(step, 7, section, driver, learner, sync)] == [3, 6, 7]
     # also where the engine wakes without a sync
     assert log[:6] == [*["room made"] * 3, "push 3", "awake ended: None", "room made"]
 
@@ -171,10 +171,10 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
         broadcast=lambda value: value,
         logprobs=lambda _: batch.sampler_logprobs_BT,
         update=lambda targets, rows: trained.append(targets.whole.rows(rows)) or {},
-        take_own_pass=lambda: None,
+        take_reused_forward=lambda: None,
         plane=DataPlane(lone_rank()),
     )
-    at = train.advance(train.Standing(step=6), config, driver, learner)
+    at = train.train_step(train.Progress(step=6), config, driver, learner)
     (targets,) = trained
     young = [[False, True, True], [True, True, True]]
     assert targets.mask_BT.tolist() == targets.denominator_mask_BT.tolist() == young

@@ -1,6 +1,6 @@
-"""Receiver of `ipc` and `nccl` updates in a vLLM worker: vLLM's engines move the tensors, our checks stand in front.
+"""Receiver of `ipc` and `nccl` updates in a vLLM worker: subclasses of vLLM's WeightTransferEngine that check first.
 
-Each engine here is vLLM's, with `Checked` in front. An update is announced (version, names, shapes, dtypes: compared
+Each has `Checked` in front of vLLM's own. An update is announced (version, names, shapes, dtypes: compared
 with what the engine expects before anything moves), received, sealed (checksums of every tensor) and loaded.
 
 What is promised differs by where the tensors wait:

@@ -35,7 +35,7 @@ ROWS = 4096  # of tokens, whose outputs are held in FP32 at once
 
 
 @dataclass(frozen=True)
-class Engine:
+class Rounding:
     """What has to be known of an engine whose rounding is imitated."""
 
     format: Format
@@ -45,7 +45,7 @@ class Engine:
 
 @contextmanager
 def fake_quantized(
-    modules: Iterable[tuple[int, Any]], model: Model, groups: ShardGroups, engine: Engine, smoothing: Smoothing | None
+    modules: Iterable[tuple[int, Any]], model: Model, groups: ShardGroups, engine: Rounding, smoothing: Smoothing | None
 ) -> Iterator[None]:
     """Until it ends, layers that the engine holds quantized compute as it does. `modules`: with their first layers."""
     first_expert = model.layout.local_experts(model.shape.experts, groups.place.ep).start if model.shape.experts else 0
@@ -75,7 +75,7 @@ class _Imitated:
     weights: tuple[tuple[str, Param], ...]  # several: experts
     model: Model
     groups: ShardGroups
-    engine: Engine
+    engine: Rounding
     smoothing: Smoothing | None
 
 

@@ -26,7 +26,7 @@ from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.context import split
 from megatron_rl.learner.costs import attention_share
 from megatron_rl.learner.device import ForwardClock
-from megatron_rl.learner.fake_quantized import Engine, fake_quantized
+from megatron_rl.learner.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.lora import adapters_off
 from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
@@ -86,12 +86,12 @@ class ForwardPasses(Policy):
         wanted = self.learner.forward is Forward.as_sampler and quantization.format != Format.none
         self._arithmetic = Arithmetic.sampler if wanted else Arithmetic.plain
         self._as_sampler: AsSampler | None = None
-        self._engine: Engine | None = None  # whose rounding layers of Transformer Engine imitate for a probe
+        self._engine: Rounding | None = None  # whose rounding layers of Transformer Engine imitate for a probe
         self._smoothing: Smoothing | None = None
         if wanted or (self._formats in MIRRORED and self.device.type == "cpu"):
             self._as_sampler = self._computes_as(quantization, wanted)
         elif self._formats in MIRRORED and quantization.kv_cache == KvCache.none:
-            self._engine = Engine(quantization.format, tuple(quantization.ignore), self._engine_tp)
+            self._engine = Rounding(quantization.format, tuple(quantization.ignore), self._engine_tp)
 
     @property
     def mirrors_engine(self) -> bool:
@@ -154,8 +154,8 @@ class ForwardPasses(Policy):
     def expected_logprobs(self, batch: Batch | Shared) -> Tensor | None:
         """Logprobs that a right sampler of this format gives, to a rounding: by layers that are quantized as its own.
 
-        Token by token where the learner `mirrors_engine`; else as far from its own as the sampler's are, but elsewhere:
-        any other rounding moves codes. None where the format is not imitated: several at once, blocks, INT4, an FP8
+        Token by token where the learner `mirrors_engine`; else off by as much, but at other tokens: any other rounding
+        moves codes. None where the format is not imitated: several at once, blocks, INT4, an FP8
         cache.
         """
         if self._as_sampler is not None:
@@ -216,7 +216,7 @@ class ForwardPasses(Policy):
 
     def _logprobs(self, batch: Batch | Shared, work: Work | None = None) -> Tensor:
         work = self._work(batch, range(len(batch))) if work is None else work
-        with torch.no_grad(), self.profiler.looking("forward", len(work.packs) * len(self.chunks)):
+        with torch.no_grad(), self.profiler.tracing("forward", len(work.packs) * len(self.chunks)):
             results = self._run(work.packs, self._asked(entropy=False), self._collect, forward_only=True)
         return self._gathered(batch, work, results)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import LossInputs, OwnPass, Targets
+from megatron_rl.batch import LossInputs, ReusedForward, Targets
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.head import Scores
 from megatron_rl.learner.logprobs import Truncation
@@ -64,7 +64,7 @@ class Learner(ForwardPasses):
         speaks = (place.replica, place.tp, place.cp) == (0, 0, 0)  # of each stage one
         self.profiler = Profiler(sections.log.profile_steps, dump_dir, self.rank if speaks else None, note)
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
-        self._own_pass: OwnPass | None = None
+        self._reused_forward: ReusedForward | None = None
 
     def update(self, targets: Targets | SharedTargets, rows: Tensor | None = None) -> dict[str, float]:
         """One optimizer step on the global minibatch, or on these rows of it; the same metrics on every rank."""
@@ -80,7 +80,7 @@ class Learner(ForwardPasses):
         work = self._work(targets.batch, about.rows)
         share = self.plane.loss_rows(targets, work.rows)
         self._forward_clock.take()
-        with self.profiler.looking("update", len(work.packs) * len(self.chunks)):
+        with self.profiler.tracing("update", len(work.packs) * len(self.chunks)):
             with nullcontext() if about.anchored else self._activations.looking(True):
                 results = self._run(work.packs, self._asked(), partial(self._loss, share, about))
             if not about.anchored:
@@ -89,7 +89,7 @@ class Learner(ForwardPasses):
                     unseen_B = torch.ones(len(logprobs_BT), dtype=torch.bool)
                     unseen_B[about.rows] = False
                     logprobs_BT[unseen_B] = math.nan
-                self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
+                self._reused_forward = ReusedForward(logprobs_BT, self._forward_clock.take())
             mine: dict[str, float] = {}
             for metrics, _ in results if self.ranks.reports else ():
                 for name, value in metrics.items():
@@ -118,9 +118,9 @@ class Learner(ForwardPasses):
             rate=step_scale(part.weights_BT, part.mask_BT, self.correction.step_power),
         )
 
-    def take_own_pass(self) -> OwnPass | None:
+    def take_reused_forward(self) -> ReusedForward | None:
         """The last update's forward pass, where it had no anchor and something to train on."""
-        taken, self._own_pass = self._own_pass, None
+        taken, self._reused_forward = self._reused_forward, None
         return taken
 
     def _loss(

@@ -140,8 +140,8 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
         yield refuse(f"hidden_act={activation!r}", "is not supported, only 'silu' is")
-    always = shape.family in ("mixtral", "phi3")
-    window = hf_config.get("sliding_window") if always else hf_config.get("use_sliding_window")
+    switched = "use_sliding_window" in hf_config or shape.family.startswith("qwen")  # off where it is not named
+    window = hf_config.get("use_sliding_window" if switched else "sliding_window")
     kinds = hf_config.get("layer_types") or []
     if not isinstance(kinds, list) or len(kinds) not in (0, shape.layers):
         yield f"model.path: layer_types of config.json names {kinds!r}, but there are {shape.layers} layers; mend it"

@@ -39,7 +39,7 @@ class Profiler:
             self._step = None
 
     @contextmanager
-    def looking(self, name: str, micro_batches: int) -> Iterator[None]:
+    def tracing(self, name: str, micro_batches: int) -> Iterator[None]:
         """Around a pass over so many micro-batches, and what belongs to it."""
         if self._step is None:
             yield

@@ -210,7 +210,7 @@ def transport(
         )
 
 
-def support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection) -> Iterator[str]:
+def top_k_support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection) -> Iterator[str]:
     if rollout.top_k is None:
         return
     if rollout.top_k >= shape.vocab:
@@ -222,4 +222,4 @@ def support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection)
         )
 
 
-RULES = (support, experts, routed, ignored, watched, arguments, cache, several, sleep, transport)
+RULES = (top_k_support, experts, routed, ignored, watched, arguments, cache, several, sleep, transport)

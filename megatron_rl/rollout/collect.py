@@ -1,8 +1,5 @@
-"""Collection of a step's batch on the driver: prompts drawn, answered (by sampler or data set), scored; groups filtered
-and refilled.
-
-Shape suffixes: B sequences, T response positions, S prompt + response positions (both right-padded),
-N rollouts, G groups.
+"""Collection of a step's batch on the driver: prompts drawn, answered (by sampler or data set), groups filtered and
+refilled; `Scorer`: rewards, the penalty of overlong answers, which answers the loss leaves out.
 """
 
 from __future__ import annotations
@@ -316,7 +313,7 @@ def _task(rollout: Rollout, text: str) -> Task:
 
 
 class AtOnce:
-    """Answers that come all at once, in the clothes of those that take their time."""
+    """Adapter of a blocking `generate` to the interface of answers that come group by group."""
 
     def __init__(self, answers: Generates) -> None:
         self._answers = answers

@@ -1,5 +1,5 @@
-"""Console output of a run: a line per step or a live table, what it is at where neither comes, a few recorded answers;
-also tables, durations as text.
+"""Console output of a run: a line per step or a live table, the phase where a run has said nothing for a while, sampled
+answers; also tables, durations as text.
 """
 
 from __future__ import annotations

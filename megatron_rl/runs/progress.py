@@ -49,7 +49,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Progress:
     """The state after `step`: a run begins with it, or goes on with what a checkpoint keeps of it."""
 
     step: int = 0
@@ -67,8 +67,8 @@ class Standing:
         return {"position": self.position, "seen": asdict(self.seen), "line": line}
 
     @staticmethod
-    def of(step: int, kept: DriverState) -> Standing:
-        return Standing(step, Seen(**kept.seen), kept.position, None if kept.line is None else decode_line(kept.line))
+    def of(step: int, kept: DriverState) -> Progress:
+        return Progress(step, Seen(**kept.seen), kept.position, None if kept.line is None else decode_line(kept.line))
 
 
 class SaveSchedule:

@@ -74,7 +74,7 @@ class Sampler:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         self.policy_version = NO_VERSION  # that of dummy weights: nothing synced yet
-        self.last_sync: dict[str, Any] = {}  # verify_s, load_s, bytes of the last accepted update: the slowest engine's
+        self.last_sync: dict[str, Any] = {}  # what sampler/update.py tells of the last accepted update
         self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
         self._note, self._notes = note, queue.SimpleQueue[str]()
         self._worker_extension = worker_extension
@@ -153,7 +153,7 @@ class Sampler:
         import torch
 
         if self._settings.is_fleet:
-            raise SamplerError("a fleet's servers do not show their modules: use the embedded engine (replicas: 0)")
+            raise SamplerError("a fleet's servers do not show their modules: use the embedded engine, without a fleet")
         self.wait_ready()
         ((answer,)) = self._ask(lambda replicas: replicas.values("activations", [list(tokens)]))
         logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
@@ -213,7 +213,7 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.wake(parts))
 
     def health(self) -> dict[str, Any]:
-        """What the first engine says that is not well, or the first one, and what is known of each."""
+        """Status of the first engine that is not well (else of the first), and a line for each engine."""
         self.wait_ready()
         return self._ask(lambda replicas: replicas.health())
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
-from megatron_rl.weight_sync.probe_budget import Arithmetic, Budget, measured, set_by_hand
+from megatron_rl.weight_sync.probe_budget import Budget, Numerics, noise_budget, set_by_hand
 
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
@@ -70,7 +70,7 @@ class Probe:
     tied: bool
     budget: float | None = None  # nats; None: by the noise
     noise: float = math.nan  # nats: how far one rounding more moves the learner's logprobs
-    learner: Arithmetic = Arithmetic.bf16
+    learner: Numerics = Numerics.bf16
     # nats; None: not known. What the format does to the learner, and what is left of the difference when it has
     expected: float | None = None
     unexplained: float | None = None  # where that should be nothing: all other roundings are the engine's as well
@@ -78,12 +78,12 @@ class Probe:
     def budget_of(self, format: Format) -> Budget:
         if self.budget is not None:
             return set_by_hand(self.budget)
-        return measured(self.noise, format, self.learner)
+        return noise_budget(self.noise, format, self.learner)
 
     @property
     def pair(self) -> Budget:
         """What a BF16 sampler might differ by: of the format's own difference nothing is left."""
-        return measured(self.noise, Format.none, self.learner)
+        return noise_budget(self.noise, Format.none, self.learner)
 
     def accepts(self, result: ProbeResult, budget: Budget) -> bool:
         if self.budget is not None:

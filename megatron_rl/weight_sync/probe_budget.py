@@ -1,4 +1,5 @@
-"""The probe's budget: how far sampler and learner may differ after a sync, in multiples of one rounding's effect.
+"""Table of the probe's limits for each weight format: how far sampler and learner may differ after a sync, in nats, as
+multiples of one rounding's effect.
 
 The noise of one rounding more grows with a model as what a format adds does; the learner tells it of its own weights
 (learner/weights.py), so that a wrong sampler does not raise it. Odd tokens are noisier: hence an end to every budget.
@@ -52,7 +53,7 @@ def set_by_hand(nats: float) -> Budget:
     return Budget(nats, "sync.probe_budget", nats)
 
 
-class Arithmetic(StrEnum):
+class Numerics(StrEnum):
     """How the learner computes."""
 
     bf16 = "a BF16 learner"
@@ -61,11 +62,11 @@ class Arithmetic(StrEnum):
     sampler = "a learner that computes as the sampler does"  # then its format tells them apart no more than BF16
 
 
-def measured(noise: float, format: Format, learner: Arithmetic) -> Budget:
-    limit = LIMITS[Format.none if learner is Arithmetic.sampler else format]
-    if learner is Arithmetic.fp8:
+def noise_budget(noise: float, format: Format, learner: Numerics) -> Budget:
+    limit = LIMITS[Format.none if learner is Numerics.sampler else format]
+    if learner is Numerics.fp8:
         limit = Limit(limit.times + FP8_LEARNER.times, limit.most + FP8_LEARNER.most)
-    elif learner is Arithmetic.fp32:
+    elif learner is Numerics.fp32:
         limit = Limit(limit.times * FP32_LEARNER, limit.most)
     pair = f"{'BF16' if format == Format.none else format.upper()} weights in the sampler, {learner}"
     told = f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of {noise:.3g}; {pair}"
@@ -74,5 +75,5 @@ def measured(noise: float, format: Format, learner: Arithmetic) -> Budget:
         nats, told = limit.most, f"{told}, at most {limit.most:g}"
     elif nats < LEAST:
         nats, told = LEAST, f"{told}, at least {LEAST:g}"
-    outliers = format in INTEGERS and learner is not Arithmetic.sampler
+    outliers = format in INTEGERS and learner is not Numerics.sampler
     return Budget(nats, told, min(WRONG * nats, max(limit.most, WRONG_NATS)) if outliers else nats)

@@ -24,7 +24,7 @@ from megatron_rl.learner import fake_quantized as fake_quantized_module
 from megatron_rl.learner import limits
 from megatron_rl.learner import model as model_module
 from megatron_rl.learner import optimizer as optimizer_module
-from megatron_rl.learner.fake_quantized import Engine, fake_quantized
+from megatron_rl.learner.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.observers import fused_norm
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
@@ -102,7 +102,7 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
     Against weights that were quantized whole, multiplied in FP64 by inputs that an engine of `slices` ranks rounds.
     """
     get, place, layout = random_tensors(learner.model, 3), learner.place, learner.layout
-    engine, errors = Engine(format, (), slices), dict[str, list[float]]()
+    engine, errors = Rounding(format, (), slices), dict[str, list[float]]()
     first = place.ep * len(layout.local_experts(learner.shape.experts, 0)) if learner.shape.experts else 0
 
     def rounded(name: str) -> torch.Tensor:

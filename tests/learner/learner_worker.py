@@ -136,8 +136,8 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
     parts = {name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
     metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
-    own = learner.take_own_pass()
-    assert (own is None) == job["scored"] and learner.take_own_pass() is None
+    own = learner.take_reused_forward()
+    assert (own is None) == job["scored"] and learner.take_reused_forward() is None
     return {
         "metrics": metrics,
         "prox": (anchor_BT if own is None else own.logprobs_BT).tolist(),

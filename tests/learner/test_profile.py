@@ -15,7 +15,7 @@ from megatron_rl.survival.launch import last_error
 def passes(profiler: Profiler, step: int, *counts: int) -> None:
     with profiler.step(step):
         for count in counts:
-            with profiler.looking("forward", count):
+            with profiler.tracing("forward", count):
                 for number in range(count):
                     profiler.micro_batch()
                     with torch.profiler.record_function(f"micro-batch {number}"):
@@ -31,7 +31,7 @@ def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path)
     profiler = Profiler([2, 4], tmp_path, 3, notes.append)
     for step in range(1, 4):
         passes(profiler, step, MICRO_BATCHES + 2, 1, 0)
-    with profiler.looking("forward", 1):  # a probe's, outside a step
+    with profiler.tracing("forward", 1):  # a probe's, outside a step
         profiler.micro_batch()
     first, second = sorted((tmp_path / "profile_2").iterdir())
     assert first.name == "rank_3_pass_1_forward.json.gz" and "aten::dot" in names(first)

@@ -35,6 +35,7 @@ def with_model(place: Path, **changes: object) -> None:
         ({"mlp_bias": True}, [], ["model.path", "mlp_bias=true", "biases", "another model"]),
         ({"hidden_act": "gelu"}, [], ["model.path", "hidden_act='gelu'", "'silu'"]),
         ({"use_sliding_window": True, "sliding_window": 8}, [], ["model.path", "sliding_window", "another model"]),
+        ({"model_type": "llama", "sliding_window": 8}, [], ["model.path", "sliding_window", "another model"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, [], ["model.path", "sliding_window"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, [], ["model.path", "rope_type 'yarn'", "default, linear, llama3"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, [], ["model.path", "'llama3'", "low_freq_factor"]),

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_rl.config.schema import Format
-from megatron_rl.weight_sync.probe_budget import FP8_LEARNER, LEAST, LIMITS, Arithmetic, measured, set_by_hand
+from megatron_rl.weight_sync.probe_budget import FP8_LEARNER, LEAST, LIMITS, Numerics, noise_budget, set_by_hand
 
 NOISE = 0.003
 
@@ -16,36 +16,37 @@ NOISE = 0.003
 def test_a_budget_is_a_multiple_of_the_noise_between_two_bounds(format: Format) -> None:
     limit = LIMITS[format]
     middle = (LEAST + limit.most) / 2
-    budget = measured(middle / limit.times, format, Arithmetic.bf16)
+    budget = noise_budget(middle / limit.times, format, Numerics.bf16)
     assert budget.nats == pytest.approx(middle)
     assert budget.origin.startswith(f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of ")
     weights = "BF16" if format == Format.none else format.upper()
     assert budget.origin.endswith(f"; {weights} weights in the sampler, a BF16 learner")
-    loud = measured(1e6, format, Arithmetic.bf16)
+    loud = noise_budget(1e6, format, Numerics.bf16)
     assert loud.nats == limit.most <= 1
     assert loud.origin.endswith(f"at most {limit.most:g}")
-    quiet = measured(LEAST / limit.times / 100, format, Arithmetic.bf16)
+    quiet = noise_budget(LEAST / limit.times / 100, format, Numerics.bf16)
     assert quiet.nats == LEAST
     assert quiet.origin.endswith(f"at least {LEAST:g}")
 
 
 def test_a_format_with_fewer_bits_may_differ_by_more() -> None:
     bf16, int8, fp8, int4 = (
-        measured(0.01, format, Arithmetic.bf16).nats for format in (Format.none, Format.int8, Format.fp8, Format.int4)
+        noise_budget(0.01, format, Numerics.bf16).nats for format in (Format.none, Format.int8, Format.fp8, Format.int4)
     )
     assert bf16 < int8 < fp8 < int4
 
 
 def test_the_learner_s_arithmetic_has_its_share() -> None:
-    alone, both = (measured(NOISE, Format.fp8_block, learner) for learner in (Arithmetic.bf16, Arithmetic.fp8))
+    alone, both = (noise_budget(NOISE, Format.fp8_block, learner) for learner in (Numerics.bf16, Numerics.fp8))
     assert both.nats == pytest.approx(alone.nats + NOISE * FP8_LEARNER.times)
     most = LIMITS[Format.fp8].most + FP8_LEARNER.most
-    assert measured(9, Format.fp8, Arithmetic.fp8).nats == most
-    one = measured(0.01, Format.int8, Arithmetic.sampler)
-    assert one.nats == measured(0.01, Format.none, Arithmetic.bf16).nats, "no more than a BF16 pair"
+    assert noise_budget(9, Format.fp8, Numerics.fp8).nats == most
+    one = noise_budget(0.01, Format.int8, Numerics.sampler)
+    assert one.nats == noise_budget(0.01, Format.none, Numerics.bf16).nats, "no more than a BF16 pair"
     assert one.origin.endswith("INT8 weights in the sampler, a learner that computes as the sampler does")
     # a learner in FP32 has half the noise
-    assert measured(NOISE, Format.int8, Arithmetic.fp32).nats == measured(2 * NOISE, Format.int8, Arithmetic.bf16).nats
+    twice = noise_budget(2 * NOISE, Format.int8, Numerics.bf16)
+    assert noise_budget(NOISE, Format.int8, Numerics.fp32).nats == twice.nats
 
 
 # measured: INT8 of the learner's own weights, outliers by tools/outliers.py (docs/weight_sync.md)
@@ -60,28 +61,28 @@ OUTLIERS = {  # hidden, layers, how much larger -> nats; times the noise of a BF
 
 @pytest.mark.parametrize(("nats", "bf16", "fp32"), OUTLIERS.values())
 def test_outliers_alone_do_not_end_a_run_in_int8(nats: float, bf16: float, fp32: float) -> None:
-    assert nats <= measured(nats / bf16, Format.int8, Arithmetic.bf16).end
-    assert nats <= measured(nats / fp32, Format.int8, Arithmetic.fp32).end
+    assert nats <= noise_budget(nats / bf16, Format.int8, Numerics.bf16).end
+    assert nats <= noise_budget(nats / fp32, Format.int8, Numerics.fp32).end
 
 
 @pytest.mark.parametrize("noise", [0.0015, 0.003, 0.03])
 def test_the_least_that_one_wrong_matrix_made_is_beyond_the_end(noise: float) -> None:
-    assert 88 * noise > measured(noise, Format.int8, Arithmetic.bf16).end
-    assert 88 * noise > measured(noise / 2, Format.int8, Arithmetic.fp32).end
+    assert 88 * noise > noise_budget(noise, Format.int8, Numerics.bf16).end
+    assert 88 * noise > noise_budget(noise / 2, Format.int8, Numerics.fp32).end
 
 
 @pytest.mark.parametrize("format", list(Format))
 def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
-    budget = measured(0.001, format, Arithmetic.bf16)
+    budget = noise_budget(0.001, format, Numerics.bf16)
     integers = format in (Format.int8, Format.int4)
     assert budget.end == pytest.approx((5 if integers else 1) * budget.nats)
-    assert measured(1e6, format, Arithmetic.bf16).end == max(LIMITS[format].most, 0.6 if integers else 0)
-    one = measured(0.001, format, Arithmetic.sampler)
+    assert noise_budget(1e6, format, Numerics.bf16).end == max(LIMITS[format].most, 0.6 if integers else 0)
+    one = noise_budget(0.001, format, Numerics.sampler)
     assert one.end == one.nats, "one arithmetic: nothing is left for outliers to enlarge"
 
 
 def test_a_number_is_taken_as_it_is_and_no_number_allows_nothing() -> None:
-    budget = measured(math.nan, Format.int8, Arithmetic.bf16)
+    budget = noise_budget(math.nan, Format.int8, Numerics.bf16)
     assert math.isnan(budget.nats)
     assert not budget.end >= 0
     given = set_by_hand(7.0)

@@ -38,7 +38,7 @@ from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.data.toy import save_tokenizer
 from megatron_rl.processes import instructions
-from megatron_rl.runs.progress import Standing
+from megatron_rl.runs.progress import Progress
 from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.survival import launch
 
@@ -218,17 +218,17 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout, format: st
 
 
 def loop_in_turn(
-    config: Any, driver: Any, learner: Any, sync: Any, saver: Any, at: Standing, asked: Any = sys.stdin
+    config: Any, driver: Any, learner: Any, sync: Any, saver: Any, at: Progress, asked: Any = sys.stdin
 ) -> None:
     """As train.loop, a step for each line of the input."""
     about = config, driver, learner, sync, saver
-    at, _ = train.arrive(at, *about, first=True)
+    at, _ = train.sync_and_log(at, *about, first=True)
     while learner.broadcast(bool(asked.readline()) if learner.is_driver else None):
         if PROCESSOR in os.environ:
             time.perf_counter = processor_clock()  # type: ignore[assignment]
         start = time.perf_counter()
-        at = train.advance(at, config, driver, learner)
-        at, _ = train.arrive(at, *about)
+        at = train.train_step(at, config, driver, learner)
+        at, _ = train.sync_and_log(at, *about)
         if learner.is_driver:
             print("seconds", json.dumps({"step": time.perf_counter() - start}), flush=True)
     saver.close()
