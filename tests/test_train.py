@@ -63,7 +63,7 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
     monkeypatch.setattr(train.Model, "read", lambda *_: None)
     monkeypatch.setattr(train, "LearnerState", lambda _: None)
     monkeypatch.setattr(train, "Saver", lambda *_: None)
-    monkeypatch.setattr(train, "begin", lambda *_: (0, None))
+    monkeypatch.setattr(train, "load_or_resume", lambda *_: (0, None))
     monkeypatch.setattr(train, "loop", fails)
     with pytest.raises(ArithmeticError):
         train.train(Config(), "", tmp_path, rank=0)
@@ -81,7 +81,7 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
 
     monkeypatch.setattr(train, "sync_and_log", lambda at, *_, **__: (at, None))
     monkeypatch.setattr(train, "train_step", given_up)
-    monkeypatch.setattr(train, "keep", lambda at, *_: kept.append(at.step))
+    monkeypatch.setattr(train, "save_if_due", lambda at, *_: kept.append(at.step))
     recorder = SimpleNamespace(phase=lambda _: nullcontext(), end_early=lambda *_, **__: None)
     driver: Any = SimpleNamespace(recorder=recorder, asked_to_stop=lambda: "asked")
     profiler = SimpleNamespace(step=lambda _: nullcontext())
