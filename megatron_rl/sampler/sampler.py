@@ -165,8 +165,8 @@ class Sampler:
             return None
         self.wait_ready()
         told = self._ask(lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences]))
-        rows = zip(sequences, told, strict=True)
-        return [np.frombuffer(one, np.int32).reshape(len(tokens), layers, -1) for tokens, one in rows if one] or None
+        rows = zip(sequences, told, strict=True) if all(told) else ()
+        return [np.frombuffer(one, np.int32).reshape(len(tokens), layers, -1) for tokens, one in rows] or None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
