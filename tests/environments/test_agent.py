@@ -36,7 +36,7 @@ class Asked:
 
     def __init__(self, played: Played) -> None:
         self.played, sessions = played, played.sessions
-        rules = sessions._answering(played.params, 1, False)._player.rules
+        rules = sessions.answering(played.params, seed=1)._player.rules
         assert sessions._gateway is not None
         self.gateway = sessions._gateway
         self.policy = Policy(played.policy, played.tokenizer, rules, lambda turn: turn, "0")  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl.learner import host, layers, model, policy
+from megatron_rl.learner import host, layers, linear, model, policy
 from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.quantization import vllm_operators
@@ -269,6 +269,7 @@ def on_device() -> Iterator[None]:
             (policy, "LearnerRank", _rank),
             (model, "PackedRows", _rows),
             (layers, "narrowed", _blindly(layers.narrowed)),
+            (linear, "wide_product", _blindly(linear.wide_product)),
             (vllm_operators, "rotary", _blindly(vllm_operators.rotary)),
             (threading.Thread, "run", run),
         ):

@@ -134,17 +134,18 @@ def _activation(training: Training) -> int:
 def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training) -> dict[str, float]:
     """Tokens spread evenly over experts: each rank computes as many as it sends."""
     width, sp = training.width, training.sp
-    norm = (2 * shape.hidden * width + FP32) / sp
     router = (chosen * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
     rows = chosen * layout.expert_tp / sp  # of an expert's input, for each position
     each = shape.expert_ffn / layout.expert_tp * width
-    # the activation's result is kept again after it has been weighed
-    steps = _activation(training) + (0 if training.fused_activation else 1)
+    if training.host:  # both products are in FP32, and the second is kept to be weighed: learner/experts.py
+        first, second = 2 * each / width * FP32, each + shape.hidden * FP32
+    else:  # the activation's result is kept again after it has been weighed
+        first, second = 2 * each, (1 if training.fused_activation else 3) * each
     return {
-        "mlp norm": norm,
+        "mlp norm": (2 * shape.hidden * width + FP32) / sp,
         "router": router,
-        "fc1": rows * (shape.hidden * width + 2 * each),
-        "activation": rows * (steps * each + FP32),
+        "fc1": rows * (shape.hidden * width + first),
+        "activation": rows * (second + FP32),
     }
 
 
