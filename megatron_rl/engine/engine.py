@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def writes(self) -> bool:
-        """Whether a step would write anything: samples are open, and the weights are of one version."""
+        """Whether a step would generate tokens: samples are open, and the weights are of one version."""
         return bool(self.samples) and not self._stands and self.ready.refusal() is None
 
     def must_wait(self, method: str) -> bool:
@@ -108,7 +108,7 @@ class Engine:
             self.samples.add(number, **wanted)
 
     def step(self) -> Replies:
-        """Write a token of each sample; what has finished, and what has gone wrong, by number."""
+        """Generate a token of each sample; what has finished, and what has gone wrong, by number."""
         replies = self._begin_held() if self._held and not self._draining else []
         if self.writes:
             try:

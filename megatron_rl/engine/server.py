@@ -1,4 +1,4 @@
-"""An engine behind a port: `python -m megatron_rl.engine.server FD PARENT_PID CORES HOST PORT`.
+"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID CORES HOST PORT`.
 
 The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A WebSocket at /engine
 carries the same messages as the socket of a child, held against their forms (messages.py), behind a key, with strangers

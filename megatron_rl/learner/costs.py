@@ -1,4 +1,4 @@
-"""Costs of a token to the learner: operations of its forward pass; columns of logits made, and rows copied, at once."""
+"""Costs of a token to the learner: FLOPs of its forward pass; sizes of the chunks that logits are computed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture's layer on a host, in place of megatron-core's: experts and router round as vLLM's do there.
+"""Mixture-of-experts (MoE) layer on a CPU, in place of megatron-core's: experts and router round as vLLM's there.
 
 M tokens that went to the experts held here, H hidden width.
 """

@@ -1,5 +1,5 @@
-"""Forward passes of the learner over a batch: logprobs by its own weights, the reference's or re-rounded ones, or as
-the sampler computes; and what passes show: maxima for the sync's scales, router flips.
+"""Forward passes, base class of Learner: logprobs by its own weights, the reference's or re-rounded ones, or as the
+sampler computes; and what passes show: maxima for the sync's scales, router flips.
 
 B rows of the batch, T response positions, N response tokens of a pack, L layers.
 """
@@ -166,7 +166,7 @@ class ForwardPasses(Policy):
             return self.logprobs_unseen(batch)
 
     def estimate_bf16_floor(self, batch: Batch, expected_BT: Tensor | None) -> Tensor | None:
-        """Logprobs as far from the sampler's as if it held BF16 weights; None where that cannot be told.
+        """Logprobs [B, T] in the place of a BF16 sampler's, as far from the sampler's; None where that cannot be told.
 
         They come from the learner's own passes: with the sampler's arithmetic (`expected_BT`) they are as far from the
         sampler's as the engines differ otherwise, and to that comes what tensor parallelism adds to a BF16 engine on

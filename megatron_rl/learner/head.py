@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scores:
-    """FP32, with a gradient but for the last."""
+    """FP32 logprob and entropy of each response token, with a gradient; the truncation without."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None

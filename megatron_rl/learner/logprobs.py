@@ -114,7 +114,7 @@ def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator
 def local_stats(
     logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool = True
 ) -> Tensor:
-    """The statistics of `_local_stats` of all rows: [S, N]."""
+    """Log-sum-exp, label's logit and (entropy) expected logit over this share's columns, of all rows: [S, N]."""
     local_N, held_N = share.places(labels_N)
     stats_SN = torch.empty(3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device)
     for rows, scaled in chunks(logits_NV, share, temperature):
@@ -141,7 +141,7 @@ def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tens
 
 
 def together(all_RSN: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same of shares of the vocabulary, whoever holds them."""
+    """Statistics of the whole vocabulary from those of its shares, [R, S, N]: of ranks, or of chunks of columns."""
     asked = all_RSN.shape[1] > 2
     if len(all_RSN) == 1:
         return all_RSN[0, 0], all_RSN[0, 1], all_RSN[0, 2] if asked else None

@@ -37,7 +37,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteUpdates:
-    """One rank's answer to such updates; all ranks meet the same ones: loss and gradient norm are those of all."""
+    """Skips an update whose loss or gradient norm is no number, or ends the run; all ranks alike, as both are theirs."""
 
     def __init__(
         self,

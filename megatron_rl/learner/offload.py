@@ -22,7 +22,7 @@ Held = tuple[Tensor, Callable[[Tensor], None]]  # a tensor of the optimizer, and
 
 
 class OptimizerOffload:
-    """Used by all ranks alike; `leave` and `take_back` do nothing where that is how things are."""
+    """Moves the optimizer to the host's memory (`leave`) and back (`take_back`) where it is not yet, on all ranks."""
 
     def __init__(self, optimizer: Any, chunks: Sequence[Any], device: torch.device) -> None:
         """`optimizer`, `chunks`: megatron-core's."""

@@ -93,10 +93,6 @@ class LearnerRank:
         dist.all_reduce(tensor)
         return tensor
 
-    def most(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor
-
     def add_up(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Sum per name over all ranks, in rank order on every rank; a rank may lack names."""
         total: dict[str, float] = {}

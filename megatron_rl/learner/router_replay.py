@@ -28,7 +28,7 @@ MOST_FLIPS = 0.5  # of the replayed tokens: routers of the same weights differ i
 
 
 class ReplayError(RuntimeError):
-    """Router replay does nothing, or something else."""
+    """Router replay has replayed nothing, or what does not fit these tokens, weights or recomputed passes."""
 
 
 Choose = Callable[..., tuple[Tensor, Tensor]]

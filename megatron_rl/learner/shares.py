@@ -93,7 +93,7 @@ class Share:
 
 
 class DataPlane:
-    """One rank's end of it."""
+    """One rank's end of the data plane: takes rows from the driver, and brings results of their tokens back."""
 
     def __init__(self, ranks: LearnerRank) -> None:
         self._ranks, self._driver = ranks, ranks.is_driver

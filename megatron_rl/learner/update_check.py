@@ -47,7 +47,7 @@ class UpdateCheck:
         return targets.batch.rows(self._rows)
 
     def judged(self, correction: Correction | None) -> dict[str, float]:
-        """Gains of the updates since; those of a sampler that has clearly become worse are taken back."""
+        """Metrics of what the updates gained; puts the old weights back where the sampler has clearly become worse."""
         if not len(self._batch):
             return {}
         own_BT, its_BT = self._learner.logprobs_unseen(self._batch), self._as_sampler()
