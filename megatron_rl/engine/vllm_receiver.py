@@ -94,7 +94,7 @@ def check_announcement(announced: Announcement, expected: Mapping[str, TensorSpe
 
 
 class Checked:
-    """Mixin before vLLM's WeightTransferEngine that checks an update before it is served: `class X(Checked, Base)`."""
+    """Mixin before vLLM's WeightTransferEngine that checks an update before it serves: `class X(Checked, Base)`."""
 
     building = False  # nothing is built beside the live weights
 

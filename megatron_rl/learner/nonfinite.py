@@ -37,7 +37,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteUpdates:
-    """Skips an update whose loss or gradient norm is no number, or ends the run; all ranks alike, as both are theirs."""
+    """Skips an update whose loss or gradient norm is no number, or ends the run; on all ranks alike."""
 
     def __init__(
         self,
