@@ -140,7 +140,7 @@ def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training)
     if training.host:  # both products are in FP32, and the second is kept to be weighed: learner/experts.py
         first, second = 2 * each / width * FP32, each + shape.hidden * FP32
     else:  # the activation's result is kept again after it has been weighed
-        first, second = 2 * each, (1 if training.fused_activation else 3) * each
+        first, second = 2 * each, (_activation(training) + (not training.fused_activation)) * each
     return {
         "mlp norm": (2 * shape.hidden * width + FP32) / sp,
         "router": router,
