@@ -63,7 +63,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
     beats.start()
     with process.rare_collections(), process.hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait
-        from megatron_rl.learner import host  # before anything imports megatron
+        from megatron_rl.learner.modules import host  # before anything imports megatron
         from megatron_rl.train import train
 
     beats.each.append(tell_to_wait)
@@ -85,7 +85,7 @@ def alone() -> Iterator[None]:
         os.environ.setdefault(name, value)
     os.environ.update(compiled_code())
     with process.rare_collections():
-        from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
+        from megatron_rl.learner.modules import host  # noqa: F401 - before anything imports megatron
 
         yield
 

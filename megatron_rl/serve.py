@@ -18,11 +18,11 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, is_fleet
 from megatron_rl.config.schema import SamplerSection
 from megatron_rl.processes.scratch import Scratch
-from megatron_rl.sampler.client import EngineClient
-from megatron_rl.sampler.engine import EngineGone, SamplerError
-from megatron_rl.sampler.engine_process import EngineProcess, ProcessSettings
+from megatron_rl.sampler.client.engine_client import EngineClient
+from megatron_rl.sampler.client.engine_process import EngineProcess, ProcessSettings
+from megatron_rl.sampler.client.interface import EngineGone, SamplerError
+from megatron_rl.sampler.client.lines import SocketLine
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
-from megatron_rl.sampler.lines import SocketLine
 
 POLL_S = 1.0
 FOREVER_S = 1e9  # whoever started it has more patience, or ends it

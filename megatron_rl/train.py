@@ -36,13 +36,13 @@ from megatron_rl.config.schema import (
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
-from megatron_rl.learner import limits
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.modules import limits
+from megatron_rl.learner.modules.router_replay import check as check_replay
 from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import explained_when_full
-from megatron_rl.learner.router_replay import check as check_replay
 from megatron_rl.learner.shares import Shared
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.learner.update_check import UpdateCheck

@@ -33,15 +33,15 @@ from unittest import mock
 
 import megatron_rl.processes.process
 from megatron_rl.processes.process import SHORT_SPIN, die_with_parent, rare_collections
-from megatron_rl.sampler import engine_process
-from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.client import engine_process
+from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.survival import launch
 
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
 QUANTIZATIONS = ("compressed_tensors.compressed_tensors", "quark.quark", "inc", "online.base", "auto_gptq", "modelopt")
 MODULES = {
     "torch": ("torch.distributed", "megatron_rl.weight_sync.push"),
-    "megatron": ("megatron_rl.learner.host", "megatron_rl.train", "megatron_rl.learner.learner"),
+    "megatron": ("megatron_rl.learner.modules.host", "megatron_rl.train", "megatron_rl.learner.learner"),
     "vllm": (
         "vllm.entrypoints.llm",
         "vllm.entrypoints.openai.models.protocol",

@@ -17,7 +17,7 @@ from megatron_rl.batch import collate
 from megatron_rl.config import load
 from megatron_rl.config.schema import Config, EvalSection, LossConfig, Router, SyncSection
 from megatron_rl.driver import Driver
-from megatron_rl.learner import router_replay
+from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
 from megatron_rl.runs.progress import Progress, reached

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_rl.data.tokenizer import without_stops
 from megatron_rl.environments.environment import Message
-from megatron_rl.sampler.engine import Completion
+from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import TEXT
 
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation

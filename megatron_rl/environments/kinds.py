@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.sampler.engine import Completion
+from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import CALL, TEXT, THINKING
 
 # what opens a part, and what closes it; "": nothing

@@ -14,7 +14,7 @@ from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
 from megatron_rl.environments.kinds import TokenKinds
 from megatron_rl.environments.pool import EnvironmentFailed
-from megatron_rl.sampler.engine import Completion
+from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
 MOST_CALLS = 16  # of one answer; what is above is answered with an error

@@ -13,7 +13,7 @@ from megatron_rl.config.bounds import AUTO
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.conversation import Conversation
-from megatron_rl.sampler.engine import Completion
+from megatron_rl.sampler.client.interface import Completion
 
 # what a template says of tool calls, and vLLM's parser of those; the first that is found
 WRITES = (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.policy import Policy
 from megatron_rl.models.mapping import find
 from megatron_rl.models.points import Kind, Pair, Point

@@ -21,18 +21,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: 
 from megatron_rl.batch import Batch, flat_of
 from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection, Router
-from megatron_rl.learner import limits
-from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
-from megatron_rl.learner.context import split
-from megatron_rl.learner.costs import attention_share
 from megatron_rl.learner.device import ForwardClock
-from megatron_rl.learner.fake_quantized import Rounding, fake_quantized
-from megatron_rl.learner.head import Asked, Scores
-from megatron_rl.learner.lora import adapters_off
-from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
-from megatron_rl.learner.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.modules import limits
+from megatron_rl.learner.modules.as_sampler import Arithmetic, AsSampler
+from megatron_rl.learner.modules.context import split
+from megatron_rl.learner.modules.costs import attention_share
+from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
+from megatron_rl.learner.modules.head import Asked, Scores
+from megatron_rl.learner.modules.lora import adapters_off
+from megatron_rl.learner.modules.observers import ActivationStats, CacheStats, count_flips
+from megatron_rl.learner.modules.packing import Pack, assign_rows, pack, unpacked_experts
+from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
-from megatron_rl.learner.router_replay import RouterReplay, shares
 from megatron_rl.learner.shares import DataPlane, Share, Shared
 from megatron_rl.learner.weights import exchanged, rounded_again
 from megatron_rl.models.model import Model

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_rl.batch import LossInputs, ReusedForward, Targets
 from megatron_rl.learner.forward import ForwardPasses
-from megatron_rl.learner.head import Scores
-from megatron_rl.learner.logprobs import Truncation
+from megatron_rl.learner.modules.head import Scores
+from megatron_rl.learner.modules.logprobs import Truncation
+from megatron_rl.learner.modules.packing import Pack, in_one_copy
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
-from megatron_rl.learner.packing import Pack, in_one_copy
 from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import Share, SharedTargets

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl.learner import host  # before megatron
+from megatron_rl.learner.modules import host  # before megatron
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.config.schema import Decay, OptimSection, Precision
-from megatron_rl.learner import limits
+from megatron_rl.learner.modules import limits
 
 # of OptimizerConfig, where `optim.megatron` names no others
 DEFAULTS = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8, "clip_grad": 1.0}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.learner import host  # before megatron
+from megatron_rl.learner.modules import host  # before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 

@@ -20,10 +20,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl.config import schema
 from megatron_rl.config.schema import Offload, Precision, Sleep
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import host, weights
-from megatron_rl.learner.logprobs import VocabShare
-from megatron_rl.learner.lora import adapt
-from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner import weights
+from megatron_rl.learner.modules import host
+from megatron_rl.learner.modules.logprobs import VocabShare
+from megatron_rl.learner.modules.lora import adapt
+from megatron_rl.learner.modules.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.offload import OptimizerOffload
 from megatron_rl.learner.optimizer import optimizer_config, replicas_config
 from megatron_rl.learner.profile import remember_allocations

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.learner.costs import operations
+from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 

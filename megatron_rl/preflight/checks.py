@@ -13,7 +13,7 @@ from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
 from megatron_rl.config.rules import Rule, findings
-from megatron_rl.learner import limits
+from megatron_rl.learner.modules import limits
 from megatron_rl.models import weight_files
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.lora import Lora

@@ -13,7 +13,7 @@ from megatron_rl.config import schema
 from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
-from megatron_rl.learner.limits import choices_bytes
+from megatron_rl.learner.modules.limits import choices_bytes
 from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.models.shape import ModelShape

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron_rl.sampler.engine import Completion, EngineGone, RequestRefused, SamplerError
+from megatron_rl.sampler.client.interface import Completion, EngineGone, RequestRefused, SamplerError
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.types import Prompt, SamplingParams
 

@@ -30,7 +30,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.engine.readiness import KEEPS_EXPERTS
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.formats import quantization_config
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"

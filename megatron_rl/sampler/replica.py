@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.process import turns_of
-from megatron_rl.sampler.engine import Engine, Look, NoAnswer, SamplerError
-from megatron_rl.sampler.engine_process import EngineProcess
+from megatron_rl.sampler.client.engine_process import EngineProcess
+from megatron_rl.sampler.client.interface import Engine, Look, NoAnswer, SamplerError
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 

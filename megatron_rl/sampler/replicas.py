@@ -12,12 +12,12 @@ from typing import Any
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences
 from megatron_rl.config.schema import Cache
 from megatron_rl.processes.process import share_of_cores
-from megatron_rl.sampler.client import EngineClient
+from megatron_rl.sampler.client.engine_client import EngineClient
+from megatron_rl.sampler.client.engine_process import ProcessSettings
+from megatron_rl.sampler.client.interface import EngineGone, Kind
+from megatron_rl.sampler.client.lines import PortLine
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
-from megatron_rl.sampler.engine import EngineGone, Kind
-from megatron_rl.sampler.engine_process import ProcessSettings
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
-from megatron_rl.sampler.lines import PortLine
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates

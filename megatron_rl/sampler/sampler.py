@@ -32,8 +32,8 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.pulse import waiting
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.client.interface import Completion, SamplerError
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
-from megatron_rl.sampler.engine import Completion, SamplerError
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.replicas import NOT_RUNNING, Replicas

@@ -14,11 +14,11 @@ from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.processes.pulse import own
-from megatron_rl.sampler.client import EngineClient
+from megatron_rl.sampler.client.engine_client import EngineClient
+from megatron_rl.sampler.client.engine_process import END_GRACE_S, EngineProcess, ProcessSettings
+from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.client.lines import ENDED, PortLine, SocketLine
 from megatron_rl.sampler.dispatch import Dispatcher
-from megatron_rl.sampler.engine import EngineGone, SamplerError, UpdateStep
-from megatron_rl.sampler.engine_process import END_GRACE_S, EngineProcess, ProcessSettings
-from megatron_rl.sampler.lines import ENDED, PortLine, SocketLine
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 

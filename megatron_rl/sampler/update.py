@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.sampler.engine import Engine, EngineGone, Part, SamplerError, UpdateStep
+from megatron_rl.sampler.client.interface import Engine, EngineGone, Part, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState, Told
 from megatron_rl.weight_sync.file_transport import BACKGROUND

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_engine import Live, fresh_rollouts, startable
 
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.delta import Sent

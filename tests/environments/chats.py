@@ -23,7 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.conversation import SENTINEL, Conversation, Turn
-from megatron_rl.sampler.engine import Completion
+from megatron_rl.sampler.client.interface import Completion
 
 APPENDS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

@@ -24,7 +24,7 @@ from megatron_rl.config.schema import DataSection, EnvironmentSection, RolloutSe
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.engine.tool_calls import ToolCallParser
 from megatron_rl.environments.sessions import Sessions
-from megatron_rl.sampler.engine import Completion, WrittenCall
+from megatron_rl.sampler.client.interface import Completion, WrittenCall
 from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
 
 HERE = Path(__file__).parent

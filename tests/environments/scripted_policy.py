@@ -14,7 +14,7 @@ from environments.chats import APPENDS, completion, folder_of
 from megatron_rl.config.schema import Credit, DataSection, EnvironmentSection, RolloutSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.sessions import Sessions
-from megatron_rl.sampler.engine import Completion, WrittenCall
+from megatron_rl.sampler.client.interface import Completion, WrittenCall
 from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
 
 HERE = "environments.hostile"

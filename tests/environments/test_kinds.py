@@ -11,7 +11,7 @@ from environments.scripted_policy import Played, call
 
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.kinds import TokenKinds
-from megatron_rl.sampler.engine import WrittenCall
+from megatron_rl.sampler.client.interface import WrittenCall
 from megatron_rl.types import CALL, KINDS, TEXT, THINKING
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -25,8 +25,8 @@ from megatron_rl.config.schema import EnvironmentSection, Format, Forward, Learn
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.session import Policy, Rules
 from megatron_rl.environments.sessions import rollouts
-from megatron_rl.learner import host  # noqa: F401 - before megatron
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.modules import host  # noqa: F401 - before megatron
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.sampler.sampler import Sampler

@@ -36,7 +36,7 @@ from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.rollout.sleep_schedule import SleepSchedule
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Rollout

@@ -16,17 +16,17 @@ import pretended
 import pytest
 import torch
 
-from megatron_rl.learner import host  # before megatron
+from megatron_rl.learner.modules import host  # before megatron
 
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # isort: skip
 from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, QuantizationSection
-from megatron_rl.learner import fake_quantized as fake_quantized_module
-from megatron_rl.learner import limits
-from megatron_rl.learner import model as model_module
 from megatron_rl.learner import optimizer as optimizer_module
-from megatron_rl.learner.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.observers import fused_norm
+from megatron_rl.learner.modules import fake_quantized as fake_quantized_module
+from megatron_rl.learner.modules import limits
+from megatron_rl.learner.modules import model as model_module
+from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
+from megatron_rl.learner.modules.observers import fused_norm
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.weights import random_tensors

@@ -29,7 +29,7 @@ from megatron_rl.engine import expectation, reload
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
-from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource

@@ -76,7 +76,7 @@ def test_it_imports_in_a_process_of_its_own(module: str) -> None:
 
 def test_a_rank_s_imports_leave_the_devices_to_the_engine() -> None:
     """An engine that shares them starts first; the ranks wait for it with everything imported."""
-    said = "import torch, megatron_rl.learner.host, megatron_rl.train; assert not torch.cuda.is_initialized()"
+    said = "import torch, megatron_rl.learner.modules.host, megatron_rl.train; assert not torch.cuda.is_initialized()"
     done = subprocess.run([sys.executable, "-c", said], env=pretended.environment(ROOT), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -105,7 +105,7 @@ def test_every_name_that_megatron_core_asks_of_transformer_engine() -> None:
 
 
 def test_attention_of_ranks_that_share_sequences() -> None:
-    """What megatron-core hands to Transformer Engine, whose order of a sequence's parts is learner/context.py's."""
+    """What megatron-core hands to Transformer Engine, whose order of a sequence's parts is context.py's."""
     attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
     parts = importlib.import_module(f"{attention.__name__}.context_parallel")
     given = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")

@@ -16,11 +16,11 @@ from learner_cases import make_batch, make_even_batch, make_targets, most_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.learner import costs, head
 from megatron_rl.learner.activations import Activations
-from megatron_rl.learner.head import Asked, Scores
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules import costs, head
+from megatron_rl.learner.modules.head import Asked, Scores
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.points import Kind, Point
 
 COLUMNS = (1, 4, 7, 18)  # at once; a share has 19 (TP2, padded) or 37 of them

@@ -36,8 +36,9 @@ from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import AdvantageConfig, Config, ModelSection, Precision
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import logprobs, state
+from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.modules import logprobs
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections

@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from megatron_rl.learner import host, layers, linear, model, policy
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner import policy
+from megatron_rl.learner.modules import host, layers, linear, model
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.quantization import vllm_operators
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.config.schema import OptimSection
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import host
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.modules import host
 from megatron_rl.learner.optimizer import replicas_config
 
 from megatron.core import parallel_state  # isort: skip

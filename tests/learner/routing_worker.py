@@ -14,8 +14,8 @@ from learner_cases import experts_of, make_batch, make_targets, with_experts
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Router
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.packing import Pack
-from megatron_rl.learner.router_replay import ReplayError, RouterReplay, check
+from megatron_rl.learner.modules.packing import Pack
+from megatron_rl.learner.modules.router_replay import ReplayError, RouterReplay, check
 from megatron_rl.quantization import vllm_operators
 from megatron_rl.types import NO_EXPERT
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from routing_worker import routed_batch
 
-from megatron_rl.learner.context import split  # patches the host before megatron is imported
+from megatron_rl.learner.modules.context import split  # patches the host before megatron is imported
 
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank  # isort: skip
 
-from megatron_rl.learner.packing import Pack, pack
+from megatron_rl.learner.modules.packing import Pack, pack
 
 pytestmark = pytest.mark.ranks
 CP2 = {"context_parallel": 2, "tokens_per_microbatch": 80}

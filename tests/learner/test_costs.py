@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.learner.costs import attention_share, operations
+from megatron_rl.learner.modules.costs import attention_share, operations
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 

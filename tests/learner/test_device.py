@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import GIVEN, keep_returnable
 from megatron_rl.learner.learner import loss_inputs
-from megatron_rl.learner.packing import ALIGNMENT, buffer, in_one_copy, pack, views
+from megatron_rl.learner.modules.packing import ALIGNMENT, buffer, in_one_copy, pack, views
 from megatron_rl.learner.shares import DataPlane
 
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content

@@ -10,7 +10,7 @@ from nvidia_smi import nvidia_smi
 from preloaded import run
 
 DEVICE_CONTEXT = """
-import megatron_rl.learner.host
+import megatron_rl.learner.modules.host
 import torch
 with torch.device("meta"):
     made = [torch.empty(2), torch.arange(2), torch.ones(2), torch.tensor([1.0]), torch.rand(2), torch.full((2,), 1.0)]
@@ -30,7 +30,7 @@ def test_a_device_context_still_places_tensors() -> None:
 
 
 EXCHANGES = """
-import megatron_rl.learner.host
+import megatron_rl.learner.modules.host
 import torch
 import torch.distributed as dist
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.learner import host, layers  # isort: skip
+from megatron_rl.learner.modules import host, layers  # isort: skip
 from megatron_rl.quantization import vllm_operators
 
 POSITIONS, HEADS = 9, 3

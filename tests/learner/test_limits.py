@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from learner_cases import make_batch
 
 from megatron_rl.config.schema import LearnerSection, LoraSection
-from megatron_rl.learner import limits
-from megatron_rl.learner.packing import pack
+from megatron_rl.learner.modules import limits
+from megatron_rl.learner.modules.packing import pack
 from megatron_rl.models.shape import ModelShape
 
 HF = {

@@ -62,7 +62,7 @@ def test_a_learner_in_fp32_has_such_logits_already(found: dict[str, Any]) -> Non
 ON_CUDA = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_rl.learner.linear import _Wide
+from megatron_rl.learner.modules.linear import _Wide
 
 with FakeTensorMode():
     rows = torch.empty(5, 1, 64, dtype=torch.bfloat16, device="cuda")

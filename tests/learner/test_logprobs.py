@@ -7,9 +7,9 @@ import torch
 from learner_cases import most_memory
 from torch import Tensor
 
-from megatron_rl.learner import costs
-from megatron_rl.learner import logprobs as module
-from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy, truncation
+from megatron_rl.learner.modules import costs
+from megatron_rl.learner.modules import logprobs as module
+from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy, truncation
 
 VOCAB, COLUMNS, ROWS, KEPT = 23, 25, 31, 6
 WHOLE = VocabShare.of(0, 1, VOCAB, COLUMNS, None)

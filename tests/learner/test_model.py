@@ -11,7 +11,7 @@ from preloaded import run
 ON_A_GPU = """
 import json, sys
 from types import SimpleNamespace
-from megatron_rl.learner import model as model_module  # before megatron
+from megatron_rl.learner.modules import model as model_module  # before megatron
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import make_batch
 
-from megatron_rl.learner.packing import Pack, assign_rows, pack
+from megatron_rl.learner.modules.packing import Pack, assign_rows, pack
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
 ATTENTION = st.sampled_from([0.0, 1e-3, 0.05, 1.0])

@@ -112,7 +112,7 @@ LAYOUTS = [
 
 
 def test_layers_are_where_megatron_puts_them() -> None:
-    from megatron_rl.learner import host  # before megatron
+    from megatron_rl.learner.modules import host  # before megatron
 
     host.install()
     from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip

@@ -4,7 +4,7 @@ import pytest
 from helpers import Command
 
 from megatron_rl.config import foreign
-from megatron_rl.learner.limits import _CLASSES, _OPTIMIZER, _REPLICAS, _REPLICAS_OWNED, _TRANSFORMER
+from megatron_rl.learner.modules.limits import _CLASSES, _OPTIMIZER, _REPLICAS, _REPLICAS_OWNED, _TRANSFORMER
 
 MISTAKES = [
     ("sampler.vllm.foo=1", "sampler.vllm.foo: vLLM's EngineArgs has no such field"),

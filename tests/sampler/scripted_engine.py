@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.readiness import SyncState
-from megatron_rl.sampler.engine import (
+from megatron_rl.sampler.client.interface import (
     Completion,
     EngineGone,
     Kind,

@@ -14,7 +14,7 @@ from tiny_engine import PATIENCE_S, make_model, make_settings, until
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.sampler import Sampler
 
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits

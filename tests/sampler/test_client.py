@@ -15,8 +15,8 @@ from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, s
 
 from megatron_rl.engine.messages import Generate
 from megatron_rl.sampler import client as module
-from megatron_rl.sampler.client import EngineClient
-from megatron_rl.sampler.engine import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
+from megatron_rl.sampler.client.engine_client import EngineClient
+from megatron_rl.sampler.client.interface import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
 from megatron_rl.types import SamplingParams, ToolFormat
 from megatron_rl.weight_sync.manifest import WeightSyncError
 

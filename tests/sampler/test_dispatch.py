@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import replica, until
 
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Done, Job
-from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.types import Prompt, SamplingParams
 

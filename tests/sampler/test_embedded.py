@@ -12,7 +12,7 @@ from tiny_engine import PROMPTS, SAMPLING, Live, start_live, until
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.readiness import CACHE, WEIGHTS
 from megatron_rl.quantization.formats import BY_FORMAT
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.supervisor import POLL_S
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport

@@ -10,7 +10,7 @@ from scripted_engine import ScriptedEngine
 from tiny_engine import PROMPTS, make_model, make_settings, startable
 
 from megatron_rl.config.schema import FleetSection, Format
-from megatron_rl.sampler.engine import Completion, Engine, EngineGone, SamplerError
+from megatron_rl.sampler.client.interface import Completion, Engine, EngineGone, SamplerError
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync import file_transport as transport

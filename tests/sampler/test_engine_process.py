@@ -14,8 +14,7 @@ from megatron_rl import serve
 from megatron_rl.config.schema import FleetSection, SamplerSection
 from megatron_rl.processes.process import share_of_cores
 from megatron_rl.processes.scratch import PROCESSES, SHARED_MEMORY, remove_segments, segments_of_session
-from megatron_rl.sampler.engine import SamplerError
-from megatron_rl.sampler.engine_process import (
+from megatron_rl.sampler.client.engine_process import (
     EngineProcess,
     ProcessSettings,
     engine_environment,
@@ -24,6 +23,7 @@ from megatron_rl.sampler.engine_process import (
     thread_binding,
     visible_devices,
 )
+from megatron_rl.sampler.client.interface import SamplerError
 
 
 def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):

@@ -34,7 +34,7 @@ from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings, until
 
 from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.process import free_port
-from megatron_rl.sampler.engine import RequestRefused, SamplerError
+from megatron_rl.sampler.client.interface import RequestRefused, SamplerError
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout

@@ -10,7 +10,7 @@ import pytest
 from tiny_engine import PROMPTS, Live, start_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.supervisor import MAX_RESTARTS
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport

@@ -11,8 +11,8 @@ from scripted_engine import HANG_S, replica, until
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler import supervisor as module
-from megatron_rl.sampler.engine import EngineGone, Look
-from megatron_rl.sampler.engine_process import ProcessSettings
+from megatron_rl.sampler.client.engine_process import ProcessSettings
+from megatron_rl.sampler.client.interface import EngineGone, Look
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import MAX_RESTARTS, POLL_S, SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates

@@ -10,7 +10,7 @@ import pytest
 from scripted_engine import HANG_S, ScriptedEngine, replica, until
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.sampler.engine import EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState
 from megatron_rl.sampler.update import Updates

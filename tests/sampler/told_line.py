@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.sampler.client import EngineClient
-from megatron_rl.sampler.engine import Completion, Look
-from megatron_rl.sampler.lines import Line
+from megatron_rl.sampler.client.engine_client import EngineClient
+from megatron_rl.sampler.client.interface import Completion, Look
+from megatron_rl.sampler.client.lines import Line
 from megatron_rl.types import SamplingParams
 
 NAME = "server 0 (int8)"

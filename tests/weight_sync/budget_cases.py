@@ -22,8 +22,8 @@ from transformers import Qwen3Config
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
-from megatron_rl.learner import host  # noqa: F401 - before megatron
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.modules import host  # noqa: F401 - before megatron
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.train import probe_of

@@ -29,8 +29,8 @@ from megatron_rl.data.toy import write_chat_tokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.sampler.client import EngineClient, Line
-from megatron_rl.sampler.engine import Completion, Look
+from megatron_rl.sampler.client.engine_client import EngineClient, Line
+from megatron_rl.sampler.client.interface import Completion, Look
 from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 
 SAMPLES, PROMPT_TOKENS, SHORTEST, LONGEST = 16, 400, 2_000, 20_000

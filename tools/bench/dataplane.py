@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron_rl.batch import Batch, collate
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.learner.packing import assign_rows
+from megatron_rl.learner.modules.packing import assign_rows
 from megatron_rl.learner.parallel import RENDEZVOUS, LearnerRank, leave
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.models.layout import Layout

@@ -24,7 +24,7 @@ from typing import Any
 from rollout import SHAPES, make_settings
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import engine_arguments, write_engine_folder
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 from corrections import peak_bytes
 
-from megatron_rl.learner import host  # before megatron
+from megatron_rl.learner.modules import host  # before megatron
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.learner.head import Asked, scores
-from megatron_rl.learner.linear import widen
-from megatron_rl.learner.logprobs import VocabShare
+from megatron_rl.learner.modules.head import Asked, scores
+from megatron_rl.learner.modules.linear import widen
+from megatron_rl.learner.modules.logprobs import VocabShare
 
 BF16 = 2
 

@@ -4,8 +4,8 @@
 
 One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and optimizer in
 megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics. *columns*: the update with no
-more than 1,024 columns of logits at a time (learner/head.py). *padded*: every answer filled up to the longest. Answers
-are as long as those of tools/bench/packing.py, `--scale` times shorter.
+more than 1,024 columns of logits at a time (learner/modules/head.py). *padded*: every answer filled up to the longest.
+Answers are as long as those of tools/bench/packing.py, `--scale` times shorter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort:
 from megatron_rl.batch import Batch, Targets
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Config
-from megatron_rl.learner import costs
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules import costs
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model

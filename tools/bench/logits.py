@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
+from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Collector, Scorer
-from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.weight_sync.file_transport import update_info, write_version

@@ -3,9 +3,9 @@
     python tools/bench/packing.py [--samples 50] [--longest 20480] [--budget 24576]
 
 Answers are log-normal around a fifth of the longest and cut there, prompts have 200 tokens: a long tail. Cost is
-reckoned in operations (learner/costs.py): the slowest rank's over the average, where 1 is no waiting. `replicas`
-is one sum of gradients at the end of an update; with experts every micro-batch waits, with stages the pipeline drains
-once.
+reckoned in operations (learner/modules/costs.py): the slowest rank's over the average, where 1 is no waiting.
+`replicas` is one sum of gradients at the end of an update; with experts every micro-batch waits, with stages the
+pipeline drains once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.learner.costs import attention_share
-from megatron_rl.learner.packing import assign_rows
+from megatron_rl.learner.modules.costs import attention_share
+from megatron_rl.learner.modules.packing import assign_rows
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 

@@ -31,7 +31,7 @@ from megatron_rl.config.schema import Config, FleetSection, Format, Quantization
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams

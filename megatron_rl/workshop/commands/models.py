@@ -39,7 +39,7 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
     """The model that MODEL names, and how it is to be sampled, `without` what the run had; what fails is one line."""
     from megatron_rl.checkpoint.torch_dist.index import CheckpointError
     from megatron_rl.rewards.pool import RewardsHang
-    from megatron_rl.sampler.engine import SamplerError
+    from megatron_rl.sampler.client.interface import SamplerError
     from megatron_rl.weight_sync.manifest import WeightSyncError
     from megatron_rl.workshop.evaluation.stored_model import find, run_of, settings
 

@@ -24,8 +24,8 @@ from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite, SamplerSection
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.nonfinite import CONFIG, POLICY, read_minibatch
-from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model

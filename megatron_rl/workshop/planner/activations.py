@@ -1,7 +1,7 @@
 """Bytes that a rank of the learner keeps of a pack's forward pass for its backward pass.
 
 A layer's tensors are listed by the part of the layer that keeps them, in bytes for each position of a pack. Two sets
-of kernels do that: those of hosts (learner/layers.py and megatron-core's local layers), and those of Transformer
+of kernels do that: those of hosts (learner/modules/layers.py and megatron-core's local layers), those of Transformer
 Engine on GPUs. Both lists are of tensors that autograd saves; a storage that two of them share is counted once.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.schema import LearnerSection, Precision
-from megatron_rl.learner import costs, limits
+from megatron_rl.learner.modules import costs, limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
 FP32, INT64, BOOL = 4, 8, 1  # bytes
-SHORT = 384  # on hosts attention is in FP32 up to this length: learner/layers.py
+SHORT = 384  # on hosts attention is in FP32 up to this length: learner/modules/layers.py
 SELECTIVE = ("core_attn",)  # what megatron-core recomputes where `recompute_modules` names nothing else
 Parts = Mapping[str, float]
 
@@ -137,7 +137,7 @@ def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training)
     router = (chosen * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
     rows = chosen * layout.expert_tp / sp  # of an expert's input, for each position
     each = shape.expert_ffn / layout.expert_tp * width
-    if training.host:  # both products are in FP32, and the second is kept to be weighed: learner/experts.py
+    if training.host:  # both products are in FP32, and the second is kept to be weighed: learner/modules/experts.py
         first, second = 2 * each / width * FP32, each + shape.hidden * FP32
     else:  # the activation's result is kept again after it has been weighed
         first, second = 2 * each, (_activation(training) + (not training.fused_activation)) * each
@@ -185,7 +185,7 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
 
 def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, float, float]:
     """Bytes of the last stage's end: the final norm with the output layer's input, the logits that exist at once, what
-    backward makes of them (learner/head.py), and FP32 copies of some rows.
+    backward makes of them (learner/modules/head.py), and FP32 copies of some rows.
     """
     shape, layout = model.shape, model.layout
     wide = model.head is Precision.fp32 and training.width < FP32

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
-from megatron_rl.learner.costs import operations
+from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.quantization.formats import QUANTIZED
 from megatron_rl.workshop.planner.case import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.learner import limits
+from megatron_rl.learner.modules import limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.workshop.planner import activations

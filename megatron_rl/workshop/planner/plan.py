@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Offload, Sleep, Transport
-from megatron_rl.learner.limits import choices_bytes
+from megatron_rl.learner.modules.limits import choices_bytes
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.preflight.machine import Machine

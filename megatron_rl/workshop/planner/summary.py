@@ -23,7 +23,7 @@ from megatron_rl.config.schema import (
     RunSection,
     TargetBy,
 )
-from megatron_rl.learner import limits
+from megatron_rl.learner.modules import limits
 from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.notes import writes

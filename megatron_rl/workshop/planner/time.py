@@ -9,7 +9,7 @@ from math import log2
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Format, Offload, SamplerSection, Sleep, Transport
-from megatron_rl.learner.costs import Operations, operations
+from megatron_rl.learner.modules.costs import Operations, operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration

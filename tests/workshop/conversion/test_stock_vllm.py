@@ -22,7 +22,7 @@ from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.process import SHORT_SPIN
-from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.workshop.conversion.calibration import Rows, token_rows
 from megatron_rl.workshop.conversion.sources import find
 from megatron_rl.workshop.conversion.verification import PLAIN_GATE, QUANTIZED_GATE, Scores, by_learner, by_transformers

@@ -31,7 +31,7 @@ from megatron_rl.processes.process import (
     own_cores,
 )
 from megatron_rl.processes.scratch import SHARED_MEMORY, remove_segments, remove_with_it, segments_of_session
-from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.client.interface import SamplerError
 
 LOG_LINES_SHOWN = 15
 # vLLM warns with a whole traceback that there is no tokenizer, where none is wanted

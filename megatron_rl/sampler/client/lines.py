@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.processes.channel import LENGTH
-from megatron_rl.sampler.engine import EngineGone, Look, NoAnswer
+from megatron_rl.sampler.client.interface import EngineGone, Look, NoAnswer
 
 HEALTH_TIMEOUT_S = 10.0
 ENDED = "its process ended"

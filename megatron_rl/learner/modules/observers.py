@@ -20,7 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.types import NO_EXPERT

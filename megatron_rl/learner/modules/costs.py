@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.learner import limits
+from megatron_rl.learner.modules import limits
 from megatron_rl.models.model import Model
 
 # of logits worked on in FP32 at once: 4 MiB stay in a host's cache; 16 MiB in a GPU's, and take it longer than a launch

@@ -15,8 +15,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_rl.learner.layers import Narrowed
-from megatron_rl.learner.linear import widen
+from megatron_rl.learner.modules.layers import Narrowed
+from megatron_rl.learner.modules.linear import widen
 
 
 class HostRouter(TopKRouter):

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from megatron_rl.learner.context import whole
-from megatron_rl.learner.packing import Bucket, Pack
+from megatron_rl.learner.modules.context import whole
+from megatron_rl.learner.modules.packing import Bucket, Pack
 from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.host_products import narrowed
 

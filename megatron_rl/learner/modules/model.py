@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_rl.learner import host  # before megatron
+from megatron_rl.learner.modules import host  # before megatron
 
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # isort: skip
@@ -29,12 +29,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_rl.config.schema import LearnerSection, Precision
-from megatron_rl.learner import limits
-from megatron_rl.learner.experts import mixture
-from megatron_rl.learner.head import Asked, Scores, everyones, scores
-from megatron_rl.learner.layers import UNROUNDED, PackedAttention, PackedRows, RMSNorm, SwiGLU, add, rotary
-from megatron_rl.learner.linear import ColumnLinear, RowLinear, widen
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules import limits
+from megatron_rl.learner.modules.experts import mixture
+from megatron_rl.learner.modules.head import Asked, Scores, everyones, scores
+from megatron_rl.learner.modules.layers import UNROUNDED, PackedAttention, PackedRows, RMSNorm, SwiGLU, add, rotary
+from megatron_rl.learner.modules.linear import ColumnLinear, RowLinear, widen
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape

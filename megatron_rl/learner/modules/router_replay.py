@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Router
-from megatron_rl.learner.observers import passing_pack
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules.observers import passing_pack
+from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.types import NO_EXPERT
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_rl.learner.costs import chunk_rows
+from megatron_rl.learner.modules.costs import chunk_rows
 
 
 @dataclass(frozen=True)

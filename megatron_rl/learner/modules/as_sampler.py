@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Format
-from megatron_rl.learner.linear import ColumnLinear, RowLinear, Sampled
+from megatron_rl.learner.modules.linear import ColumnLinear, RowLinear, Sampled
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, merged_weight

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_rl.engine.messages import Refused, Version, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
 from megatron_rl.processes.pulse import mark
-from megatron_rl.sampler.engine import (
+from megatron_rl.sampler.client.interface import (
     Completion,
     EngineGone,
     Kind,
@@ -32,7 +32,7 @@ from megatron_rl.sampler.engine import (
     UpdateStep,
     WrittenCall,
 )
-from megatron_rl.sampler.lines import HEALTH_TIMEOUT_S, Line
+from megatron_rl.sampler.client.lines import HEALTH_TIMEOUT_S, Line
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 

@@ -53,7 +53,7 @@ class Pack:
     padded_index_X: Tensor  # position that each padded place reads
     packed_index_S: Tensor  # padded place of each position
     blanks: Tensor  # padded places that stand for no position
-    # where ranks share sequences (learner/context.py), positions and tokens above are this rank's, but for `cells_N`
+    # where ranks share sequences (context.py), positions and tokens above are this rank's, but for `cells_N`
     real_S: Tensor | None = None  # bool: which positions are no filler
     held_S: Tensor | None = None  # where in the whole pack each position is
     order_S: Tensor | None = None  # where in all ranks' shares, joined, each position of the whole pack is

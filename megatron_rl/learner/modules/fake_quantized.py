@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_rl.config.schema import Format
-from megatron_rl.learner.linear import add_over_ranks, amax_of_slices, wide_product
-from megatron_rl.learner.observers import fused_norm
+from megatron_rl.learner.modules.linear import add_over_ranks, amax_of_slices, wide_product
+from megatron_rl.learner.modules.observers import fused_norm
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups, merged_weight

@@ -3,8 +3,8 @@
 Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns of the vocabulary
 are made at a time, for all tokens, and again in backward, where they become their own gradient in place. What stays of
 a token are the numbers that shares of the vocabulary are put together by, over columns here as over ranks
-(learner/logprobs.py); among kept tokens their logits stay, and no column is made twice. The weight's gradient is the
-plain layer's product; that of the hidden states is added up in FP32.
+(logprobs.py); among kept tokens their logits stay, and no column is made twice. The weight's gradient is the plain
+layer's product; that of the hidden states is added up in FP32.
 
 N tokens, H hidden width, V columns of this rank's share of the vocabulary, C those of them that are made at once, K
 kept tokens of each token at most.
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
-from megatron_rl.learner import logprobs
-from megatron_rl.learner.context import everywhere
-from megatron_rl.learner.costs import logit_columns
-from megatron_rl.learner.linear import is_wide, wide_product
-from megatron_rl.learner.logprobs import Gradients, Truncation, VocabShare
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.modules import logprobs
+from megatron_rl.learner.modules.context import everywhere
+from megatron_rl.learner.modules.costs import logit_columns
+from megatron_rl.learner.modules.linear import is_wide, wide_product
+from megatron_rl.learner.modules.logprobs import Gradients, Truncation, VocabShare
+from megatron_rl.learner.modules.packing import Pack
 
 
 @dataclass(frozen=True)
