@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules import logprobs as module
-from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy, truncation
+from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_and_entropy, truncation
 
 VOCAB, COLUMNS, ROWS, KEPT = 23, 25, 31, 6
 WHOLE = VocabShare.of(0, 1, VOCAB, COLUMNS, None)
@@ -73,17 +73,15 @@ def test_without_entropy_the_logprobs_are_the_same(
 ) -> None:
     asked, combined = [], module.combined
     monkeypatch.setattr(module, "combined", lambda stats, group: asked.append(len(stats)) or combined(stats, group))
-    logits_NV, labels_N, kept_NK = example()
+    logits_NV, labels_N, _ = example()
     both, alone = logits_NV.to(dtype).requires_grad_(), logits_NV.to(dtype).requires_grad_()
     wanted, _ = logprobs_and_entropy(both, labels_N, WHOLE, temperature)
-    found = logprobs_alone(alone, labels_N, WHOLE, temperature)
-    assert torch.equal(found, wanted)
+    found, absent = logprobs_and_entropy(alone, labels_N, WHOLE, temperature, entropy=False)
+    assert absent is None and torch.equal(found, wanted)
     for value in (wanted, found):
         (value * torch.linspace(-1, 1, ROWS)).sum().backward()
     assert torch.equal(alone.grad, both.grad)  # type: ignore[arg-type]
     assert asked == [3, 2]
-    among, _ = logprobs_and_entropy(logits_NV, labels_N, WHOLE, temperature, kept_NK)
-    assert torch.equal(logprobs_alone(logits_NV, labels_N, WHOLE, temperature, kept_NK), among)
 
 
 def test_chunks_hold_as_many_bytes_as_the_device_likes() -> None:
@@ -142,10 +140,9 @@ def test_shares_of_the_vocabulary_combine() -> None:
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_must_be_positive(temperature: float) -> None:
     logits_NV, labels_N, kept_NK = example()
-    for compute in (logprobs_and_entropy, logprobs_alone):
-        for kept in (None, kept_NK):
-            with pytest.raises(ValueError, match=r"rollout\.temperature"):
-                compute(logits_NV, labels_N, WHOLE, temperature, kept)
+    for kept in (None, kept_NK):
+        with pytest.raises(ValueError, match=r"rollout\.temperature"):
+            logprobs_and_entropy(logits_NV, labels_N, WHOLE, temperature, kept)
 
 
 def test_all_tokens_kept_is_the_plain_softmax_and_one_alone_is_certain() -> None:
@@ -167,7 +164,7 @@ def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatc
     """Against the filters as an engine applies them: the k highest, of those the first whose mass reaches p."""
     monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
     logits_NV, labels_N, kept_NK = example()
-    logprobs_N = logprobs_alone(logits_NV, labels_N, WHOLE, 0.8, kept_NK)
+    logprobs_N, _ = logprobs_and_entropy(logits_NV, labels_N, WHOLE, 0.8, kept_NK)
     found = truncation(logits_NV, labels_N, logprobs_N, WHOLE, 0.8, k, p)
     scaled_NV = logits_NV[:, :VOCAB].double() / 0.8
     for row in range(ROWS):

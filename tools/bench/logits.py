@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
+from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_and_entropy
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
     share = VocabShare.of(0, 1, options.columns, options.columns, None)
     ways: dict[str, Callable[[], object]] = {
         "with entropy": lambda: logprobs_and_entropy(logits_NV, labels_N, share),
-        "logprobs alone": lambda: logprobs_alone(logits_NV, labels_N, share),
-        "alone, divided": lambda: logprobs_alone(logits_NV, labels_N, share, 0.8),
+        "logprobs alone": lambda: logprobs_and_entropy(logits_NV, labels_N, share, entropy=False),
+        "alone, divided": lambda: logprobs_and_entropy(logits_NV, labels_N, share, 0.8, entropy=False),
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):

@@ -3,8 +3,9 @@
     python tools/bench/rollout.py [--shape toy] [--shape large] [--format none ...] [--repeats 5] [--fleet]
 
 Both engines of a format stay up and take turns, so that whatever else the machine does meets both. The bare
-engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. `--fleet` puts one server
-in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
+engine is `vllm.LLM.generate` on the same prompts with the same engine arguments: once with the same seeds, which is
+the same work (a seed of its own costs each sample a generator, drawn from at each token), once without. `--fleet` puts
+one server in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
 lengths are fixed, so only shapes matter for speed. `|d|` is the mean |logprob difference| on sampled tokens between the
 sampler, which was given the model's weights in its format, and transformers with the same weights in BF16.
 """
@@ -33,7 +34,7 @@ from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
-from megatron_rl.sampler.sampler import Sampler
+from megatron_rl.sampler.sampler import Sampler, request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
@@ -149,16 +150,22 @@ def prompt_ids(work: Workload) -> list[tuple[int, ...]]:
 
 
 def serve_bare(arguments: dict[str, Any], work: Workload) -> None:
-    """The bare engine's process: one generation per line of standard input, its seconds per line of output."""
+    """The bare engine's process: one generation per line of standard input (a seed, or `none`), its seconds per line of
+    output.
+    """
     from vllm import LLM
     from vllm import SamplingParams as EngineParams
 
     llm = LLM(**arguments)
     params = EngineParams(n=work.samples, max_tokens=work.response_tokens, logprobs=0, detokenize=False)
     inputs: Any = [{"prompt_token_ids": list(ids)} for ids in prompt_ids(work)]
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        asked = [params.clone() for _ in inputs]
+        if line.strip() != "none":
+            for group, one in enumerate(asked):
+                one.seed = request_seed(int(line), group)
         start = time.perf_counter()
-        llm.generate(inputs, params, use_tqdm=False)
+        llm.generate(inputs, asked, use_tqdm=False)
         print(f"seconds {time.perf_counter() - start}", flush=True)
 
 
@@ -182,10 +189,10 @@ def bare_engine(settings: EngineSettings, hf_folder: Path, folder: Path, shape: 
             process.wait()
 
 
-def ask_bare(process: subprocess.Popen[str]) -> float:
+def ask_bare(process: subprocess.Popen[str], seed: int | None) -> float:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write("\n")
+    process.stdin.write(f"{'none' if seed is None else seed}\n")
     process.stdin.flush()
     for line in process.stdout:
         if line.startswith("seconds "):
@@ -193,13 +200,14 @@ def ask_bare(process: subprocess.Popen[str]) -> float:
     raise RuntimeError("the bare engine ended; see bare.log")
 
 
-def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[float, float, float]:
-    """(our tokens/s, the bare engine's, |d|); medians over alternating runs."""
+def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[float, float, float, float]:
+    """(our tokens/s, the bare engine's with the same seeds and without, |d|); medians over alternating runs."""
     work = SHAPES[shape]
     settings = make_settings(format, work, fleet)
     prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate(prompt_ids(work))]
     params = SamplingParams(samples=work.samples, max_tokens=work.response_tokens)
     ours: list[float] = []
+    seeded: list[float] = []
     bare: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -214,11 +222,12 @@ def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[floa
                 rollouts = sampler.generate(prompts, params, seed=repeat, first_group=0, step=repeat)
                 elapsed = time.perf_counter() - start
                 assert sum(len(rollout.token_ids) for rollout in rollouts) == work.tokens
-                other = ask_bare(process)
+                same, other = ask_bare(process, repeat), ask_bare(process, None)
                 if repeat:  # the first round is warm-up
                     ours.append(work.tokens / elapsed)
+                    seeded.append(work.tokens / same)
                     bare.append(work.tokens / other)
-        return median(ours), median(bare), mean_difference(rollouts, hf_folder)
+        return median(ours), median(seeded), median(bare), mean_difference(rollouts, hf_folder)
 
 
 def main() -> None:
@@ -239,9 +248,10 @@ def main() -> None:
         print(f"{shape}: {SHAPES[shape].parameters / 1e6:.1f}M parameters, {SHAPES[shape].tokens} tokens per call")
         rates: dict[str, float] = {}
         for format in options.format or ["none", "int8", "fp8"]:
-            ours, bare, difference = measure(Format(format), shape, options.repeats, options.fleet)
+            ours, seeded, bare, difference = measure(Format(format), shape, options.repeats, options.fleet)
             rates[format] = ours
-            speeds = f"sampler {ours:8.0f} tokens/s   bare {bare:8.0f} tokens/s   ratio {ours / bare:.3f}"
+            speeds = f"sampler {ours:8.0f} tokens/s   bare {seeded:8.0f} tokens/s   ratio {ours / seeded:.3f}"
+            speeds += f"   without seeds {bare:8.0f} tokens/s   ratio {ours / bare:.3f}"
             print(f"  {format:5} {speeds}   |d| {difference:.4f}")
         if {"none", "int8"} <= rates.keys():
             print(f"  INT8 / BF16: {rates['int8'] / rates['none']:.2f}")

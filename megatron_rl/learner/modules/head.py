@@ -65,7 +65,8 @@ def scores(
     if pack.kept_NK is None:
         logprobs_N, entropy_N = _Head.apply(hidden_NH, own_VH, pack.labels_N, how)
         return Scores(logprobs_N, entropy_N, None)
-    logprobs_N, entropy_N, highest = _KeptHead.apply(hidden_NH, own_VH, pack.labels_N, pack.kept_NK, how)
+    scaled_NK, highest = _KeptLogits.apply(hidden_NH, own_VH, pack.labels_N, pack.kept_NK, how)
+    logprobs_N, entropy_N = logprobs.among_kept(scaled_NK, pack.kept_NK, pack.labels_N, asked.share.group)
     if highest is None:
         return Scores(logprobs_N, entropy_N, None)
     judged = logprobs.judged(highest, logprobs_N.detach(), asked.share.group, asked.top_p)
@@ -73,9 +74,7 @@ def scores(
 
 
 def _of_logits(logits_NV: Tensor, pack: Pack, asked: Asked) -> Scores:
-    picked = (pack.labels_N, asked.share, asked.temperature, pack.kept_NK)
-    if not asked.entropy:
-        return Scores(logprobs.logprobs_alone(logits_NV, *picked), None, None)
+    picked = (pack.labels_N, asked.share, asked.temperature, pack.kept_NK, asked.entropy)
     logprobs_N, entropy_N = logprobs.logprobs_and_entropy(logits_NV, *picked)
     if pack.kept_NK is None or asked.top_k is None:
         return Scores(logprobs_N, entropy_N, None)
@@ -155,7 +154,9 @@ class _Head(torch.autograd.Function):
         return *how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None
 
 
-class _KeptHead(torch.autograd.Function):
+class _KeptLogits(torch.autograd.Function):
+    """Logits of kept tokens over temperature, -inf where another rank has them; and the highest of each token."""
+
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, kept_NK: Tensor, how: _How) -> Any:
         asked, highest = how.asked, []
@@ -168,25 +169,22 @@ class _KeptHead(torch.autograd.Function):
             if asked.top_k is not None:
                 highest.append(logprobs.highest(logits_NC, labels_N, part, asked.temperature, asked.top_k))
             del logits_NC
-        logprobs_N, entropy_N, found = logprobs.of_kept(scaled_NK, kept_NK, labels_N, asked.share.group)
-        ctx.save_for_backward(hidden_NH, weight_VH, kept_NK, *found)
+        ctx.save_for_backward(hidden_NH, weight_VH, kept_NK)
         ctx.how = how
-        ctx.set_materialize_grads(False)
         if not highest:
-            return logprobs_N, entropy_N, None
+            return scaled_NK, None
         support = logprobs.highest_of(torch.stack(highest))
         ctx.mark_non_differentiable(support)
-        return logprobs_N, entropy_N, support
+        return scaled_NK, support
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None, _: None) -> Any:
-        hidden_NH, weight_VH, kept_NK, *found = ctx.saved_tensors
-        how = ctx.how
-        grad_NK = logprobs.kept_gradient(found, grad_logprobs_N, grad_entropy_N) / how.asked.temperature
+    def backward(ctx: Any, grad_NK: Tensor, _: None) -> Any:
+        hidden_NH, weight_VH, kept_NK = ctx.saved_tensors
+        grad_NK = grad_NK / ctx.how.asked.temperature
 
         def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
             local_NK, held_NK = part.places(kept_NK)
             grad_NC = hidden_NH.new_zeros(len(hidden_NH), part.real)
             return grad_NC.scatter_add_(1, local_NK, torch.where(held_NK, grad_NK, 0.0).to(grad_NC.dtype))
 
-        return *how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None, None
+        return *ctx.how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None, None

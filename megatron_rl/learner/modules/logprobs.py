@@ -159,51 +159,38 @@ def gathered(stats_SN: Tensor, group: ProcessGroup | None) -> Tensor:
     return all_RSN
 
 
-class _KeptLogprobs(torch.autograd.Function):
+class _Among(torch.autograd.Function):
+    """Logprob and entropy among kept tokens, from their logits; `scaled_NK`: -inf where another rank's, or none."""
+
     @staticmethod
-    def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, kept_NK: Tensor, share: VocabShare, temperature: float
-    ) -> Any:
-        local_NK, held_NK = share.places(kept_NK)
-        scaled_NK = (logits_NV.gather(1, local_NK).float() / temperature).masked_fill_(~held_NK, -torch.inf)
-        logprobs_N, entropy_N, found = of_kept(scaled_NK, kept_NK, labels_N, share.group)
-        ctx.save_for_backward(local_NK, *found)
-        ctx.columns, ctx.dtype, ctx.temperature = logits_NV.shape[1], logits_NV.dtype, temperature
+    def forward(ctx: Any, scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None) -> Any:
+        at_label_NK = ~scaled_NK.isneginf() & (kept_NK == labels_N[:, None])
+        label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
+        log_sum_N = scaled_NK.logsumexp(1)
+        mean_N = _mean(scaled_NK, log_sum_N)
+        log_norm_N, label_N, expected_N = combined(torch.stack((log_sum_N, label_N, mean_N)), group)
+        assert expected_N is not None
+        ctx.save_for_backward(scaled_NK, at_label_NK, log_norm_N, expected_N)
         ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N
+        return label_N - log_norm_N, log_norm_N - expected_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        local_NK, *found = ctx.saved_tensors
-        grad_NK = kept_gradient(found, grad_logprobs_N, grad_entropy_N) / ctx.temperature
-        grad_NV = torch.zeros(len(grad_NK), ctx.columns, dtype=ctx.dtype, device=grad_NK.device)
-        # each kept token once; places that hold none add their zero to column 0
-        return grad_NV.scatter_add_(1, local_NK, grad_NK.to(ctx.dtype)), None, None, None, None
+        scaled_NK, at_label_NK, log_norm_N, mean_N = ctx.saved_tensors
+        prob_NK = (scaled_NK - log_norm_N[:, None]).exp()
+        grad_NK = torch.zeros_like(prob_NK)
+        if grad_logprobs_N is not None:
+            grad_NK += grad_logprobs_N[:, None] * (at_label_NK.float() - prob_NK)
+        if grad_entropy_N is not None:
+            centred_NK = scaled_NK.masked_fill(prob_NK == 0, 0.0) - mean_N[:, None]
+            grad_NK -= grad_entropy_N[:, None] * prob_NK * centred_NK
+        return grad_NK, None, None, None
 
 
-def of_kept(
+def among_kept(
     scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Logprob and entropy among kept tokens, and what `kept_gradient` needs. `scaled_NK`: -inf where another rank's."""
-    at_label_NK = ~scaled_NK.isneginf() & (kept_NK == labels_N[:, None])
-    label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
-    log_sum_N = scaled_NK.logsumexp(1)
-    mean_N = _mean(scaled_NK, log_sum_N)
-    log_norm_N, label_N, expected_N = combined(torch.stack((log_sum_N, label_N, mean_N)), group)
-    assert expected_N is not None
-    return label_N - log_norm_N, log_norm_N - expected_N, [scaled_NK, at_label_NK, log_norm_N, expected_N]
-
-
-def kept_gradient(found: list[Tensor], grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Tensor:
-    scaled_NK, at_label_NK, log_norm_N, mean_N = found
-    prob_NK = (scaled_NK - log_norm_N[:, None]).exp()
-    grad_NK = torch.zeros_like(prob_NK)
-    if grad_logprobs_N is not None:
-        grad_NK += grad_logprobs_N[:, None] * (at_label_NK.float() - prob_NK)
-    if grad_entropy_N is not None:
-        centred_NK = scaled_NK.masked_fill(prob_NK == 0, 0.0) - mean_N[:, None]
-        grad_NK -= grad_entropy_N[:, None] * prob_NK * centred_NK
-    return grad_NK
+) -> tuple[Tensor, Tensor]:
+    return _Among.apply(scaled_NK, kept_NK, labels_N, group)
 
 
 def _mean(scaled_NK: Tensor, log_sum_N: Tensor) -> Tensor:
@@ -218,25 +205,20 @@ def check_temperature(temperature: float) -> None:
 
 
 def logprobs_and_entropy(
-    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float = 1.0, kept_NK: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float = 1.0, kept_NK: Tensor | None = None,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """FP32 logprob of each label and entropy of its distribution, both with a gradient, at `temperature`.
 
-    `kept_NK`: among these tokens alone (-1: none), of which the label is one.
+    `kept_NK`: among these tokens alone (-1: none), of which the label is one. The entropy costs one more pass over the
+    FP32 logits.
     """
     check_temperature(temperature)
-    if kept_NK is not None:
-        return _KeptLogprobs.apply(logits_NV, labels_N, kept_NK, share, temperature)
-    return _Logprobs.apply(logits_NV, labels_N, share, temperature, True)
-
-
-def logprobs_alone(
-    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float = 1.0, kept_NK: Tensor | None = None
-) -> Tensor:
-    """The logprobs of `logprobs_and_entropy` without the entropy, which costs one more pass over the FP32 logits."""
-    if kept_NK is not None or not temperature > 0:
-        return logprobs_and_entropy(logits_NV, labels_N, share, temperature, kept_NK)[0]
-    return _Logprobs.apply(logits_NV, labels_N, share, temperature, False)[0]
+    if kept_NK is None:
+        return _Logprobs.apply(logits_NV, labels_N, share, temperature, entropy)
+    local_NK, held_NK = share.places(kept_NK)
+    scaled_NK = logits_NV.gather(1, local_NK).float() / temperature
+    return among_kept(scaled_NK.masked_fill(~held_NK, -torch.inf), kept_NK, labels_N, share.group)
 
 
 @dataclass(frozen=True)
