@@ -27,7 +27,7 @@ from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
-from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
+from megatron_rl.rollout.collect import Answers, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout.sleep_schedule import SleepSchedule
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.alarms import Alarms
@@ -155,7 +155,7 @@ class Driver:
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config, scorer = self._config, self._scorer
         given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
-        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if config.rollout.supervised else self._answers
+        answers: Answers = DatasetAnswers(scorer.tokenizer) if config.rollout.supervised else self._answers
         gate = Gate(answers, config.rollout) if config.rollout.ahead else None
         self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
         if gate is None:
@@ -268,11 +268,11 @@ class Driver:
         return self._stop.has_time()
 
     def to_keep(
-        self, standing: Progress, evaluated: Mapping[str, float], save_s: float | None, ending: bool
+        self, progress: Progress, evaluated: Mapping[str, float], save_s: float | None, ending: bool
     ) -> dict[str, Any] | None:
         """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`: what one takes."""
         self._stop.save_s = save_s
-        about = self._saves.due(standing.step, standing.kept(), evaluated, ending)
+        about = self._saves.due(progress.step, progress.kept(), evaluated, ending)
         if about:
             about["driver"]["data"] = self._data
         return about

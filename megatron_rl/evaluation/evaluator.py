@@ -7,11 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
+from typing import Protocol
 
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import VERIFIERS
-from megatron_rl.rollout.collect import Generates, Group, Scorer, grouped
-from megatron_rl.types import Prompt, SamplingParams, Verdict
+from megatron_rl.rollout.collect import Group, Scorer, grouped
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
+
+
+class Generates(Protocol):
+    """What evaluating needs of a Sampler."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]: ...
 
 
 class Evaluator:

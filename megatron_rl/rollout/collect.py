@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -34,14 +34,6 @@ Group = list[Scored]
 
 class RewardError(RuntimeError):
     """No answer of a step could be scored."""
-
-
-class Generates(Protocol):
-    """What evaluating needs of a Sampler."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
-    ) -> list[Rollout]: ...
 
 
 class Answering(Protocol):
@@ -313,32 +305,18 @@ def _task(rollout: Rollout, text: str) -> Task:
 
 
 class AtOnce:
-    """Adapter of a blocking `generate` to the interface of answers that come group by group."""
+    """Prompts that one call answers, as soon as they are asked, in the clothes of those that are being answered."""
 
-    def __init__(self, answers: Generates) -> None:
-        self._answers = answers
-
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering:
-        return _AtOnce(self._answers, params, seed, step)
-
-
-class _AtOnce:
-    def __init__(self, answers: Generates, params: SamplingParams, seed: int, step: int) -> None:
-        self._answers, self._params, self._seed, self._step = answers, params, seed, step
-        self._asked: list[tuple[Sequence[Prompt], int]] = []
+    def __init__(self, generate: Callable[[Sequence[Prompt], int], Sequence[Rollout]]) -> None:
+        """`generate`: of prompts, and the group of the first."""
+        self._generate = generate
+        self._rollouts: list[Rollout] = []
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        self._asked.append((prompts, first_group))
+        self._rollouts += self._generate(prompts, first_group)
 
     def finished(self) -> list[list[Rollout]]:
-        asked, self._asked = self._asked, []
-        rollouts = [
-            one
-            for prompts, first in asked
-            for one in self._answers.generate(
-                prompts, self._params, seed=self._seed, first_group=first, step=self._step
-            )
-        ]
+        rollouts, self._rollouts = self._rollouts, []
         return [list(group) for _, group in groupby(rollouts, key=lambda one: one.group)]
 
     def close(self) -> None:
@@ -351,23 +329,22 @@ class DatasetAnswers:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
-    ) -> list[Rollout]:
-        rollouts = []
-        for offset, prompt in enumerate(prompts):
-            answer = self._tokenizer.encode(str(prompt.answer))
-            token_ids = (*answer, params.stop_token_ids[0])[: params.max_tokens]
-            rollouts.append(
-                Rollout(
-                    prompt=prompt,
-                    group=first_group + offset,
-                    sample=0,
-                    token_ids=token_ids,
-                    logprobs=(0.0,) * len(token_ids),
-                    loss_mask=written(len(token_ids)),
-                    finish_reason="stop",
-                    policy_version=step,
-                )
-            )
-        return rollouts
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> AtOnce:
+        def answers(prompts: Sequence[Prompt], first: int) -> list[Rollout]:
+            return [self._answer(one, params, group, step) for group, one in enumerate(prompts, first)]
+
+        return AtOnce(answers)
+
+    def _answer(self, prompt: Prompt, params: SamplingParams, group: int, step: int) -> Rollout:
+        answer = self._tokenizer.encode(str(prompt.answer))
+        token_ids = (*answer, params.stop_token_ids[0])[: params.max_tokens]
+        return Rollout(
+            prompt=prompt,
+            group=group,
+            sample=0,
+            token_ids=token_ids,
+            logprobs=(0.0,) * len(token_ids),
+            loss_mask=written(len(token_ids)),
+            finish_reason="stop",
+            policy_version=step,
+        )

@@ -9,7 +9,7 @@ from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.pool import Score
 from megatron_rl.rewards.task import Task
-from megatron_rl.rollout.collect import Collector, Scorer
+from megatron_rl.rollout.collect import AtOnce, Collector, Scorer
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
 
@@ -30,6 +30,9 @@ class Script:
 
     def __init__(self, *groups: str) -> None:
         self.groups = list(groups)
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> AtOnce:
+        return AtOnce(lambda prompts, first: self.generate(prompts, params, seed=seed, first_group=first, step=step))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int

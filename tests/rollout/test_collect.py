@@ -9,7 +9,7 @@ from collectors import Script, collector
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
-from megatron_rl.rollout.collect import MOST_DETAILS, AtOnce, Collected, RewardError, _verdicts
+from megatron_rl.rollout.collect import MOST_DETAILS, Collected, RewardError, _verdicts
 from megatron_rl.rollout_correction import correct, rollout_correction
 from megatron_rl.types import Prompt, Rollout, Scored
 
@@ -27,7 +27,7 @@ def config(**keys: Any) -> Config:
 
 def collected(setting: Config, *groups: str) -> Collected:
     script, rebaseline = Script(*groups), setting.correction.rebaseline
-    return collector(AtOnce(script), script, setting.rollout, setting.reward, rebaseline).collect(1)
+    return collector(script, script, setting.rollout, setting.reward, rebaseline).collect(1)
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])

@@ -71,12 +71,25 @@ def with_long_answers(model: Path, folder: Path) -> Path:
     return folder
 
 
+class WholeRounds:
+    """A sampler that is waited for until a whole round is answered."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def answering(self, params: Any, *, seed: int, step: int) -> Any:
+        from megatron_rl.rollout.collect import AtOnce
+
+        generate = self._sampler.generate
+        return AtOnce(lambda prompts, first: generate(prompts, params, seed=seed, first_group=first, step=step))
+
+
 def bench_rollout(repeats: int) -> None:
     from loop import give_weights
 
     from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
     from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
-    from megatron_rl.rollout.collect import AtOnce, Collector, Scorer
+    from megatron_rl.rollout.collect import Collector, Scorer
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.sampler import Sampler
 
@@ -94,7 +107,7 @@ def bench_rollout(repeats: int) -> None:
         scorer = Scorer(config.reward, OddLengths(), tokenizer)  # type: ignore[arg-type]
         for repeat in range(repeats + 1):
             drawn = []
-            for how, answers in (("as they finish", sampler), ("whole rounds", AtOnce(sampler))):
+            for how, answers in (("as they finish", sampler), ("whole rounds", WholeRounds(sampler))):
                 order = PromptOrder(dataset, config.run.seed, shuffle=True, position=repeat * 4096)
                 collector = Collector(rollout, order, answers, scorer, rebaseline=True, seed=1)  # type: ignore[arg-type]
                 begun = time.perf_counter()
