@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: 
 
 from megatron_rl.batch import Batch, flat_of
 from megatron_rl.config.fleet import replica_formats
-from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection, Router
+from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
 from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.as_sampler import Arithmetic, AsSampler
@@ -29,7 +29,7 @@ from megatron_rl.learner.modules.costs import attention_share
 from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
 from megatron_rl.learner.modules.head import Asked, Scores
 from megatron_rl.learner.modules.lora import adapters_off
-from megatron_rl.learner.modules.observers import ActivationStats, CacheStats, count_flips
+from megatron_rl.learner.modules.observers import ActivationStats, CacheStats
 from megatron_rl.learner.modules.packing import Pack, assign_rows, pack, unpacked_experts
 from megatron_rl.learner.modules.router_replay import RouterReplay, shares
 from megatron_rl.learner.profile import Profiler
@@ -73,8 +73,8 @@ class ForwardPasses(Policy):
         self._cache = CacheStats(self.shape, self.device)
         self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
         self._replay: RouterReplay | None = None
-        if self.learner.router is not Router.own:
-            self._replay = RouterReplay(self.shape.layers, self.device, told=self.learner.router is Router.replay)
+        if self.shape.experts:
+            self._replay = RouterReplay(self.shape.layers, self.device, self.learner.router)
         for first_layer, module in self.numbered_modules:
             if self._replay is not None:
                 self._replay.watch(module, first_layer, self.own_layers.index(first_layer), self.positions_shard)
@@ -258,32 +258,24 @@ class ForwardPasses(Policy):
         """The share of tokens of which some expert differs from `chosen_BSLK` (the engine's; -1: none), by layer and in
         all.
         """
-        counts_L2 = torch.zeros(self.shape.layers, 2)
-        hooks: list[Any] = []
-        try:
-            for first_layer, module in self.numbered_modules:
-                held = self.own_layers.index(first_layer)
-                hooks += count_flips(module, first_layer, held, self.positions_shard, counts_L2)
-            chosen_PLK = flat_of(chosen_BSLK, batch.lengths_B)
-            with self._replay.resting() if self._replay is not None else nullcontext():
-                self.logprobs_unseen(replace(batch, experts_PLK=chosen_PLK))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        found = self.ranks.sum(counts_L2).tolist()
-        shares = {layer: flips / tokens for layer, (flips, tokens) in enumerate(found) if tokens}
-        if not shares:
+        if self._replay is None:
             return {}
-        flips, tokens = (sum(column) for column in zip(*found, strict=True))
-        return {"sync/router_flips": flips / tokens} | {
-            f"sync/router_flips/layer_{layer}": share for layer, share in shares.items()
+        with self._replay.comparing() as counts_L3:
+            self.logprobs_unseen(replace(batch, experts_PLK=flat_of(chosen_BSLK, batch.lengths_B)))
+        _, tokens_L, flips_L = self.ranks.sum(counts_L3).t().tolist()
+        if not any(tokens_L):
+            return {}
+        return {"sync/router_flips": sum(flips_L) / sum(tokens_L)} | {
+            f"sync/router_flips/layer_{layer}": flips / tokens
+            for layer, (flips, tokens) in enumerate(zip(flips_L, tokens_L, strict=True))
+            if tokens
         }
 
     def take_replayed(self) -> dict[str, float]:
         """Of the tokens that passed since the last call: how many went where the sampler had sent them, and how many of
         those the routers would have sent elsewhere, by layer and in all. Nothing without replay, or experts.
         """
-        if self._replay is None:
+        if self._replay is None or not self._replay.replays:
             return {}
         experts_at = [layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers]
         return shares(self.ranks.sum(self._replay.take()), experts_at)

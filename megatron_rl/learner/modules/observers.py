@@ -1,11 +1,11 @@
 """Observers of the learner's forward passes: largest outputs of norms (for smoothing), largest keys and values (for the
-scales of an FP8 cache), and routers that choose other experts than the engine's.
+scales of an FP8 cache).
 
 Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever the layout (to the
 rounding of the forward pass itself), because filler positions are left out.
 
-L layers of the whole model, N norms of a layer, B rows, S positions of the batch or of a pack (of this rank, where they
-are split), H hidden channels, E experts, K experts of each token. A dimension of 2 is (key, value), or (flips, tokens).
+L layers of the whole model, N norms of a layer, S positions of a pack (of this rank, where they are split), H hidden
+channels. A dimension of 2 is (key, value).
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
-from megatron_rl.types import NO_EXPERT
 
 
 class Amax:
@@ -58,7 +56,7 @@ class ActivationStats(Amax):
 
     def watch(self, model: Any, first_layer: int, shard: int | None) -> None:
         """Follow one chunk of the pipeline. `shard`: this rank's number where positions are split over ranks."""
-        passing, _ = passing_pack(model)
+        passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
             for norm, module, reader in (
                 (Norm.attention, layer.input_layernorm, lambda layer=layer: layer.self_attention.linear_qkv),
@@ -109,7 +107,7 @@ class CacheStats(Amax):
 
     def watch(self, model: Any, first_layer: int) -> None:
         """Follow one chunk of the pipeline."""
-        passing, _ = passing_pack(model)
+        passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
             attention = layer.self_attention.core_attention
             attention.register_forward_pre_hook(partial(self._see, first_layer + index, passing))
@@ -125,37 +123,12 @@ class CacheStats(Amax):
         self.add(layer, torch.stack([one.amax() if len(one) else one.new_zeros(()) for one in seen]).float())
 
 
-def passing_pack(model: torch.nn.Module) -> tuple[list[Pack], Any]:
-    """A list with the pack that is passing through the model, which hooks on its layers do not see; and its hook."""
+def passing_pack(model: torch.nn.Module) -> list[Pack]:
+    """A list with the pack that is passing through the model, which hooks on its layers do not see."""
     passing: list[Pack] = []
 
     def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         passing[:] = [kwargs["pack"]]
 
-    return passing, model.register_forward_pre_hook(remember, with_kwargs=True)
-
-
-def count_flips(model: Any, first_layer: int, held: int, shard: int | None, counts_L2: Tensor) -> Iterator[Any]:
-    """Hooks on one chunk of the pipeline that count tokens, and those sent to other experts than their packs have.
-
-    `held`: the place of its first layer among those of packs.
-    """
-    passing, hook = passing_pack(model)
-    yield hook
-    for index, block in enumerate(model.decoder.layers):
-        for module in block.modules():
-            if isinstance(module, TopKRouter):
-                counts_2 = counts_L2[first_layer + index]
-                yield module.register_forward_hook(partial(_count, held + index, counts_2, passing, shard))
-
-
-def _count(
-    layer: int, counts_2: Tensor, passing: list[Pack], shard: int | None, module: Any, args: Any, output: Any
-) -> None:
-    (pack,), (_, chosen_SE) = passing, output
-    here = len(chosen_SE)
-    assert pack.experts_SLK is not None
-    wanted_SK = pack.experts_SLK[(shard or 0) * here :, layer][:here].long()
-    real_S = (wanted_SK != NO_EXPERT).all(1)
-    same_S = chosen_SE.gather(1, wanted_SK.clamp(min=0)).bool().all(1)
-    counts_2 += torch.stack([(real_S & ~same_S).sum(), real_S.sum()]).cpu()
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    return passing

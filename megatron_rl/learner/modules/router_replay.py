@@ -35,13 +35,14 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterReplay:
-    """What all routers of a rank share: whether choices are taken, and how many were. `told`: by the sampler, so that
-    every pass has them; else updates have those of the pass before them.
+    """What all routers of a rank share: whether choices are taken, and how many were. With `Router.replay` the sampler
+    tells them, so that every pass has them; with `replay_forward` updates have those of the pass before them.
     """
 
-    def __init__(self, layers: int, device: torch.device, told: bool) -> None:
-        self.active, self.told = True, told
+    def __init__(self, layers: int, device: torch.device, router: Router) -> None:
+        self.replays, self.told = router is not Router.own, router is Router.replay
         self.writes = False  # own choices into the packs
+        self.compares = False  # what is told is only looked at
         self.trains = False  # in a pass whose activations may be computed again
         self._routers: list[_Layer] = []
         self.counts_L3 = torch.zeros(layers, 3, device=device)  # read tokens, replayed, and own choice another
@@ -50,12 +51,12 @@ class RouterReplay:
         """`held`: the place of the first layer among those of packs; `shard`: this rank's number where the positions of
         a pack are split over ranks.
         """
-        passing, _ = passing_pack(model)
+        passing = passing_pack(model)
         for index, block in enumerate(model.decoder.layers):  # type: ignore[arg-type, union-attr]
             for module in block.modules():
                 if isinstance(module, TopKRouter):
-                    self._routers.append(_Layer(self, first_layer + index, held + index, shard, passing))
-                    module.router_replay = self._routers[-1]
+                    self._routers.append(_Layer(self, module, first_layer + index, held + index, shard, passing))
+                    module.router_replay = self._routers[-1] if self.replays else None
 
     @contextmanager
     def passing(self, trains: bool) -> Iterator[None]:
@@ -77,13 +78,23 @@ class RouterReplay:
             self.writes = False
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Passes that choose for themselves."""
-        before, self.active = self.active, False
+    def comparing(self) -> Iterator[Tensor]:
+        """Passes that choose for themselves, and count how many of their tokens were told otherwise, as `counts_L3`."""
+        kept, self.counts_L3 = self.counts_L3, torch.zeros_like(self.counts_L3)
+        fused = any(router.module.config.moe_router_fusion for router in self._routers)
+        self.compares = True
         try:
-            yield
+            for router in self._routers:
+                router.module.router_replay, router.module.config.moe_router_fusion = (
+                    router,
+                    False,
+                )  # it would ask nobody
+            yield self.counts_L3
         finally:
-            self.active = before
+            self.compares, self.counts_L3 = False, kept
+            for router in self._routers:
+                router.module.router_replay = router if self.replays else None
+                router.module.config.moe_router_fusion = fused
 
     def take(self) -> Tensor:
         taken, self.counts_L3 = self.counts_L3, torch.zeros_like(self.counts_L3)
@@ -125,8 +136,10 @@ def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
 class _Layer:
     """In the place of megatron-core's object of one router."""
 
-    def __init__(self, replay: RouterReplay, layer: int, held: int, shard: int | None, passing: list[Pack]) -> None:
-        self._replay, self._shard, self._passing = replay, shard, passing
+    def __init__(
+        self, replay: RouterReplay, module: TopKRouter, layer: int, held: int, shard: int | None, passing: list[Pack]
+    ) -> None:
+        self._replay, self.module, self._shard, self._passing = replay, module, shard, passing
         self._layer, self._held = layer, held  # of the model, of what packs hold
         self.again: deque[Pack] = deque()  # whose activations are still to be computed again, in their order
 
@@ -142,7 +155,6 @@ class _Layer:
             assert pack.experts_SLK is not None
             own = own_SK.to(pack.experts_SLK.dtype)
             pack.experts_SLK[here, self._held] = own.masked_fill(~pack.read_S[here, None], NO_EXPERT)
-        if self._replay.writes or not self._replay.active:
             return values_SK, own_SK
         if first_time and (self._replay.told or self._replay.trains):
             self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
@@ -158,6 +170,8 @@ class _Layer:
             own_SE = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own_SK, True)
             other_S = told_S1.squeeze(1) & ~own_SE.gather(1, chosen_SK).all(1)
             self._replay.counts_L3[self._layer, 1:] += torch.stack([told_S1.sum(), other_S.sum()])
+        if self._replay.compares:
+            return values_SK, own_SK
         return scores.gather(1, chosen_SK), chosen_SK
 
     def _pack(self) -> tuple[Pack, bool]:
