@@ -20,21 +20,9 @@ import torch
 from megatron_rl.batch import Batch
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
+from megatron_rl.config import schema
 from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
-from megatron_rl.config.schema import (
-    Config,
-    EvalSection,
-    Format,
-    Forward,
-    KvCache,
-    LearnerSection,
-    ModelInit,
-    ModelSection,
-    Precision,
-    RewardSection,
-    Router,
-    SyncSection,
-)
+from megatron_rl.config.schema import Config
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.device import keep_returnable
@@ -93,7 +81,7 @@ def load_or_resume(config: Config, driver: AnyDriver, learner: Learner, saver: S
     if folder is None or config.loss.needs_reference or config.learner.lora.rank:
         load_policy(learner, config.model, config.run.seed, config.loss.needs_reference)
     if folder is None:
-        if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
+        if config.quantization.smoothing or config.quantization.kv_cache != schema.KvCache.none:
             learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
             learner.take_replayed()  # of no sampler's
         return Progress()
@@ -102,8 +90,8 @@ def load_or_resume(config: Config, driver: AnyDriver, learner: Learner, saver: S
     return Progress.of(found.step, found.driver)
 
 
-def load_policy(learner: Learner, model: ModelSection, seed: int, reference: bool) -> None:
-    if model.init == ModelInit.pretrained:
+def load_policy(learner: Learner, model: schema.ModelSection, seed: int, reference: bool) -> None:
+    if model.init == schema.ModelInit.pretrained:
         learner.load_hf(Path(model.path))
     else:
         learner.init_random(seed)
@@ -150,7 +138,7 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
         check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
         parts = minibatches(batch.groups_B, config.learner.n_minibatches, f"{config.run.seed}/{step}")
         updates = combine([learner.update(targets, rows) for rows in parts])
-        if config.learner.router is not Router.own:
+        if config.learner.router is not schema.Router.own:
             updates |= check_replay(learner.take_replayed(), config.learner.router)
     with recorder.phase("correction"):
         own = learner.take_reused_forward()
@@ -214,7 +202,7 @@ def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> tuple[to
     batch as the step goes on with it.
     """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
-        if config.learner.router is Router.replay_forward:
+        if config.learner.router is schema.Router.replay_forward:
             return learner.logprobs_and_experts(batch)
         return learner.logprobs(batch), batch
     if batch.whole is None or anchored_to_learner(config.correction, config.rollout):
@@ -233,7 +221,7 @@ def checked_update(check: UpdateCheck | None, work: Step | None, driver: AnyDriv
     return found
 
 
-def learner_estimate(learner: Learner, driver: AnyDriver, reward: RewardSection) -> dict[str, float]:
+def learner_estimate(learner: Learner, driver: AnyDriver, reward: schema.RewardSection) -> dict[str, float]:
     """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
     if not reward.learner_estimate:
         return {}
@@ -255,7 +243,7 @@ def minibatches(groups_B: torch.Tensor, count: int, seed: str) -> Iterator[torch
 def sync_weights(
     step: int,
     end: int,
-    section: SyncSection,
+    section: schema.SyncSection,
     driver: AnyDriver,
     learner: Learner,
     sync: WeightSync,
@@ -294,7 +282,7 @@ def sync_weights(
 
 def probe_of(
     step: int,
-    section: SyncSection,
+    section: schema.SyncSection,
     learner: Learner,
     batch: Batch,
     logprobs_BT: torch.Tensor,
@@ -315,12 +303,12 @@ def probe_of(
     return replace(about, noise=probe.noise(logprobs_BT, learner.logprobs_rounded_again(batch), batch.mask_BT))
 
 
-def _numerics(learner: LearnerSection) -> Numerics:
+def _numerics(learner: schema.LearnerSection) -> Numerics:
     if limits.fp8(learner) is not None:
         return Numerics.fp8
-    if learner.forward is Forward.as_sampler:
+    if learner.forward is schema.Forward.as_sampler:
         return Numerics.sampler
-    return Numerics.fp32 if learner.precision is Precision.fp32 else Numerics.bf16
+    return Numerics.fp32 if learner.precision is schema.Precision.fp32 else Numerics.bf16
 
 
 def compare_layers(step: int, driver: AnyDriver, learner: Learner, sync: WeightSync) -> dict[str, float]:
@@ -328,7 +316,7 @@ def compare_layers(step: int, driver: AnyDriver, learner: Learner, sync: WeightS
     batch, values, format = ask_driver(learner, lambda: driver.layer_values(step))
     with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
         learner.logprobs(batch)
-    return layer_probe.check(seen, learner.shape, Format(format), step)
+    return layer_probe.check(seen, learner.shape, schema.Format(format), step)
 
 
 def flips(batch: Batch, driver: AnyDriver, learner: Learner) -> dict[str, float]:
@@ -339,7 +327,7 @@ def flips(batch: Batch, driver: AnyDriver, learner: Learner) -> dict[str, float]
     return {} if chosen is None else learner.router_flips(batch, chosen)
 
 
-def evaluate(step: int, end: int, section: EvalSection, driver: AnyDriver, learner: Learner) -> dict[str, float]:
+def evaluate(step: int, end: int, section: schema.EvalSection, driver: AnyDriver, learner: Learner) -> dict[str, float]:
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):

@@ -13,20 +13,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config import schema
 from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
-from megatron_rl.config.schema import (
-    Cache,
-    Config,
-    Device,
-    Format,
-    InFlight,
-    KvCache,
-    Precision,
-    QuantizationSection,
-    SamplerSection,
-    Transport,
-)
 from megatron_rl.engine.readiness import KEEPS_EXPERTS
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.formats import quantization_config
@@ -48,21 +37,21 @@ VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
 class EngineSettings:
     """Made once from the configuration; every engine and server of the run is started from it."""
 
-    sampler: SamplerSection
-    quantization: QuantizationSection
-    formats: tuple[Format, ...]  # one per engine: of the servers that the run starts, then of the given ones
+    sampler: schema.SamplerSection
+    quantization: schema.QuantizationSection
+    formats: tuple[schema.Format, ...]  # one per engine: of the servers that the run starts, then of the given ones
     is_fleet: bool  # servers, not embedded engines
-    transport: Transport
+    transport: schema.Transport
     max_tokens: int  # of a prompt and its answer together
     seed: int
-    device: Device
-    in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
-    in_flight_cache: Cache = Cache.rebuild
-    head: Precision = Precision.bf16  # of the logits
+    device: schema.Device
+    in_flight: schema.InFlight = schema.InFlight.finish  # what an update does to answers that are being written
+    in_flight_cache: schema.Cache = schema.Cache.rebuild
+    head: schema.Precision = schema.Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
     @classmethod
-    def from_config(cls, config: Config) -> EngineSettings:
+    def from_config(cls, config: schema.Config) -> EngineSettings:
         return cls(
             sampler=config.sampler,
             quantization=config.quantization,
@@ -78,7 +67,7 @@ class EngineSettings:
             candidates=config.rollout.candidates,
         )
 
-    def with_format(self, format: Format) -> EngineSettings:
+    def with_format(self, format: schema.Format) -> EngineSettings:
         """These settings with another weight format, for one server of a mixed fleet."""
         return replace(self, quantization=replace(self.quantization, format=format))
 
@@ -88,10 +77,10 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
     sampler, backend = settings.sampler, str(settings.transport.value)
-    if settings.transport != Transport.file:  # vLLM's own engines, with our checks in front
+    if settings.transport != schema.Transport.file:  # vLLM's own engines, with our checks in front
         backend = BACKEND_PREFIX + backend
         worker_extension = VLLM_WORKER_EXTENSION if worker_extension == WORKER_EXTENSION else worker_extension
-    gpu = settings.device == Device.cuda or (settings.device == Device.auto and torch.cuda.is_available())
+    gpu = settings.device == schema.Device.cuda or (settings.device == schema.Device.auto and torch.cuda.is_available())
     arguments: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",
@@ -116,7 +105,7 @@ def engine_arguments(
         arguments["enable_return_routed_experts" if gpu else KEEPS_EXPERTS] = True
     if settings.candidates:
         arguments["max_logprobs"] = settings.candidates
-    if settings.quantization.kv_cache == KvCache.fp8:
+    if settings.quantization.kv_cache == schema.KvCache.fp8:
         arguments["kv_cache_dtype"] = "fp8"
     if gpu:
         arguments |= {"enable_sleep_mode": True, **NOTHING_TO_FETCH}
@@ -125,12 +114,12 @@ def engine_arguments(
     if sampler.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
     given = dict(sampler.vllm)
-    if settings.head is Precision.fp32:
+    if settings.head is schema.Precision.fp32:
         given["hf_overrides"] = {**(given.get("hf_overrides") or {}), HEAD: "float32"}
     return arguments | given
 
 
-def write_engine_folder(hf_folder: Path, target: Path, quantization: QuantizationSection) -> Path:
+def write_engine_folder(hf_folder: Path, target: Path, quantization: schema.QuantizationSection) -> Path:
     """Write config.json with the quantized layout. Token ids go in and out: the tokenizer is for tool calls alone."""
     model = read_hf_config(hf_folder)
     if "quantization_config" in model:
