@@ -30,6 +30,7 @@ class ScriptedPolicy:
         self.open = self.most = 0
         self.version = self.policy_version = 0
         self.pause_s = 0.0
+        self.together = 0  # nobody is answered before so many have been open at once
         self.backwards = 0  # so many requests are answered last first
 
     def turns(self, params: SamplingParams, *, patient: bool) -> ScriptedPolicy:
@@ -41,6 +42,8 @@ class ScriptedPolicy:
         self.asked.append((list(tokens), max_tokens, key))
         self.open += 1
         self.most = max(self.most, self.open)
+        while self.most < self.together:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(self.pause_s)
         place = self.open
         while self.backwards and (len(self.asked) < self.backwards or self.open > place):

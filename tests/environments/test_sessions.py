@@ -236,7 +236,7 @@ def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
 
 def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
     with Played(tmp_path, counting, sessions=6) as played:
-        played.policy.pause_s = 0.2
+        played.policy.together, played.policy.pause_s = 6, 0.05
         groups = played.play({}, {}, {}, samples=4)
         assert [[one.sample for one in group] for group in groups] == [[0, 1, 2, 3]] * 3
         assert played.policy.most == 6
