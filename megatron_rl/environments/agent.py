@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
@@ -39,12 +40,13 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+@dataclass
 class Opened:
     """One session at the gateway."""
 
-    def __init__(self, policy: Policy, key: str) -> None:
-        self.policy, self.key = policy, key
-        self.tasks: set[asyncio.Task[Any]] = set()
+    policy: Policy
+    key: str
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class Gateway:
@@ -60,14 +62,8 @@ class Gateway:
         place = socket.socket()
         place.bind(("127.0.0.1", 0))
         self._port = place.getsockname()[1]
-        settings: dict[str, Any] = {
-            "lifespan": "off",
-            "log_level": "warning",
-            "access_log": False,
-            "ws": "none",
-            "interface": "asgi3",
-        }
-        self._server = uvicorn.Server(uvicorn.Config(self._serve, **settings))
+        settings: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False, "ws": "none"}
+        self._server = uvicorn.Server(uvicorn.Config(self._serve, interface="asgi3", **settings))
         self._serving = asyncio.create_task(self._server.serve([place]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.01)
@@ -174,6 +170,7 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "assistant", "content": message["content"]}
     if calls:
         said["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
+    usage = {"prompt_tokens": answered.asked, "completion_tokens": count}
     reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
@@ -181,11 +178,7 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": said, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": answered.asked,
-            "completion_tokens": count,
-            "total_tokens": answered.asked + count,
-        },
+        "usage": usage | {"total_tokens": answered.asked + count},
     }
 
 

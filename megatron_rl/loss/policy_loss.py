@@ -19,7 +19,7 @@ from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, KlTo, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
-from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, rollout_correction
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
 from megatron_rl.rollout_correction.ratio import bounded_exp
 

@@ -167,19 +167,16 @@ def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop:
     The elements of each block lie one after the other in the run.
     """
     at = 0
-    for box_start, box_size in _boxes(local, start, stop):
+    for box in _boxes(local, start, stop):
         for region in regions:
-            low = tuple(map(max, box_start, region.start))
-            high = (
-                min(b + n, r + m) for b, n, r, m in zip(box_start, box_size, region.start, region.size, strict=True)
-            )
-            size = tuple(h - lo for h, lo in zip(high, low, strict=True))
-            if min(size) <= 0:
+            shared = common(box, (region.start, region.size))
+            if shared is None:
                 continue
+            low, size = shared
             offset = tuple(o + lo - r for o, lo, r in zip(region.offset, low, region.start, strict=True))
-            inside = sum((lo - b) * math.prod(box_size[axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box_start)))  # noqa: B905
+            inside = sum((lo - b) * math.prod(box[1][axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box[0])))  # noqa: B905
             yield at + inside, Region(low, offset, size)
-        at += math.prod(box_size)
+        at += math.prod(box[1])
 
 
 def common(one: Box, other: Box) -> Box | None:
@@ -190,7 +187,7 @@ def common(one: Box, other: Box) -> Box | None:
     return (low, size) if min(size, default=1) > 0 else None
 
 
-def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """A run of a flattened tensor as blocks (start, size), in the order of the run."""
     if start >= stop:
         return

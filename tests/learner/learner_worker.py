@@ -46,7 +46,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model
 from megatron_rl.quantization import host_products
-from megatron_rl.rollout_correction import correct
+from megatron_rl.rollout_correction.correction import correct
 
 STEPS_ASIDE = 3
 # keys of a job, and of the configuration
