@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,10 +114,7 @@ class Conversation:
         turn.sampled = sampled
         if self.appends:
             return
-        try:
-            closed = self._rendered([*turn.messages, answer], turn.tools, False)
-        except Exception:  # of jinja's families: whoever goes on begins a branch
-            return
+        closed = self._so_far([*turn.messages, answer], turn.tools)  # where it refuses, whoever goes on begins a branch
         if closed.startswith(turn.text):
             ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
             end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
@@ -133,10 +131,6 @@ class Conversation:
     @property
     def _done(self) -> list[Turn]:
         return [one for one in self.turns if one.sampled is not None]
-
-    @property
-    def forks(self) -> int:
-        return max(0, len(self.leaves) - 1)
 
     def rows(self) -> list[Row]:
         for turn in self.turns:
@@ -193,34 +187,23 @@ class Conversation:
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
         """How the template closes an answer that it does not end with a stop, and what it puts behind the end."""
-        try:
-            _, found, rest = self._rendered([*turn.messages, MARKED], turn.tools, False).rpartition(SENTINEL)
-        except Exception:
-            return "", ""
+        _, found, rest = self._so_far([*turn.messages, MARKED], turn.tools).rpartition(SENTINEL)
         if stop := self._stop.search(rest):
             return stop[0], rest[stop.end() :]
         return (rest, "") if found else ("", "")
 
     def _opening(self, turn: Turn) -> str:
         """What the template puts where an answer is to begin."""
-        try:
-            closed = self._rendered(turn.messages, turn.tools, False)
-        except Exception:
-            return ""
-        return turn.text.removeprefix(closed) if turn.text.startswith(closed) else ""
+        closed = self._so_far(turn.messages, turn.tools)
+        return turn.text.removeprefix(closed) if closed and turn.text.startswith(closed) else ""
 
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
         """The last of the turn's sampled tokens whose text this is."""
         assert turn.sampled is not None
         ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
-        low, high = 0, len(ids)
-        while low < high:  # texts of shorter ends are shorter
-            middle = (low + high) // 2
-            if len(self.tokenizer.decode_all(ids[middle:])) > len(text):
-                low = middle + 1
-            else:
-                high = middle
-        return ids[low:] if ids[low:] and self.tokenizer.decode_all(ids[low:]) == text else None
+        # texts of shorter ends are shorter
+        start = bisect_left(range(len(ids)), -len(text), key=lambda at: -len(self.tokenizer.decode_all(ids[at:])))
+        return ids[start:] if ids[start:] and self.tokenizer.decode_all(ids[start:]) == text else None
 
     def _without_stop(self, turn: Turn, tail: str) -> str:
         """How an answer is closed, less the stop that was sampled itself."""
@@ -245,6 +228,13 @@ class Conversation:
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
         return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)
+
+    def _so_far(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The conversation where nothing more is asked; empty where the template refuses it."""
+        try:
+            return self._rendered(messages, tools, False)
+        except Exception:  # of jinja's families
+            return ""
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text) if text else []
