@@ -165,8 +165,8 @@ class ShardSource:
                 self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
                 continue
             shards[param.megatron] = tensor.detach()
-        jobs = [job for bucket in self._buckets for job in bucket.jobs]
-        wanted_names = [one.megatron for job in jobs for one in (job.param, *adapters(job.param, self._model.shape))]
+        own = [job.param for bucket in self._buckets for job in bucket.jobs]
+        wanted_names = [one.megatron for param in own for one in (param, *adapters(param, self._model.shape))]
         missing = [name for name in wanted_names if name not in shards]
         if missing:
             self._fail(f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)")

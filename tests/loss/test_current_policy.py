@@ -17,7 +17,7 @@ from test_loss import example
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossConfig, LossName, RejectRule, WeightConfig
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction.rules import staleness
+from megatron_rl.rollout_correction.correction import staleness
 
 RULE = RejectRule(level="token", stat="ratio", high=1.3)
 BETWEEN = replace(BYPASS, anchor="interpolated", weight=WeightConfig(high=1.2))

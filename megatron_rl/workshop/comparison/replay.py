@@ -15,8 +15,7 @@ import torch
 
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
-from megatron_rl.rollout_correction.correction import correct
-from megatron_rl.rollout_correction.rules import without_stale
+from megatron_rl.rollout_correction.correction import correct, without_stale
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
@@ -67,9 +66,8 @@ def replay(
     replayed = {}
     for name, config in corrections.items():
         if config.anchor != Anchor.prox:
-            raise ConfigError(
-                f"correction {name}: anchor {config.anchor} has its weights only inside the loss; leave it out"
-            )
+            way_out = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
+            raise ConfigError(f"correction {name}: {way_out}")
         found = [_metrics(one, config, advantage) for one in recorded]
         replayed[name] = {key: math.fsum(one[key] for one in found) / len(found) for key in found[0]}
         replayed[name]["rollout_is_max"] = max(one["rollout_is_max"] for one in found)
