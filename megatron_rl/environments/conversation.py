@@ -101,6 +101,7 @@ class Conversation:
         """The next turn. Raises what the template raises."""
         text = self._rendered(messages, tools, True)
         done = self._done
+        parent: Turn | None
         if self.appends and done and len(messages) > len(done[-1].messages):
             parent, added = done[-1], self._behind(done[-1], messages, tools)
         else:

@@ -124,8 +124,8 @@ class Conversation:
             channel.send(reply | {"id": request["id"]})
 
     def _answer(self, what: dict[str, Any]) -> Any:
-        answers = {"reset": self._reset, "step": self._step, "tool": self._tool, "run": self._run, "close": self._close}
-        return answers[what.pop("do")](**what)
+        answers: dict[str, Any] = {"reset": self._reset, "step": self._step, "tool": self._tool, "run": self._run}
+        return (answers | {"close": self._close})[what.pop("do")](**what)
 
     def _reset(self, row: Mapping[str, Any]) -> Any:
         assert self._loaded.make is not None

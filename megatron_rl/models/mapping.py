@@ -14,8 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.lora import KEY
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.table import TABLE, Row, Split
 
 _WRAPPED = re.compile(r"^(?:module\.)+")  # by DDP, Float16Module
@@ -246,7 +245,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
 
 
 def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:
-    spellings = tuple(re.sub(r"\.weight", f"{KEY}{letter}", spelling) for spelling in param.row.megatron)
+    spellings = tuple(re.sub(r"\.weight", f"{ADAPTER_KEY}{letter}", spelling) for spelling in param.row.megatron)
     names = tuple(f"{name.removesuffix('weight')}lora_{letter}.weight" for name in hf)
     row = Row(spellings, param.row.hf, (), split)
     return Param(row, param.layer, param.expert, names, tuple(shapes))

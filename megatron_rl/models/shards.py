@@ -7,7 +7,7 @@ and reads others. The distributed optimizer keeps a contiguous run of each flatt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 
 from megatron_rl.distributed import Group, TorchGroup
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.lora import NAME
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ADAPTER, ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import empty_tensor
 
@@ -112,17 +111,6 @@ def merge(
     return merged
 
 
-def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """`get_hf` over tensors already in memory."""
-
-    def get(name: str) -> torch.Tensor:
-        if name not in hf:
-            raise KeyError(f"the Hugging Face weights lack {name}")
-        return hf[name]
-
-    return get
-
-
 def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
@@ -213,5 +201,5 @@ def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
 
 def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:
     """A layer's weight as a sync sends it."""
-    weight, adapter = getattr(layer, name).detach(), layer._modules.get(NAME)
+    weight, adapter = getattr(layer, name).detach(), layer._modules.get(ADAPTER)
     return weight if adapter is None else adapter.merged(weight, name.removeprefix("weight"))

@@ -54,12 +54,10 @@ class ShardSource:
         cache_scales: CacheScales | None = None,
     ) -> None:
         self.failure: str | None = None
-        self.seconds = Seconds()
         self.errors: list[ErrorSample] = []
-        self.format = format
-        self._model, self._place = model, groups.place
+        self.seconds, self.format = Seconds(), format
+        self._model, self._place, self._workspace = model, groups.place, Workspace()
         self._smoothing, self._cache_scales = smoothing, cache_scales
-        self._workspace = Workspace()
         self._buckets = make_buckets(model, groups, format, ignore, dtype_name(PLAIN), bucket_bytes)
 
     @property
