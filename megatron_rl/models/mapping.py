@@ -231,7 +231,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     B's rows are split as the weight's, A's columns too. A holds those of the targets alone, one after the other.
     """
     lora, row = shape.lora, param.row
-    if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or row.vector:
+    if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or len(param.shapes[0]) == 1:
         return ()
     read = [size for hf, size in zip(param.hf, param.shapes, strict=True) if lora.adapts(hf)]
     if not read:

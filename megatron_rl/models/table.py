@@ -42,10 +42,6 @@ class Row:
     def expert(self) -> bool:
         return "{E}" in self.megatron[0]
 
-    @property
-    def vector(self) -> bool:
-        return len(self.dims[0]) == 1
-
 
 def _layer(megatron: str, hf: str, dims: str, split: Split, needs: str = "", norm: Norm | None = None) -> Row:
     """A row of every layer: names as they are inside of one, dims of each hf tensor, or of all."""
