@@ -142,9 +142,7 @@ class ShardSource:
 
     @property
     def _writes_scales(self) -> bool:
-        return (
-            self._cache_scales is not None and self._place == Place()
-        )  # the first rank: they are of no rank's weights
+        return self._cache_scales is not None and self._place == Place()  # the first rank's: they are of no rank's own
 
     @property
     def _scale_tensors(self) -> tuple[TensorSpec, ...]:
