@@ -29,7 +29,7 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout.sleep_schedule import SleepSchedule
-from megatron_rl.rollout_correction import Correction
+from megatron_rl.rollout_correction.correction import Correction
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.console import choose
 from megatron_rl.runs.progress import Progress, SaveSchedule

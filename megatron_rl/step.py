@@ -13,8 +13,8 @@ from megatron_rl.advantage import turn_advantages
 from megatron_rl.batch import Batch, ReusedForward, Targets
 from megatron_rl.config.schema import Config
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.rollout_correction import Correction, completed, correct, staleness
 from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format, mismatch_in_sessions
+from megatron_rl.rollout_correction.correction import Correction, completed, correct, staleness
 
 
 @dataclass(frozen=True)

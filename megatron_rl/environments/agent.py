@@ -10,13 +10,12 @@ import asyncio
 import hmac
 import json
 import secrets
-import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
+from aiohttp import web
 
 from megatron_rl.environments.environment import as_messages
 from megatron_rl.environments.pool import EnvironmentProcess
@@ -26,9 +25,6 @@ from megatron_rl.types import SessionTurn
 LARGEST_BODY = 32 << 20
 STOP_S = 2.0
 MODEL = "policy"
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Scope]]
-Send = Callable[[Scope], Awaitable[None]]
 
 
 class Refused(Exception):
@@ -39,12 +35,13 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+@dataclass
 class Opened:
     """One session at the gateway."""
 
-    def __init__(self, policy: Policy, key: str) -> None:
-        self.policy, self.key = policy, key
-        self.tasks: set[asyncio.Task[Any]] = set()
+    policy: Policy
+    key: str
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class Gateway:
@@ -52,30 +49,18 @@ class Gateway:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Opened] = {}
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         self._port = 0
 
     async def open(self) -> None:
-        place = socket.socket()
-        place.bind(("127.0.0.1", 0))
-        self._port = place.getsockname()[1]
-        settings: dict[str, Any] = {
-            "lifespan": "off",
-            "log_level": "warning",
-            "access_log": False,
-            "ws": "none",
-            "interface": "asgi3",
-        }
-        self._server = uvicorn.Server(uvicorn.Config(self._serve, **settings))
-        self._serving = asyncio.create_task(self._server.serve([place]))
-        while not self._server.started and not self._serving.done():
-            await asyncio.sleep(0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await asyncio.wait([self._serving], timeout=STOP_S)
+        await self._runner.cleanup()
 
     def begin(self, policy: Policy) -> tuple[str, str, str]:
         """A session's name, its address, and its key."""
@@ -87,36 +72,29 @@ class Gateway:
         for task in self._sessions.pop(name).tasks:
             task.cancel()
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+    async def _serve(self, request: web.Request) -> web.Response:
         try:
-            status, content = 200, await self._answer(scope, receive)
+            status, content = 200, await self._answer(request)
         except Refused as refused:
             error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code, "param": None}
             status, content = refused.status, {"error": error}
         except asyncio.CancelledError:
             status, content = 410, {"error": {"message": "the session has ended", "type": "gone", "code": None}}
-        body = json.dumps(content).encode("utf-8", "replace")
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        with suppress(OSError):
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+        return web.json_response(content, status=status)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        _, name, _, path = [*scope["path"].split("/", 3), "", "", ""][:4]
-        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+    async def _answer(self, request: web.Request) -> dict[str, Any]:
+        _, name, _, path = [*request.path.split("/", 3), "", "", ""][:4]
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         opened = self._sessions.get(name)
         # compared also where there is none: a name is not to be found by its timing
         right = hmac.compare_digest(given, (opened.key if opened else secrets.token_urlsafe(32)).encode())
         if opened is None or not right:
             raise Refused(401, "this address wants the key of its session, which OPENAI_API_KEY has")
-        asked = (scope["method"], path)
-        if asked == ("GET", "models"):
+        if (request.method, path) == ("GET", "models"):
             return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
-        if asked != ("POST", "chat/completions"):
-            raise Refused(404, f"{scope['method']} /{path[:60]}: there are chat/completions and models")
-        task = asyncio.create_task(_completed(opened.policy, await _body(receive)))
+        if (request.method, path) != ("POST", "chat/completions"):
+            raise Refused(404, f"{request.method} /{path[:60]}: there are chat/completions and models")
+        task = asyncio.create_task(_completed(opened.policy, await _body(request)))
         opened.tasks.add(task)
         try:
             return await task
@@ -124,19 +102,11 @@ class Gateway:
             opened.tasks.discard(task)
 
 
-async def _body(receive: Receive) -> dict[str, Any]:
-    content = b""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "the request broke off")
-        content += message.get("body", b"")
-        if len(content) > LARGEST_BODY:
-            raise Refused(413, f"a request has at most {LARGEST_BODY} bytes")
-        if not message.get("more_body"):
-            break
+async def _body(request: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(content)
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(413, f"a request has at most {LARGEST_BODY} bytes") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the request is not JSON ({str(error)[:100]})") from None
     if not isinstance(body, dict):
@@ -174,6 +144,7 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "assistant", "content": message["content"]}
     if calls:
         said["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
+    usage = {"prompt_tokens": answered.asked, "completion_tokens": count}
     reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
@@ -181,11 +152,7 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": said, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": answered.asked,
-            "completion_tokens": count,
-            "total_tokens": answered.asked + count,
-        },
+        "usage": usage | {"total_tokens": answered.asked + count},
     }
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -99,12 +100,13 @@ class Conversation:
     def request(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Turn:
         """The next turn. Raises what the template raises."""
         text = self._rendered(messages, tools, True)
-        number, done = len(self.turns), [one for one in self.turns if one.sampled is not None]
+        done = self._done
+        parent: Turn | None
         if self.appends and done and len(messages) > len(done[-1].messages):
-            before = done[-1]
-            turn = Turn(number, tuple(messages), tools, text, before, self._behind(before, messages, tools))
+            parent, added = done[-1], self._behind(done[-1], messages, tools)
         else:
-            turn = self._continued(number, tuple(messages), tools, text, done)
+            parent, added = self._continued(text, done)
+        turn = Turn(len(self.turns), tuple(messages), tools, text, parent, added)
         self.turns.append(turn)
         return turn
 
@@ -113,10 +115,7 @@ class Conversation:
         turn.sampled = sampled
         if self.appends:
             return
-        try:
-            closed = self._rendered([*turn.messages, answer], turn.tools, False)
-        except Exception:  # of jinja's families: whoever goes on begins a branch
-            return
+        closed = self._so_far([*turn.messages, answer], turn.tools)  # where it refuses, whoever goes on begins a branch
         if closed.startswith(turn.text):
             ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
             end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
@@ -127,40 +126,30 @@ class Conversation:
     @property
     def leaves(self) -> list[Turn]:
         """The last turn of each branch, in their order."""
-        done = [one for one in self.turns if one.sampled is not None]
-        inner = {id(one.parent) for one in done}
-        return [one for one in done if id(one) not in inner]
+        inner = {id(one.parent) for one in self._done}
+        return [one for one in self._done if id(one) not in inner]
 
     @property
-    def forks(self) -> int:
-        return max(0, len(self.leaves) - 1)
+    def _done(self) -> list[Turn]:
+        return [one for one in self.turns if one.sampled is not None]
 
     def rows(self) -> list[Row]:
         for turn in self.turns:
             turn.trained = False
         return [_row(leaf) for leaf in self.leaves]
 
-    def _continued(
-        self, number: int, messages: tuple[Message, ...], tools: Sequence[Any], text: str, done: Sequence[Turn]
-    ) -> Turn:
-        """The turn behind the longest text that this one begins with: an answer's, or a request's."""
-        behind = max(
-            (one for one in done if one.closed is not None and text.startswith(one.closed)),
-            key=lambda one: (len(one.closed or ""), one.number),
-            default=None,
-        )
-        beside = max(
-            (one for one in self.turns if text.startswith(one.text)),
-            key=lambda one: (len(one.text), one.number),
-            default=None,
-        )
-        if behind is not None and (beside is None or len(behind.closed or "") >= len(beside.text)):
-            rest = self._without_stop(behind, behind.stop) + text[len(behind.closed or "") :]
-            return Turn(number, messages, tools, text, behind, self._encoded(rest))
-        if beside is not None:
-            again = self._encoded_again(text[len(beside.text) :], self.turns[beside.number :])
-            return Turn(number, messages, tools, text, beside.parent, beside.added + again)
-        return Turn(number, messages, tools, text, None, self._encoded(text))
+    def _continued(self, text: str, done: Sequence[Turn]) -> tuple[Turn | None, list[int]]:
+        """The parent of the turn of this text, and its own tokens: behind the longest text that it begins with, an
+        answer's or a request's.
+        """
+        found = [(len(one.closed), 1, one) for one in done if one.closed is not None and text.startswith(one.closed)]
+        found += [(len(one.text), 0, one) for one in self.turns if text.startswith(one.text)]
+        if not found:
+            return None, self._encoded(text)
+        length, answered, longest = max(found, key=lambda each: (*each[:2], each[2].number))
+        if answered:
+            return longest, self._encoded(self._without_stop(longest, longest.stop) + text[length:])
+        return longest.parent, longest.added + self._encoded_again(text[length:], self.turns[longest.number :])
 
     def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Tokens of what follows the answer of the turn before."""
@@ -199,34 +188,23 @@ class Conversation:
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
         """How the template closes an answer that it does not end with a stop, and what it puts behind the end."""
-        try:
-            _, found, rest = self._rendered([*turn.messages, MARKED], turn.tools, False).rpartition(SENTINEL)
-        except Exception:
-            return "", ""
+        _, found, rest = self._so_far([*turn.messages, MARKED], turn.tools).rpartition(SENTINEL)
         if stop := self._stop.search(rest):
             return stop[0], rest[stop.end() :]
         return (rest, "") if found else ("", "")
 
     def _opening(self, turn: Turn) -> str:
         """What the template puts where an answer is to begin."""
-        try:
-            closed = self._rendered(turn.messages, turn.tools, False)
-        except Exception:
-            return ""
-        return turn.text.removeprefix(closed) if turn.text.startswith(closed) else ""
+        closed = self._so_far(turn.messages, turn.tools)
+        return turn.text.removeprefix(closed) if closed and turn.text.startswith(closed) else ""
 
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
         """The last of the turn's sampled tokens whose text this is."""
         assert turn.sampled is not None
         ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
-        low, high = 0, len(ids)
-        while low < high:  # texts of shorter ends are shorter
-            middle = (low + high) // 2
-            if len(self.tokenizer.decode_all(ids[middle:])) > len(text):
-                low = middle + 1
-            else:
-                high = middle
-        return ids[low:] if ids[low:] and self.tokenizer.decode_all(ids[low:]) == text else None
+        # texts of shorter ends are shorter
+        start = bisect_left(range(len(ids)), -len(text), key=lambda at: -len(self.tokenizer.decode_all(ids[at:])))
+        return ids[start:] if ids[start:] and self.tokenizer.decode_all(ids[start:]) == text else None
 
     def _without_stop(self, turn: Turn, tail: str) -> str:
         """How an answer is closed, less the stop that was sampled itself."""
@@ -252,44 +230,42 @@ class Conversation:
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
         return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)
 
+    def _so_far(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The conversation where nothing more is asked; empty where the template refuses it."""
+        try:
+            return self._rendered(messages, tools, False)
+        except Exception:  # of jinja's families
+            return ""
+
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text) if text else []
 
 
 def _row(leaf: Turn) -> Row:
     path = leaf.path
-    ids, logprobs, mask, turns, versions = array("i"), array("f"), array("b"), array("i"), array("i")
-    kinds, kept_ids, kept_counts = array("b"), array("i"), array("i")
+    types = {"token_ids": "i", "logprobs": "f", "mask": "b", "turns": "i", "kinds": "b", "versions": "i"}
+    columns: dict[str, Any] = {name: array(of) for name, of in (types | {"kept_ids": "i", "kept_counts": "i"}).items()}
+
+    def put(**values: Iterable[Any]) -> None:
+        for name, more in values.items():
+            columns[name].extend(more)
+
     for turn in path:
-        assert turn.sampled is not None
         sampled, added = turn.sampled, turn.added if turn is not path[0] else []
-        first = next((version for version, count in sampled.spans if count), sampled.spans[0][0])
-        ids.extend(added)
-        logprobs.extend([0.0] * len(added))
-        mask.extend([0] * len(added))
-        turns.extend([-1] * len(added))
-        kinds.extend([TEXT] * len(added))
-        versions.extend([first] * len(added))
-        kept_ids.extend(added)  # drawn among itself alone
-        kept_counts.extend([1] * len(added))
-        count = len(sampled.token_ids)
-        ids.extend(sampled.token_ids)
-        logprobs.extend(sampled.logprobs)
-        mask.extend([not turn.trained] * count)
-        turns.extend([turn.number] * count)
-        kinds.extend(turn.kinds or [TEXT] * count)
-        for version, tokens in sampled.spans:
-            versions.extend([version] * tokens)
-        if sampled.kept_ids is not None and sampled.kept_counts is not None:
-            kept_ids.extend(sampled.kept_ids)
-            kept_counts.extend(sampled.kept_counts)
+        assert sampled is not None
+        versions = [version for version, tokens in sampled.spans for _ in range(tokens)]
+        first, n = versions[0] if versions else sampled.spans[0][0], len(added)
+        put(token_ids=added, logprobs=[0] * n, mask=[0] * n, turns=[-1] * n, kinds=[TEXT] * n, versions=[first] * n)
+        put(kept_ids=added, kept_counts=[1] * n)  # drawn among itself alone
+        n = len(sampled.token_ids)
+        put(token_ids=sampled.token_ids, logprobs=sampled.logprobs, mask=[not turn.trained] * n, versions=versions)
+        put(turns=[turn.number] * n, kinds=turn.kinds or [TEXT] * n)
+        put(kept_ids=sampled.kept_ids or (), kept_counts=sampled.kept_counts or ())
         turn.trained = True
-    told = all(turn.sampled is not None and turn.sampled.kept_ids is not None for turn in path)
+    if any(turn.sampled is None or turn.sampled.kept_ids is None for turn in path):
+        columns["kept_ids"] = columns["kept_counts"] = None
     finish = leaf.sampled.finish_reason if leaf.sampled else "abort"
-    return Row(
-        path[0].added, ids, logprobs, mask, turns, kinds, versions, kept_ids if told else None,
-        kept_counts if told else None, finish, _experts(path),
-    )  # fmt: skip
+    return Row(path[0].added, finish_reason=finish, experts_SLK=_experts(path), **columns)
 
 
 def _experts(path: Sequence[Turn]) -> np.ndarray | None:

@@ -130,11 +130,10 @@ class SessionsAnswering:
         """The groups that are complete by now, each by sample; waits for one. Empty: nothing is open any more."""
         if not self._open:
             return []
-        section = self._player.rules.section
-        limit_s = section.session_timeout_s if self._player.agents else section.tool_timeout_s
-        key = "environment.session_timeout_s" if self._player.agents else "environment.tool_timeout_s"
+        key = "session_timeout_s" if self._player.agents else "tool_timeout_s"
+        limit_s = max(getattr(self._player.rules.section, key), self._patience_s)  # for environments, and engines
         groups: list[list[Rollout]] = []
-        with waiting("", max(limit_s, self._patience_s), key):  # for engines, and environments
+        with waiting("", limit_s, f"environment.{key}"):
             while not groups or not self._done.empty():
                 try:
                     found = self._done.get(timeout=LOOK_S)
@@ -176,11 +175,7 @@ class Player:
         """`served`: the policy version that engines answer with."""
         self.rules, self._turns, self._tokenizer = rules, turns, tokenizer
         self._pool, self._gateway, self._seed, self._served = pool, gateway, seed, served
-        self._room = asyncio.Semaphore(rules.section.sessions)
-
-    @property
-    def agents(self) -> bool:
-        return self._gateway is not None
+        self._room, self.agents = asyncio.Semaphore(rules.section.sessions), gateway is not None
 
     async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
         """The rows of one session; begun again where its environment fails: once, and whenever all have died."""
@@ -234,7 +229,7 @@ def rollouts(
 ) -> list[Rollout]:
     """A row for each branch; one without tokens, of the version that is served, where nothing was sampled."""
     rows = transcript.conversation.rows()
-    counts = {**transcript.counts, "forks": transcript.conversation.forks}
+    counts = {**transcript.counts, "forks": max(0, len(rows) - 1)}
     session = Session(
         turns=tuple(transcript.turns), rows=max(1, len(rows)), reward=transcript.reward, error=transcript.error,
         end=transcript.end, numbers=transcript.numbers, counts=counts, answer=transcript.answer,

@@ -20,7 +20,7 @@ class ToolBox:
     """The tools of one environment, by name."""
 
     def __init__(self, tools: Any) -> None:
-        self._tools = {name_of(tool): tool for tool in tools or ()}
+        self._tools = {getattr(tool, "__name__", type(tool).__name__): tool for tool in tools or ()}
         self._own = {name: tool.schema for name, tool in self._tools.items() if hasattr(tool, "schema")}
         self._forms = {name: _form(name, tool) for name, tool in self._tools.items() if name not in self._own}
 
@@ -50,10 +50,6 @@ class ToolBox:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
             raise ValueError(f"{name}: {wrong}"[:500]) from None
         return partial(self._tools[name], **{key: getattr(given, key) for key in type(given).model_fields})
-
-
-def name_of(tool: Tool) -> str:
-    return getattr(tool, "__name__", type(tool).__name__)
 
 
 def _form(name: str, tool: Tool) -> type[pydantic.BaseModel]:

@@ -20,16 +20,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from megatron_rl.environments.environment import (
-    Agent,
-    Answer,
-    Environment,
-    Loaded,
-    Step,
-    as_messages,
-    as_step,
-    load,
-)
+from megatron_rl.environments.environment import Agent, Answer, Environment, Loaded, as_messages, as_step, load
 from megatron_rl.environments.tools import ToolBox, as_text
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent
@@ -133,19 +124,8 @@ class Conversation:
             channel.send(reply | {"id": request["id"]})
 
     def _answer(self, what: dict[str, Any]) -> Any:
-        match what.pop("do"):
-            case "reset":
-                return self._reset(**what)
-            case "step":
-                return self._step(**what)
-            case "tool":
-                return self._tool(**what)
-            case "run":
-                return self._run(**what)
-            case "close":
-                return self._close()
-            case other:
-                raise ValueError(other)
+        answers: dict[str, Any] = {"reset": self._reset, "step": self._step, "tool": self._tool, "run": self._run}
+        return (answers | {"close": self._close})[what.pop("do")](**what)
 
     def _reset(self, row: Mapping[str, Any]) -> Any:
         assert self._loaded.make is not None
@@ -157,18 +137,14 @@ class Conversation:
 
     def _step(self, answer: dict[str, Any]) -> Any:
         assert self._environment is not None
-        step: Step = as_step(self._settled(self._environment.step(Answer(**answer))))
+        step = as_step(self._settled(self._environment.step(Answer(**answer))))
         messages = [] if step.done and not step.messages else as_messages(step.messages)
         if not step.done and not messages:
             raise ValueError("step returned no message and done=False: the policy would have nothing to answer")
         numbers = {str(name): float(number) for name, number in step.numbers.items()}
-        return {
-            "messages": _plain(messages),
-            "reward": step.reward,
-            "done": bool(step.done),
-            "numbers": numbers,
-            "advantage": None if step.advantage is None else float(step.advantage),
-        }
+        advantage = None if step.advantage is None else float(step.advantage)
+        about = {"reward": step.reward, "done": bool(step.done), "numbers": numbers, "advantage": advantage}
+        return {"messages": _plain(messages), **about}
 
     def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the policy is to read, and whether the call has failed: a failure is something to be answered."""

@@ -17,8 +17,8 @@ from megatron_rl.config.schema import UpdateCheckSection
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.shares import SharedTargets
 from megatron_rl.learner.state import Snapshot
-from megatron_rl.rollout_correction import Correction
-from megatron_rl.rollout_correction.surrogate import gain
+from megatron_rl.rollout_correction.correction import Correction
+from megatron_rl.rollout_correction.estimates import gain
 
 
 class UpdateCheck:

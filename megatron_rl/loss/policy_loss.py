@@ -19,7 +19,7 @@ from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, KlTo, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
-from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, rollout_correction
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
 from megatron_rl.rollout_correction.ratio import bounded_exp
 
@@ -91,10 +91,11 @@ def policy_loss(
         logprobs_BT = logprobs_BT.float()
     anchor_BT = inputs.anchor_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
     selected_BT = inputs.selected_BT.bool() & mask_BT if inputs.selected_BT is not None else None
+    advantages_B1 = inputs.advantages_B[:, None] if inputs.advantages_BT is None else inputs.advantages_BT
     terms = Terms(
         logprobs_BT=logprobs_BT,
         anchor_BT=anchor_BT,
-        advantages_B1=_advantages(inputs).detach().to(logprobs_BT.dtype),
+        advantages_B1=advantages_B1.detach().to(logprobs_BT.dtype),
         weights_BT=inputs.weights_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
         mask_BT=mask_BT,
         selected_BT=selected_BT,
@@ -111,11 +112,6 @@ def policy_loss(
         metrics[name] = term.detach()
     metrics["loss/total"] = loss.detach()
     return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, not LOSSES[config.name].supervised)
-
-
-def _advantages(inputs: LossInputs) -> Tensor:
-    """[B, 1], or [B, T] where a row's turns differ."""
-    return inputs.advantages_B[:, None] if inputs.advantages_BT is None else inputs.advantages_BT
 
 
 def reduced(values_BT: Tensor, mask_BT: Tensor, scale_B: Tensor) -> Tensor:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from math import prod
 
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.lora import KEY
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.table import TABLE, Row, Split
+
+_WRAPPED = re.compile(r"^(?:module\.)+")  # by DDP, Float16Module
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)")
+_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|lora\.[AB])(?=\d+$))(\d+)")
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,11 @@ def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[tuple[Span, ...]
 
 def params(shape: ModelShape) -> Iterator[Param]:
     """Every parameter of the model: embedding, layers in turn, final norm, output layer."""
-    outer = list(_outer_params(shape))
-    yield outer[0]
+    embedding, *rest = _params_in(None, shape)
+    yield embedding
     for layer in range(shape.layers):
-        yield from _layer_params(shape, layer, range(shape.experts))
-    yield from outer[1:]
+        yield from _params_in(layer, shape, range(shape.experts))
+    yield from rest
 
 
 @cache
@@ -170,34 +173,28 @@ def trained(shape: ModelShape) -> int:
 
 def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Param]:
     """The parameters that the rank at `place` holds a shard of."""
-    first, last = place.pp == 0, place.pp == layout.pp - 1
-    embedding, *rest = _outer_params(shape)
-    if first:
+    embedding, *rest = _params_in(None, shape)
+    if place.pp == 0:
         yield embedding
     experts = layout.local_experts(shape.experts, place.ep) if shape.experts else range(0)
     for layer in layout.own_layers(shape.layers, place.pp):
-        yield from _layer_params(shape, layer, experts)
-    if last:
+        yield from _params_in(layer, shape, experts)
+    if place.pp == layout.pp - 1:
         # with a single stage the output layer reads the tied embedding itself
         yield from (param for param in rest if not (param.row.copy and layout.pp == 1))
 
 
-def _outer_params(shape: ModelShape) -> Iterator[Param]:
+def _params_in(layer: int | None, shape: ModelShape, experts: range = range(0)) -> Iterator[Param]:
+    """Those of a layer; None: those outside of all layers."""
     for row in TABLE:
-        if "{L}" not in row.megatron[0] and (not row.needs or shape.has(row.needs)):
-            yield _param(row, shape, None, None)
-
-
-def _layer_params(shape: ModelShape, layer: int, experts: range) -> Iterator[Param]:
-    for row in TABLE:
-        if "{L}" in row.megatron[0] and (not row.needs or shape.has(row.needs, layer)):
+        if ("{L}" in row.megatron[0]) is (layer is not None) and (not row.needs or shape.has(row.needs, layer)):
             for expert in experts if row.expert else (None,):
                 yield _param(row, shape, layer, expert)
 
 
 def find(name: str, shape: ModelShape) -> Param:
     """The parameter behind a global megatron name, in any of its spellings."""
-    plain = _strip(name)
+    plain = _WRAPPED.sub("", name)
     if adapter := re.fullmatch(r"(.+)\.lora\.([AB])(\d*)", plain):
         of = adapters(find(f"{adapter[1]}.weight{adapter[3]}", shape), shape)
         if not of:
@@ -207,7 +204,7 @@ def find(name: str, shape: ModelShape) -> Param:
         match = pattern.fullmatch(plain)
         if match is None:
             continue
-        layer, expert = (int(v) if v is not None else None for v in (match["L"], match["E"]))
+        layer, expert = (int(v) if (v := match.groupdict().get(kind)) else None for kind in "LE")
         if row.needs and not shape.has(row.needs, layer):
             continue
         if (layer or 0) >= shape.layers or (expert or 0) >= max(shape.experts, 1):
@@ -220,14 +217,12 @@ def find(name: str, shape: ModelShape) -> Param:
 
 def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     """A module tree's own name with its stage-local layer and rank-local expert numbers made global."""
-    name = re.sub(r"(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_layer}", _strip(name), count=1)
-    name = re.sub(r"(\.local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1)
-    return re.sub(
-        r"(\.experts\.linear_fc[12]\.(?:weight|lora\.[AB]))(\d+)$",
-        lambda m: f"{m[1]}{int(m[2]) + first_expert}",
-        name,
-        count=1,
-    )
+
+    def raised(by: int) -> Callable[[re.Match[str]], str]:
+        return lambda m: f"{m[1]}{int(m[2]) + by}"
+
+    name = _LAYER.sub(raised(first_layer), _WRAPPED.sub("", name), count=1)
+    return _EXPERT.sub(raised(first_expert), name, count=1)
 
 
 def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
@@ -236,7 +231,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     B's rows are split as the weight's, A's columns too. A holds those of the targets alone, one after the other.
     """
     lora, row = shape.lora, param.row
-    if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or row.vector:
+    if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or len(param.shapes[0]) == 1:
         return ()
     read = [size for hf, size in zip(param.hf, param.shapes, strict=True) if lora.adapts(hf)]
     if not read:
@@ -250,7 +245,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
 
 
 def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:
-    spellings = tuple(re.sub(r"\.weight", f"{KEY}{letter}", spelling) for spelling in param.row.megatron)
+    spellings = tuple(re.sub(r"\.weight", f"{ADAPTER_KEY}{letter}", spelling) for spelling in param.row.megatron)
     names = tuple(f"{name.removesuffix('weight')}lora_{letter}.weight" for name in hf)
     row = Row(spellings, param.row.hf, (), split)
     return Param(row, param.layer, param.expert, names, tuple(shapes))
@@ -262,13 +257,6 @@ def adapted_rows(param: Param, shape: ModelShape, layout: Layout, place: Place) 
     if param.row.split is Split.row:
         return [(Span(0, 0, param.shapes[0][0]),)]
     return [piece.spans for piece in param.slices(shape, layout, place) if shape.lora.adapts(piece.name)]
-
-
-def _strip(name: str) -> str:
-    """The name without the `module.` that wrappers (DDP, Float16Module) put before it."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
 
 
 def _param(row: Row, shape: ModelShape, layer: int | None, expert: int | None) -> Param:
@@ -283,12 +271,8 @@ def _param(row: Row, shape: ModelShape, layer: int | None, expert: int | None) -
 
 @cache
 def _patterns() -> list[tuple[Row, re.Pattern[str]]]:
-    out = []
-    for row in TABLE:
-        for spelling in row.megatron:
-            text = re.escape(spelling)
-            layer, expert = r"(?P<L>\d+)", r"(?P<E>\d+)"
-            text = text.replace(r"\{L\}", layer) if "{L}" in spelling else text + "(?P<L>x)?"
-            text = text.replace(r"\{E\}", expert) if "{E}" in spelling else text + "(?P<E>x)?"
-            out.append((row, re.compile(text)))
-    return out
+    def pattern(spelling: str) -> re.Pattern[str]:
+        text = re.escape(spelling).replace(r"\{L\}", r"(?P<L>\d+)")
+        return re.compile(text.replace(r"\{E\}", r"(?P<E>\d+)"))
+
+    return [(row, pattern(spelling)) for row in TABLE for spelling in row.megatron]

@@ -11,8 +11,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.lora import Lora
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import Lora, ModelShape
 
 LARGEST_CONFIG = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Sizes and features of a model of a supported family, read from Hugging Face's config.json and checked. Torch-free."""
+"""Sizes and features of a model of a supported family, from Hugging Face's config.json; of its adapters. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.models.lora import Lora
+from megatron_rl.config.schema import ALL_LINEAR, LoraSection
 
+ADAPTER = "lora"  # its name in its layer
+ADAPTER_KEY = f".{ADAPTER}."  # in the names of adapters under megatron-core
 # model_type in config.json -> features that every model of the family has
 FAMILIES: dict[str, frozenset[str]] = {
     "llama": frozenset(),
@@ -19,6 +21,30 @@ FAMILIES: dict[str, frozenset[str]] = {
     "ernie4_5": frozenset({"rotary_pairs"}),  # rotary embeddings turn neighbouring channels
     "phi3": frozenset({"joined"}),  # Phi-4 too; query, key and value are one tensor, gate and up another
 }
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters: a weight [N, K] is read as weight + alpha / rank * B A, A [rank, K] and B [N, rank].
+
+    The mapping table gives both names and shards (mapping.adapters): B's rows lie as the weight's, so do A's columns.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, section: LoraSection) -> Lora | None:
+        return cls(section.rank, section.alpha, tuple(section.targets)) if section.rank else None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def adapts(self, hf: str) -> bool:
+        """Whether the linear layer behind a Hugging Face name is a target."""
+        return ALL_LINEAR in self.targets or hf.split(".")[-2] in self.targets
 
 
 @dataclass(frozen=True)

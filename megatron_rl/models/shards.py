@@ -7,7 +7,7 @@ and reads others. The distributed optimizer keeps a contiguous run of each flatt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 
 from megatron_rl.distributed import Group, TorchGroup
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.lora import NAME
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ADAPTER, ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import empty_tensor
 
@@ -112,17 +111,6 @@ def merge(
     return merged
 
 
-def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """`get_hf` over tensors already in memory."""
-
-    def get(name: str) -> torch.Tensor:
-        if name not in hf:
-            raise KeyError(f"the Hugging Face weights lack {name}")
-        return hf[name]
-
-    return get
-
-
 def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
@@ -167,19 +155,16 @@ def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop:
     The elements of each block lie one after the other in the run.
     """
     at = 0
-    for box_start, box_size in _boxes(local, start, stop):
+    for box in _boxes(local, start, stop):
         for region in regions:
-            low = tuple(map(max, box_start, region.start))
-            high = (
-                min(b + n, r + m) for b, n, r, m in zip(box_start, box_size, region.start, region.size, strict=True)
-            )
-            size = tuple(h - lo for h, lo in zip(high, low, strict=True))
-            if min(size) <= 0:
+            shared = common(box, (region.start, region.size))
+            if shared is None:
                 continue
+            low, size = shared
             offset = tuple(o + lo - r for o, lo, r in zip(region.offset, low, region.start, strict=True))
-            inside = sum((lo - b) * math.prod(box_size[axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box_start)))  # noqa: B905
+            inside = sum((lo - b) * math.prod(box[1][axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box[0])))  # noqa: B905
             yield at + inside, Region(low, offset, size)
-        at += math.prod(box_size)
+        at += math.prod(box[1])
 
 
 def common(one: Box, other: Box) -> Box | None:
@@ -190,7 +175,7 @@ def common(one: Box, other: Box) -> Box | None:
     return (low, size) if min(size, default=1) > 0 else None
 
 
-def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """A run of a flattened tensor as blocks (start, size), in the order of the run."""
     if start >= stop:
         return
@@ -216,5 +201,5 @@ def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
 
 def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:
     """A layer's weight as a sync sends it."""
-    weight, adapter = getattr(layer, name).detach(), layer._modules.get(NAME)
+    weight, adapter = getattr(layer, name).detach(), layer._modules.get(ADAPTER)
     return weight if adapter is None else adapter.merged(weight, name.removeprefix("weight"))

@@ -42,167 +42,77 @@ class Row:
     def expert(self) -> bool:
         return "{E}" in self.megatron[0]
 
-    @property
-    def vector(self) -> bool:
-        return len(self.dims[0]) == 1
+
+def _layer(megatron: str, hf: str, dims: str, split: Split, needs: str = "", norm: Norm | None = None) -> Row:
+    """A row of every layer: names as they are inside of one, dims of each hf tensor, or of all."""
+    stored = tuple("model.layers.{L}." + name for name in hf.split(", "))
+    shapes = tuple(tuple(shape.split()) for shape in dims.split(", "))
+    spellings = tuple("decoder.layers.{L}." + name for name in megatron.split(", "))
+    return Row(spellings, stored, shapes * (len(stored) // len(shapes)), split, needs, norm=norm)
 
 
-_D = "decoder.layers.{L}."
-_H = "model.layers.{L}."
-_EXPERTS = _D + "mlp.experts."
-_QKV = (("q", "hidden"), ("kv", "hidden"), ("kv", "hidden"))
-_QKV_NAMES = tuple(_H + f"self_attn.{letter}_proj." for letter in "qkv")
-_GATE_UP = (_H + "mlp.gate_proj.", _H + "mlp.up_proj.")
+_FC1 = "mlp.experts.local_experts.{E}.linear_fc1.weight, mlp.experts.linear_fc1.weight{E}"
+_FC2 = "mlp.experts.local_experts.{E}.linear_fc2.weight, mlp.experts.linear_fc2.weight{E}"
+_QKV, _QKV_BIAS = (", ".join(f"self_attn.{one}_proj.{kind}" for one in "qkv") for kind in ("weight", "bias"))
+_GATE_UP, _GATE_UP_BIAS = (f"mlp.gate_proj.{kind}, mlp.up_proj.{kind}" for kind in ("weight", "bias"))
+_SWIGLU = "mlp.experts.{E}.gate_proj.weight, mlp.experts.{E}.up_proj.weight"
+_W13 = "block_sparse_moe.experts.{E}.w1.weight, block_sparse_moe.experts.{E}.w3.weight"
 
 TABLE: tuple[Row, ...] = (
     Row(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), (("vocab", "hidden"),), Split.vocab),
-    Row(
-        (_D + "input_layernorm.weight", _D + "self_attention.linear_qkv.layer_norm_weight"),
-        (_H + "input_layernorm.weight",),
-        (("hidden",),),
+    _layer(
+        "input_layernorm.weight, self_attention.linear_qkv.layer_norm_weight",
+        "input_layernorm.weight",
+        "hidden",
         Split.replicated,
         norm=Norm.attention,
     ),
-    Row(
-        (_D + "self_attention.linear_qkv.weight",),
-        tuple(n + "weight" for n in _QKV_NAMES),
+    _layer(
+        "self_attention.linear_qkv.weight",
         _QKV,
+        "q hidden, kv hidden, kv hidden",
         Split.qkv,
-        needs="separate_qkv",
-        norm=Norm.attention,
+        "separate_qkv",
+        Norm.attention,
     ),
-    Row(
-        (_D + "self_attention.linear_qkv.weight",),
-        (_H + "self_attn.qkv_proj.weight",),
-        (("qkv", "hidden"),),
+    _layer(
+        "self_attention.linear_qkv.weight",
+        "self_attn.qkv_proj.weight",
+        "qkv hidden",
         Split.qkv,
-        needs="joined_qkv",
-        norm=Norm.attention,
+        "joined_qkv",
+        Norm.attention,
     ),
-    Row(
-        (_D + "self_attention.linear_qkv.bias",),
-        tuple(n + "bias" for n in _QKV_NAMES),
-        (("q",), ("kv",), ("kv",)),
-        Split.qkv,
-        needs="qkv_bias",
-    ),
-    Row(
-        (_D + "self_attention.q_layernorm.weight",),
-        (_H + "self_attn.q_norm.weight",),
-        (("head_dim",),),
-        Split.replicated,
-        needs="qk_norm",
-    ),
-    Row(
-        (_D + "self_attention.k_layernorm.weight",),
-        (_H + "self_attn.k_norm.weight",),
-        (("head_dim",),),
-        Split.replicated,
-        needs="qk_norm",
-    ),
-    Row(
-        (_D + "self_attention.linear_proj.weight",),
-        (_H + "self_attn.o_proj.weight",),
-        (("hidden", "q"),),
-        Split.row,
-    ),
-    Row(
-        (_D + "self_attention.linear_proj.bias",),
-        (_H + "self_attn.o_proj.bias",),
-        (("hidden",),),
-        Split.replicated,
-        needs="proj_bias",
-    ),
-    Row(
-        (_D + "pre_mlp_layernorm.weight", _D + "mlp.linear_fc1.layer_norm_weight"),
-        (_H + "post_attention_layernorm.weight",),
-        (("hidden",),),
+    _layer("self_attention.linear_qkv.bias", _QKV_BIAS, "q, kv, kv", Split.qkv, "qkv_bias"),
+    _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head_dim", Split.replicated, "qk_norm"),
+    _layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head_dim", Split.replicated, "qk_norm"),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden q", Split.row),
+    _layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", Split.replicated, "proj_bias"),
+    _layer(
+        "pre_mlp_layernorm.weight, mlp.linear_fc1.layer_norm_weight",
+        "post_attention_layernorm.weight",
+        "hidden",
         Split.replicated,
         norm=Norm.mlp,
     ),
-    Row(
-        (_D + "mlp.linear_fc1.weight",),
-        tuple(n + "weight" for n in _GATE_UP),
-        (("ffn", "hidden"), ("ffn", "hidden")),
-        Split.gate_up,
-        needs="separate_mlp",
-        norm=Norm.mlp,
-    ),
-    Row(
-        (_D + "mlp.linear_fc1.weight",),
-        (_H + "mlp.gate_up_proj.weight",),
-        (("gate_up", "hidden"),),
-        Split.gate_up,
-        needs="joined_mlp",
-        norm=Norm.mlp,
-    ),
-    Row(
-        (_D + "mlp.linear_fc1.bias",),
-        tuple(n + "bias" for n in _GATE_UP),
-        (("ffn",), ("ffn",)),
-        Split.gate_up,
-        needs="dense_mlp_bias",
-    ),
-    Row(
-        (_D + "mlp.linear_fc2.weight",),
-        (_H + "mlp.down_proj.weight",),
-        (("hidden", "ffn"),),
-        Split.row,
-        needs="dense_mlp",
-    ),
-    Row(
-        (_D + "mlp.linear_fc2.bias",),
-        (_H + "mlp.down_proj.bias",),
-        (("hidden",),),
+    _layer("mlp.linear_fc1.weight", _GATE_UP, "ffn hidden", Split.gate_up, "separate_mlp", Norm.mlp),
+    _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate_up hidden", Split.gate_up, "joined_mlp", Norm.mlp),
+    _layer("mlp.linear_fc1.bias", _GATE_UP_BIAS, "ffn", Split.gate_up, "dense_mlp_bias"),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", Split.row, "dense_mlp"),
+    _layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", Split.replicated, "dense_mlp_bias"),
+    _layer("mlp.router.weight", "mlp.gate.weight", "experts hidden", Split.replicated, "swiglu_experts", Norm.mlp),
+    _layer(_FC1, _SWIGLU, "expert_ffn hidden", Split.gate_up, "swiglu_experts", Norm.mlp),
+    _layer(_FC2, "mlp.experts.{E}.down_proj.weight", "hidden expert_ffn", Split.row, "swiglu_experts"),
+    _layer(
+        "mlp.router.weight",
+        "block_sparse_moe.gate.weight",
+        "experts hidden",
         Split.replicated,
-        needs="dense_mlp_bias",
+        "w123_experts",
+        Norm.mlp,
     ),
-    Row(
-        (_D + "mlp.router.weight",),
-        (_H + "mlp.gate.weight",),
-        (("experts", "hidden"),),
-        Split.replicated,
-        needs="swiglu_experts",
-        norm=Norm.mlp,
-    ),
-    Row(
-        (_EXPERTS + "local_experts.{E}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{E}"),
-        (_H + "mlp.experts.{E}.gate_proj.weight", _H + "mlp.experts.{E}.up_proj.weight"),
-        (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
-        Split.gate_up,
-        needs="swiglu_experts",
-        norm=Norm.mlp,
-    ),
-    Row(
-        (_EXPERTS + "local_experts.{E}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{E}"),
-        (_H + "mlp.experts.{E}.down_proj.weight",),
-        (("hidden", "expert_ffn"),),
-        Split.row,
-        needs="swiglu_experts",
-    ),
-    Row(
-        (_D + "mlp.router.weight",),
-        (_H + "block_sparse_moe.gate.weight",),
-        (("experts", "hidden"),),
-        Split.replicated,
-        needs="w123_experts",
-        norm=Norm.mlp,
-    ),
-    Row(
-        (_EXPERTS + "local_experts.{E}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{E}"),
-        (_H + "block_sparse_moe.experts.{E}.w1.weight", _H + "block_sparse_moe.experts.{E}.w3.weight"),
-        (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
-        Split.gate_up,
-        needs="w123_experts",
-        norm=Norm.mlp,
-    ),
-    Row(
-        (_EXPERTS + "local_experts.{E}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{E}"),
-        (_H + "block_sparse_moe.experts.{E}.w2.weight",),
-        (("hidden", "expert_ffn"),),
-        Split.row,
-        needs="w123_experts",
-    ),
+    _layer(_FC1, _W13, "expert_ffn hidden", Split.gate_up, "w123_experts", Norm.mlp),
+    _layer(_FC2, "block_sparse_moe.experts.{E}.w2.weight", "hidden expert_ffn", Split.row, "w123_experts"),
     Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), (("hidden",),), Split.replicated),
     Row(("output_layer.weight",), ("lm_head.weight",), (("vocab", "hidden"),), Split.vocab, needs="untied"),
     # a pipeline's last stage holds its own copy of tied embeddings

@@ -16,9 +16,8 @@ from megatron_rl.config.rules import Rule, findings
 from megatron_rl.learner.modules import limits
 from megatron_rl.models import weight_files
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model, read_hf_config
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.preflight import engine, files, notes, roles
 from megatron_rl.preflight.files import read_card

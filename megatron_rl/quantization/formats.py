@@ -61,11 +61,6 @@ def is_ignored(module: str, ignore: Sequence[str]) -> bool:
     return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignore)
 
 
-def all_ignored(ignore: Sequence[str]) -> list[str]:
-    """The entries of quantization.ignore, and what no format quantizes."""
-    return sorted({*ignore, *NEVER_QUANTIZED})
-
-
 def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bool:
     """Whether the engine of this format holds the parameter `hf_name` quantized."""
     if format == Format.none or not hf_name.endswith(".weight"):
@@ -109,7 +104,7 @@ def quantization_config(
         activations |= {"strategy": "group", "group_size": BLOCK}
     linear = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     about["format"] = f"{kind}-quantized"
-    return {**about, "ignore": all_ignored(ignore), "config_groups": {"group_0": linear}, **cached}
+    return {**about, "ignore": sorted({*ignore, *NEVER_QUANTIZED}), "config_groups": {"group_0": linear}, **cached}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Shape legend: B sequences, T response positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class BatchWork:
             kept_BT = kept_BT & ~violations(rule, ratio)
         self.kept_BT[rows], self.stays_BT[rows] = kept_BT, ratio.stays_BT
         self.mismatch.add(rows, ratio)
-        self.ratios[rows.start] = ratio.without_cache() if self.needs_all_rows else ratio
+        self.ratios[rows.start] = replace(ratio) if self.needs_all_rows else ratio  # without what it has derived
 
     def apply_budgets(self) -> None:
         """Rules with a budget look at the statistic of the whole batch, before any rule has masked anything."""

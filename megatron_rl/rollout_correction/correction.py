@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.advantage import session_advantages
 from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, When
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Stat, When
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
@@ -116,6 +116,30 @@ def rollout_correction(
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
     measured = int(work.mismatch.moments.n)
     return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, measured, work.solved)
+
+
+def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
+    """Updates of the learner since each token was sampled, where the loss asks for them. `version`: the learner's."""
+    return (version - batch.token_versions_BT).clamp(min=0).float() if config.anchor == Anchor.interpolated else None
+
+
+@torch.no_grad()
+def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple[Batch, dict[str, float]]:
+    """The batch without the tokens that rules on staleness reject, and the share that they were.
+
+    What they reject is in no row's statistic, weight or denominator. `version`: the learner's.
+    """
+    rules = [rule for rule in config.reject if rule.stat == Stat.staleness]
+    if not rules:
+        return batch, {}
+    mask_BT = batch.mask_BT
+    age_BT = (version - batch.token_versions_BT).clamp(min=0).float() * mask_BT
+    ages = LogRatio(age_BT, mask_BT, mask_BT, None, 0, 0, batch.turns_BT)
+    young_BT = mask_BT
+    for rule in rules:
+        young_BT = young_BT & ~violations(rule, ages)
+    rejected = 1.0 - int(young_BT.sum()) / max(1, int(mask_BT.sum()))
+    return batch.with_matrices(mask_BT=young_BT), {PREFIX + "stale_masked_fraction": rejected}
 
 
 def _check(source: Source, config: CorrectionConfig) -> None:

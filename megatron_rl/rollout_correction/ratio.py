@@ -182,9 +182,6 @@ class LogRatio:
         """What `sums` and the like have made, in a shape that broadcasts to [B, T]."""
         return self.turns.at_tokens(values) if level == Level.turn and self.turns is not None else values
 
-    def without_cache(self) -> LogRatio:
-        return replace(self)
-
     def fix_weights_(self, weights_BT: Tensor, kept_BT: Tensor) -> None:
         """Tokens without a ratio get the weight that the non-finite policy names."""
         if self.one_BT is not None:

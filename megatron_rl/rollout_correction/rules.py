@@ -1,4 +1,4 @@
-"""Reject rules: a statistic per token or per row, and its bounds; those on staleness come first, and see no logprob.
+"""Reject rules: a statistic per token or per row, and its bounds.
 
 Shape legend: B sequences, T response positions. All rules see the same mask, so their order is
 irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
@@ -11,9 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import Batch
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat
-from megatron_rl.rollout_correction.metrics import PREFIX
+from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 
 
@@ -107,27 +105,3 @@ def budget_cutoff(values: Tensor, budget: float) -> float:
     running_mean = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
     survivors = int((running_mean <= budget).sum())
     return math.inf if survivors == len(ascending) else float(ascending[survivors])
-
-
-def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
-    """Updates of the learner since each token was sampled, where the loss asks for them. `version`: the learner's."""
-    return (version - batch.token_versions_BT).clamp(min=0).float() if config.anchor == Anchor.interpolated else None
-
-
-@torch.no_grad()
-def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple[Batch, dict[str, float]]:
-    """The batch without the tokens that rules on staleness reject, and the share that they were.
-
-    What they reject is in no row's statistic, weight or denominator. `version`: the learner's.
-    """
-    rules = [rule for rule in config.reject if rule.stat == Stat.staleness]
-    if not rules:
-        return batch, {}
-    mask_BT = batch.mask_BT
-    age_BT = (version - batch.token_versions_BT).clamp(min=0).float() * mask_BT
-    ages = LogRatio(age_BT, mask_BT, mask_BT, None, 0, 0, batch.turns_BT)
-    young_BT = mask_BT
-    for rule in rules:
-        young_BT = young_BT & ~violations(rule, ages)
-    rejected = 1.0 - int(young_BT.sum()) / max(1, int(mask_BT.sum()))
-    return batch.with_matrices(mask_BT=young_BT), {PREFIX + "stale_masked_fraction": rejected}

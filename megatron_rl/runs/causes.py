@@ -46,8 +46,7 @@ class Cause:
         """A cause from what `as_fields` gave; None from anything else."""
         if not isinstance(found, Mapping) or "class" not in found:
             return None
-        names = ("class", *(field.name for field in fields(cls) if field.name != "name"))
-        return cls(*(str(found.get(name, "")) for name in names))
+        return cls(*(str(found.get("class" if one.name == "name" else one.name, "")) for one in fields(cls)))
 
     def paragraph(self) -> str:
         where = ", ".join(filter(None, (self.process, self.phase and f"in {self.phase}")))

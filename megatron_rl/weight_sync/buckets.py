@@ -64,11 +64,10 @@ def make_buckets(
     buckets: list[Bucket] = []
     for expert, replica, group in ((False, place.dp, groups.tensor), (True, place.edp, groups.expert_tensor)):
         size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
+        own = [param for param in params if param.row.expert is expert and replica == 0]
         jobs: list[Job] = []
         filled = 0
-        for param in params if replica == 0 else ():
-            if param.row.expert is not expert:
-                continue
+        for param in own:
             of_ranks = [param.slices(shape, layout, Place(tp=r, etp=r)) for r in range(size)]
             split = param.row.split is not Split.replicated
             made = tuple(
@@ -76,11 +75,9 @@ def make_buckets(
             )
             jobs.append(Job(param, of_ranks[rank], made))
             filled += sum(out.tensor.nbytes for of_slice in made[0] for out in of_slice)
-            if filled >= size_bytes:
+            if filled >= size_bytes or param is own[-1]:
                 buckets.append(Bucket(tuple(jobs), group, rank, size))
                 jobs, filled = [], 0
-        if jobs:
-            buckets.append(Bucket(tuple(jobs), group, rank, size))
     return buckets
 
 

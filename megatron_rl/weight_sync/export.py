@@ -15,6 +15,7 @@ from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
 from megatron_rl.models.hf_folder import INDEX, copy_companions, packed
 from megatron_rl.models.tensors import write_tensors
+from megatron_rl.models.weight_files import stored_tensors
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights, this_rank
@@ -98,15 +99,12 @@ def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
 
 def _write_index(folder: Path) -> None:
     """Number the files of all ranks, and write which tensor is in which."""
-    from safetensors import safe_open
-
     weight_map: dict[str, str] = {}
     size = 0
     files = sorted(folder.glob("*.safetensors"))
     for number, file in enumerate(files, 1):
         file = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
         size += file.stat().st_size
-        with safe_open(file, framework="pt") as opened:
-            weight_map |= dict.fromkeys(opened.keys(), file.name)
+        weight_map |= dict.fromkeys(stored_tensors(file), file.name)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

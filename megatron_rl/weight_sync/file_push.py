@@ -7,7 +7,6 @@ import queue
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from megatron_rl.weight_sync.file_transport import (
 )
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import Contribution, SamplerClient, this_rank
+from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
 
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
@@ -37,7 +36,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
 
 
-class FilePush:
+class FilePush(Push):
     """The sending half of the `file` transport. Without a sampler the written version is the result."""
 
     def __init__(
@@ -160,8 +159,8 @@ class FilePush:
             pass
         elapsed = time.perf_counter() - started if source.writes else 0.0
         sent = self._sent.get(format, Sent())
-        told = Contribution.of(source, elapsed, failure, nbytes, count, passing)
-        return replace(told, values=sent.values, changed=sent.changed)
+        counts = {"nbytes": nbytes, "tensors": count, "values": sent.values, "changed": sent.changed}
+        return Contribution.of(source, elapsed, failure, passing, **counts)
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""

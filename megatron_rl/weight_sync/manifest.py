@@ -123,9 +123,7 @@ def read(path: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise WeightSyncError(f"the manifest {path} is missing: its writer did not finish") from None
-    except OSError as error:
-        raise WeightSyncError(f"the manifest {path} is unreadable: {error}") from error
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the manifest {path} is unreadable: {error}") from error
 
 

@@ -160,29 +160,26 @@ def _told(probe: Probe) -> str:
     return told + ". "
 
 
-def check_batch(batch: Batch, learner_logprobs_BT: torch.Tensor, format: Format, probe: Probe) -> ProbeResult:
-    """`check` on the rows that the sampler sampled with the version just synced; older ones differ rightly."""
-    fresh_B = batch.versions_B == probe.version
-    if not bool(fresh_B.any()):
-        versions = sorted(set(batch.versions_B.tolist()))
-        raise ValueError(
-            f"the probe needs rollouts of policy version {probe.version}, the batch holds versions {versions}"
-        )
-    rows = batch.rows(fresh_B)
-    return check(rows.sampler_logprobs_BT, learner_logprobs_BT[fresh_B], rows.mask_BT, format, probe)
-
-
 def check_formats(
     batch: Batch, learner_logprobs_BT: torch.Tensor, formats: Sequence[Format], probe: Probe
 ) -> dict[str, float]:
-    """`check_batch` of every weight format of the sampler under its own budget, where it has rows."""
+    """`check` of every weight format of the sampler under its own budget, where it has rows: on those sampled with the
+    version just synced, as older ones differ rightly.
+    """
     results: dict[Format, ProbeResult] = {}
     for format in map(Format, formats):  # names, where they came from another rank
         rows_B = torch.ones(len(batch), dtype=torch.bool)
         if len(formats) > 1 and batch.formats_B is not None:
             rows_B = batch.formats_B == format_number(format)
-        if bool(rows_B.any()):
-            results[format] = check_batch(batch.rows(rows_B), learner_logprobs_BT[rows_B], format, probe)
+        if not bool(rows_B.any()):
+            continue
+        fresh_B = rows_B & (batch.versions_B == probe.version)
+        if not bool(fresh_B.any()):
+            there = f"the batch holds versions {sorted(set(batch.versions_B[rows_B].tolist()))}"
+            raise ValueError(f"the probe needs rollouts of policy version {probe.version}, {there}")
+        rows = batch.rows(fresh_B)
+        sampler_BT, learner_BT = rows.sampler_logprobs_BT, learner_logprobs_BT[fresh_B]
+        results[format] = check(sampler_BT, learner_BT, rows.mask_BT, format, probe)
     if not results:
         raise ValueError(f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none")
     worst = max(results.values(), key=lambda result: result.mean_abs / result.budget)

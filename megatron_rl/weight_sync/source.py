@@ -31,8 +31,9 @@ from megatron_rl.weight_sync import engine_shards
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES, Bucket, Job, Workspace, full_tensors, gather, make_buckets
 from megatron_rl.weight_sync.engine_shards import Cut
 
-FIRST = Place()  # the rank that sends what belongs to no rank's weights
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
+DIVERGED = "the weight holds NaN or infinity: the learner has diverged"
+PLAIN = torch.bfloat16  # what the sampler holds unquantized tensors in
 
 
 @dataclass
@@ -48,21 +49,16 @@ class ShardSource:
         groups: ShardGroups,
         format: Format = Format.none,
         ignore: Sequence[str] = (),
-        dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = BUCKET_BYTES,
         smoothing: Smoothing | None = None,
         cache_scales: CacheScales | None = None,
     ) -> None:
-        """`dtype`: what the sampler holds unquantized tensors in."""
         self.failure: str | None = None
-        self.seconds = Seconds()
         self.errors: list[ErrorSample] = []
-        self.format = format
-        self._model, self._place = model, groups.place
-        self._dtype, self._smoothing = dtype, smoothing
-        self._cache_scales = cache_scales
-        self._workspace = Workspace()
-        self._buckets = make_buckets(model, groups, format, ignore, dtype_name(dtype), bucket_bytes)
+        self.seconds, self.format = Seconds(), format
+        self._model, self._place, self._workspace = model, groups.place, Workspace()
+        self._smoothing, self._cache_scales = smoothing, cache_scales
+        self._buckets = make_buckets(model, groups, format, ignore, dtype_name(PLAIN), bucket_bytes)
 
     @property
     def writes(self) -> bool:
@@ -87,13 +83,9 @@ class ShardSource:
 
         What all ranks of the learner do together is done at the call, not at the first bucket: some have none.
         """
-        return self._walk(self._begin(parameters))
-
-    def _walk(self, shards: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        for bucket in self._buckets:
-            yield self._run(bucket, shards)
-        if self._writes_scales:
-            yield self._scale_values(_device(shards))
+        shards = self._begin(parameters)
+        scales = [self._scale_values(_device(shards))] if self._writes_scales else []
+        return iter([*(self._run(bucket, shards) for bucket in self._buckets), *scales])
 
     def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
@@ -150,7 +142,7 @@ class ShardSource:
 
     @property
     def _writes_scales(self) -> bool:
-        return self._cache_scales is not None and self._place == FIRST
+        return self._cache_scales is not None and self._place == Place()  # the first rank's: they are of no rank's own
 
     @property
     def _scale_tensors(self) -> tuple[TensorSpec, ...]:
@@ -169,8 +161,8 @@ class ShardSource:
                 self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
                 continue
             shards[param.megatron] = tensor.detach()
-        jobs = [job for bucket in self._buckets for job in bucket.jobs]
-        wanted_names = [one.megatron for job in jobs for one in (job.param, *adapters(job.param, self._model.shape))]
+        own = [job.param for bucket in self._buckets for job in bucket.jobs]
+        wanted_names = [one.megatron for param in own for one in (param, *adapters(param, self._model.shape))]
         missing = [name for name in wanted_names if name not in shards]
         if missing:
             self._fail(f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)")
@@ -221,33 +213,28 @@ class ShardSource:
         """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm held here."""
         shape, device = self._model.shape, next(iter(shards.values())).device if shards else None
         amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
-        for bucket in self._buckets:
-            for job in bucket.jobs:
-                norm, layer = job.param.row.norm, job.param.layer
-                local = None if norm is None or layer is None else self._merged(job.param, shards)
-                if local is None or norm is None or layer is None or local.ndim == 1:
+        for job, rank in [(job, bucket.rank) for bucket in self._buckets for job in bucket.jobs]:
+            norm, layer = job.param.row.norm, job.param.layer
+            local = None if norm is None or layer is None else self._merged(job.param, shards)
+            if local is None or norm is None or layer is None or local.ndim == 1:
+                continue
+            for (piece, part), outs in zip(cut(job.param, local, job.slices), job.outputs[rank], strict=True):
+                if len(outs) == 1 or not part.numel():
                     continue
-                for (piece, part), outs in zip(
-                    cut(job.param, local, job.slices), job.outputs[bucket.rank], strict=True
-                ):
-                    if len(outs) == 1 or not part.numel():
-                        continue
-                    amax_H = column_amax(part)
-                    if not torch.isfinite(amax_H).all():
-                        self._fail(f"{piece.name}: the weight holds NaN or infinity: the learner has diverged")
-                        continue
-                    here = amax_LNH[layer, norm]
-                    torch.maximum(here, amax_H, out=here)
+                amax_H = column_amax(part)
+                if not torch.isfinite(amax_H).all():
+                    self._fail(f"{piece.name}: {DIVERGED}")
+                    continue
+                here = amax_LNH[layer, norm]
+                torch.maximum(here, amax_H, out=here)
         return amax_LNH
 
     def _shared_amax(
         self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Row amax over the whole group, by parameter, where shards of the same rows lie on several ranks."""
-        if bucket.size == 1:
-            return {}
         shared = [(job, part) for job, part in zip(bucket.jobs, parts, strict=True) if job.shares_amax]
-        if not shared:
+        if bucket.size == 1 or not shared:
             return {}
         amaxes = [
             row_amax(part[0]) if part else torch.zeros(job.param.shapes[0][0], device=device) for job, part in shared
@@ -256,7 +243,7 @@ class ShardSource:
         if not bool(torch.isfinite(flat).all()):
             # refused here, because a maximum over ranks may swallow a NaN
             bad = next(job for (job, _), amax in zip(shared, amaxes, strict=True) if not torch.isfinite(amax).all())
-            self._fail(f"{bad.param.hf[0]}: the weight holds NaN or infinity: the learner has diverged")
+            self._fail(f"{bad.param.hf[0]}: {DIVERGED}")
             flat = torch.zeros_like(flat)
         bucket.group.max_(flat)
         names = [job.param.megatron for job, _ in shared]
@@ -271,7 +258,7 @@ class ShardSource:
         made: list[torch.Tensor] = []
         for piece, part, outs in zip(job.slices, parts, job.outputs[rank], strict=True):
             if len(outs) == 1:
-                made.append(part.to(self._dtype).contiguous())
+                made.append(part.to(PLAIN).contiguous())
                 continue
             try:
                 result = quantize(part, self.format, amax.get(job.param.megatron))

@@ -109,14 +109,13 @@ class Contribution:
 
     @classmethod
     def of(
-        cls, source: ShardSource, elapsed: float, failure: str | None, nbytes: int, tensors: int, passing: bool = False
+        cls, source: ShardSource, elapsed: float, failure: str | None, passing: bool = False, **counts: int
     ) -> Contribution:
         """After a pass over the source that took `elapsed` seconds, sending included."""
         quantize, gather = source.seconds.quantize, source.seconds.gather
         seconds = SyncSeconds(quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather))
-        passing = passing and source.failure is None
-        failure = source.failure or failure
-        return cls(failure, nbytes, tensors, seconds, summarize(source.errors), passing=passing)
+        error, passing = summarize(source.errors), passing and source.failure is None
+        return cls(source.failure or failure, seconds=seconds, error=error, passing=passing, **counts)
 
     @classmethod
     def merge(cls, parts: Sequence[Contribution], seconds: Callable[[Iterable[float]], float]) -> Contribution:
@@ -134,14 +133,16 @@ class Contribution:
         )
 
 
-class Push(Protocol):
+class Push:
     """One transport's sending half, on every rank of the learner."""
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
         """Every rank, in lockstep: this rank's part of the version on its way. A failure is in what it returns."""
+        raise NotImplementedError
 
     def load(self, version: int) -> None:
         """Rank 0, once every rank has sent: the sampler verifies the version and serves it, or this raises."""
+        raise NotImplementedError
 
     def forget(self, version: int) -> None:
         """Rank 0: some rank could not send its part, the version will never be loaded."""
@@ -152,4 +153,5 @@ class Push(Protocol):
     def start_over(self) -> None:
         """Every rank, after a version did not arrive: nothing may build on it, the next one is whole."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Every rank, at the end."""

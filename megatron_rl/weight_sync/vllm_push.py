@@ -31,13 +31,13 @@ from megatron_rl.processes.process import free_port
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import Contribution, SamplerClient, this_rank
+from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 
 
-class VllmPush:
-    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part."""
+class VllmPush(Push):
+    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part. Versions are whole."""
 
     def __init__(
         self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
@@ -68,20 +68,14 @@ class VllmPush:
         self._source.drain()
         sent = self._source.tensors if self._rank == 0 else ()
         nbytes, elapsed = sum(tensor.nbytes for tensor in sent), time.perf_counter() - started
-        return Contribution.of(self._source.shards, elapsed, failure, nbytes, len(sent))
+        return Contribution.of(self._source.shards, elapsed, failure, nbytes=nbytes, tensors=len(sent))
 
     def load(self, version: int) -> None:
-        self._relay.seal(Seal(version, wire.read_checksums(self._source.sums)))
-        self._relay.finish(version)
+        self._relay.client.update_weights(Seal(version, wire.read_checksums(self._source.sums)).message())
+        self._relay.client.finish_weight_update(str(version))
 
     def forget(self, version: int) -> None:
         self._relay.abandon(f"policy version {version} was not sent by every rank")
-
-    def start_over(self) -> None:
-        pass  # every version is sent whole
-
-    def tidy(self, version: int, taken: bool) -> None:
-        pass  # nothing lies anywhere
 
     def close(self) -> None:
         if self._engine is not None:
@@ -95,7 +89,7 @@ class VllmPush:
         failure = self._refusal(self._relay.begin)
         if failure is None and self._engine is None:  # engines that are lost would have refused
             failure = self._open_engine()
-        return failure or self._refusal(lambda: self._relay.announce(announced))
+        return failure or self._refusal(lambda: self._relay.client.update_weights(announced.message()))
 
     def _refusal(self, ask: Callable[[], None]) -> str | None:
         """What rank 0 is told when it asks the sampler, on every rank."""
@@ -166,14 +160,11 @@ class Relay:
 
     def begin(self) -> None:
         self.failure = None
-        self._client.start_weight_update()
-
-    def announce(self, announced: Announcement) -> None:
-        self._client.update_weights(announced.message())
+        self.client.start_weight_update()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         try:
-            self._client.init_weight_transfer_engine(init_info)
+            self.client.init_weight_transfer_engine(init_info)
         except Exception as error:  # rank 0 is in the rendezvous already, and waits there for whoever refused it
             self.failure = str(error)
             raise
@@ -188,30 +179,24 @@ class Relay:
         if update_info.get("ipc_handles") is not None:
             update_info = update_info | {"ipc_handles": wire.encode_handles(update_info["ipc_handles"])}
         try:
-            self._client.update_weights({name: value for name, value in update_info.items() if value is not None})
+            self.client.update_weights({name: value for name, value in update_info.items() if value is not None})
         except Exception as error:  # every kind, see above
             self.failure = str(error)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """vLLM's engine calls this once it has sent; `finish` follows when every rank has."""
-
-    def seal(self, sealed: Seal) -> None:
-        self._client.update_weights(sealed.message())
-
-    def finish(self, version: int) -> None:
-        self._client.finish_weight_update(str(version))
+        """vLLM's engine calls this once it has sent; VllmPush does it when every rank has."""
 
     def abandon(self, reason: str) -> None:
         """The engine drops what it holds of the update; it answers by repeating the reason."""
         try:
-            self._client.update_weights({wire.ABANDON: reason})
+            self.client.update_weights({wire.ABANDON: reason})
         except WeightSyncError:
             return
         except RuntimeError:  # it had dropped the update before
             return
 
     @property
-    def _client(self) -> SamplerClient:
+    def client(self) -> SamplerClient:
         assert self._sampler is not None, "only rank 0 talks to the sampler"
         return self._sampler
 

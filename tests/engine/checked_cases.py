@@ -102,7 +102,7 @@ class Sender:
             chunks.append(chunks[0])
         try:
             self.relay.begin()
-            self.relay.announce(Announcement(version, format, staged, tuple(announced)))
+            self.update_weights(Announcement(version, format, staged, tuple(announced)).message())
             for names in chunks:
                 self.relay.update_weights({"names": names})
             if self.relay.failure:
@@ -110,8 +110,8 @@ class Sender:
             if fault == "abandoned":
                 self.relay.abandon("rank 3 could not send")
                 return "abandoned"
-            self.relay.seal(Seal(version, read_checksums(sums)))
-            self.relay.finish(version)
+            self.update_weights(Seal(version, read_checksums(sums)).message())
+            self.finish_weight_update(str(version))
         except WeightSyncError as error:
             return str(error)
         case.version = version

@@ -178,8 +178,7 @@ class Talk:
                 before = [*self.asked[behind.number][0], *self.asked[behind.number][1]]
                 assert tokens[: len(before)] == before, "a request does not begin with the exact tokens before it"
                 grows += 1
-        assert self.conversation.forks == len(rows) - 1
-        return Counter(rows=len(rows), forks=self.conversation.forks, turns=len(self.asked), grows=grows)
+        return Counter(rows=len(rows), forks=len(rows) - 1, turns=len(self.asked), grows=grows)
 
 
 def play(talk: Talk, tools: bool = True) -> Counter[str]:

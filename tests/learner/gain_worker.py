@@ -16,7 +16,7 @@ from megatron_rl.learner.state import Snapshot
 from megatron_rl.learner.update_check import UpdateCheck
 from megatron_rl.models.mapping import Param
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.rollout_correction import Correction, rollout_correction
+from megatron_rl.rollout_correction.correction import Correction, rollout_correction
 
 ROWS, LIMIT = 24, 2.0
 

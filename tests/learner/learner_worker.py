@@ -43,10 +43,10 @@ from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model
+from megatron_rl.models.shape import Lora
 from megatron_rl.quantization import host_products
-from megatron_rl.rollout_correction import correct
+from megatron_rl.rollout_correction.correction import correct
 
 STEPS_ASIDE = 3
 # keys of a job, and of the configuration

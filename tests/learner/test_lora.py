@@ -17,9 +17,9 @@ from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.learner.weights import with_new_adapters
 from megatron_rl.loss.policy_loss import count_totals, policy_loss
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
+from megatron_rl.models.shape import Lora
 
 RANK, ALPHA = 4, 6.0
 TARGETS = {

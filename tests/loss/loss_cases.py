@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.batch import Batch, LossInputs
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
-from megatron_rl.rollout_correction import Correction, rollout_correction
+from megatron_rl.rollout_correction.correction import Correction, rollout_correction
 
 LOG2 = math.log(2.0)
 BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)

@@ -16,7 +16,7 @@ from loss_cases import BYPASS, inputs_of, rows_of
 from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig, NonFinite, Reduction, RejectRule
 from megatron_rl.loss.policy_loss import count_totals, policy_loss, seen_tokens
-from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, rollout_correction
 
 B, T = 6, 5
 ADVANTAGES_B = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -2.0])

@@ -15,9 +15,9 @@ from loss_oracle import expected
 from test_loss import example
 
 from megatron_rl.config.correction_rules import check_objective
-from megatron_rl.config.schema import AdvantageConfig, LossConfig, LossName
+from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossConfig, LossName, RejectRule, WeightConfig
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, staleness
+from megatron_rl.rollout_correction.correction import staleness
 
 RULE = RejectRule(level="token", stat="ratio", high=1.3)
 BETWEEN = replace(BYPASS, anchor="interpolated", weight=WeightConfig(high=1.2))

@@ -14,16 +14,10 @@ import torch
 from loss_cases import BYPASS, rows_of
 from loss_oracle import expected
 
-from megatron_rl.config.schema import LossName, Reduction
+from megatron_rl.config.schema import CorrectionConfig, LossName, Reduction, RejectRule, WeightConfig
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, Totals, count_totals, policy_loss, reduction_of
-from megatron_rl.rollout_correction import (
-    CorrectionConfig,
-    RejectRule,
-    WeightConfig,
-    apply_conditional_rules,
-    rollout_correction,
-)
+from megatron_rl.rollout_correction.correction import apply_conditional_rules, rollout_correction
 from megatron_rl.runs.metrics import METRICS
 
 B, T = 8, 7

@@ -17,9 +17,18 @@ from test_loss import CONFIGS, example
 from megatron_rl.batch import Batch
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.prox_pass import prox_readers
-from megatron_rl.config.schema import AdvantageConfig, Estimator, LearnerSection, LossConfig, NonFinite
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    CorrectionConfig,
+    Estimator,
+    LearnerSection,
+    LossConfig,
+    NonFinite,
+    RejectRule,
+    WeightConfig,
+)
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, completed, correct
+from megatron_rl.rollout_correction.correction import completed, correct
 
 RULES = [
     RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),

@@ -8,7 +8,7 @@ from simulated import hf_config, random_hf
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import find, global_name, params, stage_params
 from megatron_rl.models.shape import FAMILIES, ModelShape
-from megatron_rl.models.shards import cut, full_tensors, local_shard
+from megatron_rl.models.shards import cut, local_shard
 
 LAYER = "decoder.layers.1."
 
@@ -61,7 +61,7 @@ def test_the_fused_rows_are_megatrons_order() -> None:
     """[queries of a group, its key, its value], group after group: megatron-core's own reading of the stack."""
     shape = ModelShape.from_hf(hf_config("llama"))
     hf = random_hf(shape)
-    local = local_shard(LAYER + "self_attention.linear_qkv.weight", shape, Layout(), Place(), full_tensors(hf))
+    local = local_shard(LAYER + "self_attention.linear_qkv.weight", shape, Layout(), Place(), hf.__getitem__)
     stack = local.view(shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim, shape.hidden)
     name = "model.layers.1.self_attn.{}_proj.weight"
     for letter, part in (("q", stack[:, :-2]), ("k", stack[:, -2:-1]), ("v", stack[:, -1:])):
@@ -71,7 +71,7 @@ def test_the_fused_rows_are_megatrons_order() -> None:
 def test_padding_rows_of_the_vocabulary_are_zero_and_not_exported() -> None:
     shape, layout, place = ModelShape.from_hf(hf_config("llama")), Layout(tp=4), Place(tp=3)
     name = "output_layer.weight"
-    local = local_shard(name, shape, layout, place, full_tensors(random_hf(shape)))
+    local = local_shard(name, shape, layout, place, random_hf(shape).__getitem__)
     assert local.shape == (26, 64)  # 101 rows padded to 104
     assert not local[23:].any()
     ((piece, part),) = cut(find(name, shape), local, find(name, shape).slices(shape, layout, place))
@@ -85,7 +85,7 @@ def test_the_last_stage_of_a_tied_model_holds_a_copy_that_is_never_exported() ->
     layout, last = Layout(pp=2), Place(pp=1)
     assert "output_layer.weight" in {param.megatron for param in stage_params(shape, layout, last)}
     assert "output_layer.weight" not in {param.megatron for param in stage_params(shape, Layout(), Place())}
-    local = local_shard("output_layer.weight", shape, layout, last, full_tensors(hf))
+    local = local_shard("output_layer.weight", shape, layout, last, hf.__getitem__)
     assert (local == hf["model.embed_tokens.weight"]).all()
     assert find("output_layer.weight", shape).row.copy
 
@@ -95,7 +95,7 @@ def test_wrong_shapes_are_named() -> None:
     hf = random_hf(shape)
     hf["model.norm.weight"] = hf["model.norm.weight"][:-1]
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(63,\), config.json says \(64,\)"):
-        local_shard("decoder.final_layernorm.weight", shape, Layout(), Place(), full_tensors(hf))
+        local_shard("decoder.final_layernorm.weight", shape, Layout(), Place(), hf.__getitem__)
 
 
 LAYOUTS = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.batch import collate
-from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
+from megatron_rl.config.schema import CorrectionConfig
 from megatron_rl.rollout_correction.breakdown import (
     LABELS,
     OF_SESSIONS,
@@ -21,6 +21,7 @@ from megatron_rl.rollout_correction.breakdown import (
     mismatch_in_sessions,
     pooled,
 )
+from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
 from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn

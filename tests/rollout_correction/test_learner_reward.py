@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.rollout_correction.learner_reward import learner_reward
+from megatron_rl.rollout_correction.estimates import learner_reward
 
 ONES = torch.ones(3, 2, dtype=torch.bool)
 

@@ -16,13 +16,20 @@ from loss_cases import batch_of, inputs_of, rows_of
 from test_properties import EXAMPLES, GARBAGE, Batch, batches, configs, far_from_bounds
 from test_rollout_correction import assert_matches, example
 
-from megatron_rl.config.schema import AdvantageConfig, Aggregate, LossConfig, NonFinite, Outside, Reduce
-from megatron_rl.loss.policy_loss import count_totals, policy_loss
-from megatron_rl.rollout_correction import (
-    Correction,
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    Aggregate,
     CorrectionConfig,
+    LossConfig,
+    NonFinite,
+    Outside,
+    Reduce,
     RejectRule,
     WeightConfig,
+)
+from megatron_rl.loss.policy_loss import count_totals, policy_loss
+from megatron_rl.rollout_correction.correction import (
+    Correction,
     apply_conditional_rules,
     correct,
     keep_rows,

@@ -11,14 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_rl.rollout_correction import (
-    CorrectionConfig,
-    RejectRule,
-    WeightConfig,
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
-)
+from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.runs.metrics import METRICS
 
 BENCH = Path(__file__).parents[2] / "tools" / "bench" / "corrections.py"

@@ -16,17 +16,21 @@ from hypothesis import strategies as st
 from loss_cases import inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
-from megatron_rl.config.schema import Aggregate, Level, LossName, NonFinite, Outside, Reduce, Reduction, Stat
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction import (
-    Correction,
+from megatron_rl.config.schema import (
+    Aggregate,
     CorrectionConfig,
+    Level,
+    LossName,
+    NonFinite,
+    Outside,
+    Reduce,
+    Reduction,
     RejectRule,
+    Stat,
     WeightConfig,
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
 )
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
+from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # the same examples in every run; more of them, on demand, when the code changes

@@ -16,14 +16,8 @@ import yaml
 from correction_oracle import correct
 
 from megatron_rl.config.correction_rules import check_correction
-from megatron_rl.rollout_correction import (
-    CorrectionConfig,
-    RejectRule,
-    WeightConfig,
-    apply_conditional_rules,
-    keep_rows,
-    rollout_correction,
-)
+from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.workshop.translation.translate import yaml_text
 
 PRESETS = sorted((Path(__file__).parents[2] / "conf" / "correction").glob("*.yaml"))

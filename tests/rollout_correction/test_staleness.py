@@ -14,7 +14,7 @@ from loss_cases import batch_of
 from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
-from megatron_rl.rollout_correction import correct, without_stale
+from megatron_rl.rollout_correction.correction import correct, without_stale
 
 # the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a hole and padding
 VERSIONS_BT = torch.tensor([[3, 3, 4, 5], [5, 5, 5, 5], [3, 3, 3, 3], [4, 4, 6, 0]])

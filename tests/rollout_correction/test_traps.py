@@ -19,21 +19,14 @@ from loss_cases import BYPASS, LOG2, batch_of, corrected, inputs_for, inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages, overlong_penalty
 from megatron_rl.config.correction_rules import check_correction, check_loss, check_objective
-from megatron_rl.config.schema import Format, LossName, Reduce, Reduction
+from megatron_rl.config.schema import CorrectionConfig, Format, LossName, Reduce, Reduction, RejectRule, WeightConfig
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.loss.table import LOSSES
-from megatron_rl.rollout_correction import (
-    CorrectionConfig,
-    RejectRule,
-    WeightConfig,
-    apply_conditional_rules,
-    keep_rows,
-    ratio,
-    rollout_correction,
-)
+from megatron_rl.rollout_correction import ratio
 from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, mismatch_by_format
-from megatron_rl.rollout_correction.learner_reward import learner_reward
+from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
+from megatron_rl.rollout_correction.estimates import learner_reward
 from megatron_rl.workshop.translation.translate import TranslationError, translate, translate_file
 
 RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]

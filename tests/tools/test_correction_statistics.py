@@ -9,7 +9,8 @@ import correction_statistics as lab
 import pytest
 import torch
 
-from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, apply_conditional_rules, rollout_correction
+from megatron_rl.config.schema import CorrectionConfig, WeightConfig
+from megatron_rl.rollout_correction.correction import apply_conditional_rules, rollout_correction
 
 CAPS = [1.0, 1.5, 2.0, 4.0, 8.0, 64.0]
 

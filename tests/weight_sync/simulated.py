@@ -17,7 +17,7 @@ from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import ShardGroups, full_tensors, local_shard
+from megatron_rl.models.shards import ShardGroups, local_shard
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import Smoothing
@@ -108,7 +108,7 @@ def local_parameters(
     hf: Mapping[str, torch.Tensor], shape: ModelShape, layout: Layout, place: Place
 ) -> dict[str, torch.Tensor]:
     return {
-        param.megatron: local_shard(param.megatron, shape, layout, place, full_tensors(hf))
+        param.megatron: local_shard(param.megatron, shape, layout, place, hf.__getitem__)
         for param in stage_params(shape, layout, place)
     }
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format, format_number
-from megatron_rl.weight_sync.probe import Probe, SyncMismatch, check, check_batch, check_formats, noise
+from megatron_rl.weight_sync.probe import Probe, SyncMismatch, check, check_formats, noise
 
 B, T, VOCAB = 8, 32, 64
 
@@ -141,11 +141,11 @@ def half_off(nats: float, *more_B: torch.Tensor) -> Batch:
 
 def test_only_rows_of_the_synced_version_count() -> None:
     batch = half_off(5, torch.tensor([2] * 4 + [1] * 4))  # sampled by an older policy
-    assert check_batch(batch, logprobs(), Format.none, about(2)).mean_abs == 0
+    assert check_formats(batch, logprobs(), [Format.none], about(2))["sync/probe_abs_diff"] == 0
     with pytest.raises(SyncMismatch):
-        check_batch(batch, logprobs(), Format.none, about(1))
+        check_formats(batch, logprobs(), [Format.none], about(1))
     with pytest.raises(ValueError, match=r"version 3, the batch holds versions \[1, 2\]"):
-        check_batch(batch, logprobs(), Format.none, about(3))
+        check_formats(batch, logprobs(), [Format.none], about(3))
 
 
 def test_a_mixed_fleet_is_probed_format_by_format() -> None:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, rollout_correction
+from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.rollout_correction.correction import rollout_correction
 
 CAP, LOW, HIGH = 2.0, 0.99, 1.01
 CONFIG = CorrectionConfig(

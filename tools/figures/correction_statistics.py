@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_rl.config.schema import CorrectionConfig, WeightConfig
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
-from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
+from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.metrics_file import Series
 from megatron_rl.workshop.reports.svg import Plot, Ticks, legend, nice_ticks, picture
 

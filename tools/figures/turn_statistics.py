@@ -19,7 +19,8 @@ import torch
 from correction_statistics import Toy, make_toy, moments
 from torch import Tensor
 
-from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
+from megatron_rl.config.schema import CorrectionConfig, WeightConfig
+from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.rollout_correction.weights import mix_share
 
 TURN, TURNS, STOP = 2, 3, 0

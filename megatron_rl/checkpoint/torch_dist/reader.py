@@ -21,9 +21,8 @@ from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.lora import KEY
 from megatron_rl.models.mapping import Param, adapters, params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.shards import Box, assemble, common, cut
 from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
 
@@ -54,7 +53,7 @@ class Reader:
     @property
     def holds_adapters(self) -> bool:
         """Whether a run of learner.lora has written it: adapters, without the model beneath them."""
-        return any(KEY in key for key in self._tensors)
+        return any(ADAPTER_KEY in key for key in self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> index.Entry:
         entry = index.locate(self._tensors, self._prefix, param, shape)

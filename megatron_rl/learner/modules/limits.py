@@ -10,9 +10,8 @@ from typing import Any
 
 from megatron_rl.config import foreign
 from megatron_rl.config.schema import ALL_LINEAR, LearnerSection, OptimSection
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import adapters, params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import Lora, ModelShape
 
 # what each kind of scaling reads from config.json
 ROPE_KINDS: dict[str, tuple[str, ...]] = {

@@ -22,9 +22,9 @@ from megatron_rl.learner.modules import host  # noqa: F401  before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
-from megatron_rl.models.lora import NAME
 from megatron_rl.models.mapping import Param, adapted_rows, adapters, find, global_name
 from megatron_rl.models.model import Model
+from megatron_rl.models.shape import ADAPTER
 from megatron_rl.models.shards import ShardGroups, merge, row_numbers
 from megatron_rl.models.table import Split
 
@@ -40,7 +40,7 @@ def adapt(module: Any, first_layer: int, model: Model, groups: ShardGroups) -> N
         if own and "layers." in name:
             param = find(global_name(f"{name}.{own[0]}", first_layer), model.shape)
             if adapters(param, model.shape):
-                layer.add_module(NAME, Adapter(layer, own, param, model, groups))
+                layer.add_module(ADAPTER, Adapter(layer, own, param, model, groups))
                 layer.register_forward_hook(_add)
 
 

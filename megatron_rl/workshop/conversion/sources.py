@@ -19,9 +19,8 @@ from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import read_hf_config
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.models.tensors import DTYPES, TensorSpec, dtype_name
 from megatron_rl.models.weight_files import refuse_links_out
 from megatron_rl.runs.run_dir import RunDir

@@ -12,9 +12,8 @@ import torch
 from megatron_rl.config import ConfigError
 from megatron_rl.files import read_json, replacing
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import adapters, params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.models.shards import merge
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.weight_files import is_checkpoint

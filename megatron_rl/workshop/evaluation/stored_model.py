@@ -18,9 +18,9 @@ from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.shape import Lora
 from megatron_rl.models.shards import ShardGroups, local_shard
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.process import raise_interrupt

@@ -11,8 +11,8 @@ from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.model import Model
+from megatron_rl.models.shape import Lora
 from megatron_rl.preflight.machine import Gpu, Machine
 from megatron_rl.preflight.roles import Roles, roles
 from megatron_rl.workshop.planner.activations import Pack, Training

@@ -9,7 +9,7 @@ from run_factory import make_config, make_run, make_scored, make_yaml, quiet
 from megatron_rl import cli
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Level, RejectRule, Stat, WeightConfig
-from megatron_rl.rollout_correction import rollout_correction
+from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir

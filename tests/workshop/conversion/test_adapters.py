@@ -17,9 +17,8 @@ from test_of_runs import leave_step
 from megatron_rl.checkpoint.torch_dist.reader import blocks
 from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config import from_mapping, to_yaml
-from megatron_rl.models.lora import Lora
 from megatron_rl.models.mapping import adapters, params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights, find
 
 LORA = {"rank": 4, "alpha": 6.0, "targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}

@@ -43,7 +43,7 @@ from megatron_rl.batch import collate
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Level, LossConfig, NonFinite
 from megatron_rl.loss.policy_loss import policy_loss
-from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction, without_stale
+from megatron_rl.rollout_correction.correction import apply_conditional_rules, rollout_correction, without_stale
 from megatron_rl.types import Prompt, Rollout, Scored
 from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.translate import translate

@@ -18,9 +18,8 @@ from translation_cases import ALL
 from megatron_rl import cli
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.correction_rules import check_correction, check_objective
-from megatron_rl.config.schema import AdvantageConfig, LossName
+from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossName
 from megatron_rl.loss.policy_loss import LossConfig
-from megatron_rl.rollout_correction import CorrectionConfig
 from megatron_rl.workshop.translation import translate as translate_module
 from megatron_rl.workshop.translation.settings import flatten
 from megatron_rl.workshop.translation.translate import (
