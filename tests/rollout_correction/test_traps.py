@@ -34,7 +34,8 @@ from megatron_rl.rollout_correction import (
 )
 from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
-from megatron_rl.workshop.translation.translate import TranslationError, translate, translate_file
+from megatron_rl.workshop.translation.keys import TranslationError
+from megatron_rl.workshop.translation.translate import translate, translate_file
 
 RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
 
