@@ -43,7 +43,7 @@ from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.planner.engine_memory import ASLEEP, CONTEXT
+from megatron_rl.workshop.planner.memory.engine import ASLEEP, CONTEXT
 
 pytestmark = [
     pytest.mark.gpu,

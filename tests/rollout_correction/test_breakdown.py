@@ -25,8 +25,7 @@ from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
 from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn
-from megatron_rl.workshop.mismatch.session_table import session_table
-from megatron_rl.workshop.reports.run_data import recorded_breakdowns
+from megatron_rl.workshop.reports.run_data import recorded_breakdowns, session_table
 
 ROWS, COLUMNS = 6, 20
 REASONS = ["stop", "length", "stop", "stop", "abort", "length"]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from megatron_rl.workshop.evaluation.stored_model import StoredModel
 
 
+UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
+
+
 def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -57,15 +60,45 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
         raise ConfigError(str(error)) from None
 
 
-def _add_eval(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="avg@k, pass@k and maj@k of a model on held-out sets")
-    model_arguments(parser)
-    parser.add_argument(
+def _row(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"answer": "42"}}')
+
+
+def add(commands: Any) -> None:
+    evaluate = commands.add_parser("eval", help="avg@k, pass@k and maj@k of a model on held-out sets")
+    model_arguments(evaluate)
+    evaluate.add_argument(
         "--set", action="append", default=[], metavar="SET", dest="sets",
         help="a file, NAME=FILE, a preset of conf/data, or a set of the run; several times for several (default: all)",
     )  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: evals/MODEL-FORMAT")
-    parser.set_defaults(run=_eval)
+    evaluate.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: evals/MODEL-FORMAT")
+    evaluate.set_defaults(run=_eval)
+
+    chat = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
+    model_arguments(chat)
+    chat.add_argument("-p", "--prompt", metavar="TEXT", help="answer this once; without it, standard input is asked")
+    chat.add_argument("--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset")
+    chat.set_defaults(run=_chat)
+
+    walk = commands.add_parser("mismatch", help="where learner and sampler differ, point by point of a forward pass")
+    model_arguments(walk)
+    walk.add_argument("--forward", choices=("bf16", "as_sampler"), help="the learner's (default: the run's, or bf16)")
+    walk.add_argument("--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)")
+    walk.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="for the engine to answer (default: the run's recorded rollouts, "
+        "or random tokens)",
+    )  # fmt: skip
+    walk.add_argument("-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s")
+    walk.add_argument("--tokens", type=int, default=128, metavar="N", help="of each at most (default: %(default)s)")
+    walk.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="default: mismatch/MODEL-FORMAT-FORWARD")
+    walk.set_defaults(run=_mismatch, format=None)
+
+    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
+    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
+    repeat.set_defaults(run=_rerun_step)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -82,29 +115,10 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
-UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
-
-
-def _row(text: str) -> dict[str, Any]:
-    with suppress(ValueError):
-        if isinstance(found := json.loads(text), dict):
-            return found
-    raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"answer": "42"}}')
-
-
-def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
-    model_arguments(parser)
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this once; without it, standard input is asked")
-    parser.add_argument("--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset")
-    parser.set_defaults(run=_chat)
-
-
 def _chat(options: argparse.Namespace) -> int:
     with opened(options, *UNUSED) as (config, stored):
         from megatron_rl.preflight.checks import check_alone
-        from megatron_rl.workshop.evaluation.chat import Unanswered
-        from megatron_rl.workshop.evaluation.tool_chat import begun
+        from megatron_rl.workshop.evaluation.chat import Unanswered, begun
 
         once = options.prompt
         if once is None and not sys.stdin.isatty():
@@ -141,21 +155,6 @@ def _talk(chat: Any) -> None:
                 print(chat.answer(text))
             except Unanswered as error:
                 print(f"error: {error}")
-
-
-def _add_mismatch(commands: Any) -> None:
-    parser = commands.add_parser("mismatch", help="where learner and sampler differ, point by point of a forward pass")
-    model_arguments(parser)
-    parser.add_argument("--forward", choices=("bf16", "as_sampler"), help="the learner's (default: the run's, or bf16)")
-    parser.add_argument("--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="for the engine to answer (default: the run's recorded rollouts, "
-        "or random tokens)",
-    )  # fmt: skip
-    parser.add_argument("-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of each at most (default: %(default)s)")
-    parser.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="default: mismatch/MODEL-FORMAT-FORWARD")
-    parser.set_defaults(run=_mismatch, format=None)
 
 
 def _mismatch(options: argparse.Namespace) -> int:
@@ -198,12 +197,6 @@ def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     ]
 
 
-def _add_rerun_step(commands: Any) -> None:
-    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
-    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
-    repeat.set_defaults(run=_rerun_step)
-
-
 def _rerun_step(options: argparse.Namespace) -> int:
     from megatron_rl.rank import alone
 
@@ -212,8 +205,3 @@ def _rerun_step(options: argparse.Namespace) -> int:
 
         print(rerun(options.dump))
     return 0
-
-
-def add(commands: Any) -> None:
-    for add_one in (_add_eval, _add_chat, _add_mismatch, _add_rerun_step):
-        add_one(commands)

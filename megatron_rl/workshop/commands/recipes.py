@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron_rl.commands import rewards_beside, train
 from megatron_rl.config import ConfigError
 
 
-def _add_plan(commands: Any) -> None:
+def add(commands: Any) -> None:
     plan = commands.add_parser("plan", help="ranks, memory, time and the sync of a recipe; starts nothing")
     plan.add_argument("target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
@@ -20,7 +21,7 @@ def _add_plan(commands: Any) -> None:
         help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
     )
     plan.add_argument("--assume", action="append", default=[], metavar="name=value", help="such as response=0.2")
-    plan.add_argument("--json", action="store_true", help="the plan as JSON, in bytes and seconds")
+    plan.add_argument("--json", action="store_true", dest="as_json", help="the plan as JSON, in bytes and seconds")
     plan.add_argument("--suggest", action="store_true", help="the fastest layouts that fit, as overrides")
     plan.add_argument("--precision", action="store_true", help="seconds of a step by the sampler's format; what pays")
     of_run = "take the costs for --precision from this run's first steps; one of each format is best"
@@ -31,24 +32,6 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)")
     plan.set_defaults(run=_plan)
 
-
-def _plan(options: argparse.Namespace) -> int:
-    from megatron_rl.workshop.planner.command import Request, answer
-    from megatron_rl.workshop.planner.traffic import Request as Links
-
-    rewards_beside(options.target)
-    names = ("target", "overrides", "on", "assume", "suggest", "sbatch", "precision", "fit")
-    given = {name: getattr(options, name) for name in names}
-    links = Links(options.replicas, options.link_gbs, options.rows)
-    said, problems = answer(Request(**given, as_json=options.json, links=links))
-    if said:
-        print(said)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return 0
-
-
-def _add_translate(commands: Any) -> None:
     translate = commands.add_parser("translate", help="another project's recipe, or its correction alone, as ours")
     translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
     translate.add_argument(
@@ -58,10 +41,37 @@ def _add_translate(commands: Any) -> None:
     translate.add_argument("-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output")
     translate.set_defaults(run=_translate)
 
+    toy = commands.add_parser("toy", help="make the toy's model folder and data")
+    toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
+    toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
+    own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
+    toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)
+    toy.set_defaults(run=_toy)
+
+    quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
+    tasks = ("toy", "counting", "experts", "reasoning", "tools")
+    about = "counting: longer answers; experts: a mixture; reasoning: a real task; tools: a calculator to call"
+    quickstart.add_argument("--task", choices=tasks, default="toy", help=about)
+    quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
+    quickstart.set_defaults(run=_quickstart)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.planner.command import Request, answer
+
+    rewards_beside(options.target)
+    said, problems = answer(Request(**{field.name: getattr(options, field.name) for field in fields(Request)}))
+    if said:
+        print(said)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return 0
+
 
 def _translate(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.translation.keys import TranslationError
     from megatron_rl.workshop.translation.recipe import write_recipe
-    from megatron_rl.workshop.translation.translate import TranslationError, translate_file
+    from megatron_rl.workshop.translation.translate import translate_file
 
     if str(options.file) != "-" and not options.file.exists():
         raise ConfigError(f"{options.file}: no such file; name a file that holds the other project's keys")
@@ -78,15 +88,6 @@ def _translate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_toy(commands: Any) -> None:
-    toy = commands.add_parser("toy", help="make the toy's model folder and data")
-    toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
-    toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
-    own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
-    toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)
-    toy.set_defaults(run=_toy)
-
-
 def _toy(options: argparse.Namespace) -> int:
     from megatron_rl.data import toy
     from megatron_rl.models.tiny import write_own
@@ -101,21 +102,7 @@ def _toy(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_quickstart(commands: Any) -> None:
-    quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
-    tasks = ("toy", "counting", "experts", "reasoning", "tools")
-    about = "counting: longer answers; experts: a mixture; reasoning: a real task; tools: a calculator to call"
-    quickstart.add_argument("--task", choices=tasks, default="toy", help=about)
-    quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
-    quickstart.set_defaults(run=_quickstart)
-
-
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.quickstart import TASKS, quickstart
 
     return quickstart(options.overrides, train.run, train.check_run, TASKS[options.task])
-
-
-def add(commands: Any) -> None:
-    for add_one in (_add_plan, _add_translate, _add_toy, _add_quickstart):
-        add_one(commands)

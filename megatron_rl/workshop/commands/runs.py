@@ -9,26 +9,12 @@ from typing import Any
 from megatron_rl.config import ConfigError
 
 
-def _add_report(commands: Any) -> None:
+def add(commands: Any) -> None:
     report = commands.add_parser("report", help="one HTML page from one or several run directories")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
     report.set_defaults(run=_report)
 
-
-def _report(options: argparse.Namespace) -> int:
-    from megatron_rl.workshop.reports.report import write_report
-
-    output = options.output or options.runs[0] / "report.html"
-    try:
-        unread = write_report(options.runs, output)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
-    print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
-    return 0
-
-
-def _add_status(commands: Any) -> None:
     status = commands.add_parser("status", help="how runs stand: state, step, rate, scores, alarms, checkpoint")
     status.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     status.set_defaults(run=_status)
@@ -41,6 +27,26 @@ def _add_status(commands: Any) -> None:
     kept = commands.add_parser("checkpoints", help="what a run can go on from, and whether it is whole")
     kept.add_argument("folder", type=Path, metavar="RUN")
     kept.set_defaults(run=_checkpoints)
+
+    replay = commands.add_parser("replay", help="other corrections on the batches that a run recorded")
+    replay.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
+    replay.description = "Applies other corrections to the batches that a run recorded. Nothing is trained."
+    replay.add_argument("folder", type=Path, metavar="RUN")
+    replay.add_argument("--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction")
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4")
+    replay.set_defaults(run=_replay)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.reports.report import write_report
+
+    output = options.output or options.runs[0] / "report.html"
+    try:
+        unread = write_report(options.runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
+    print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
+    return 0
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -85,16 +91,6 @@ def _describe(root: Path) -> str:
     return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows)) if rows else f"{root}: no checkpoints"
 
 
-def _add_replay(commands: Any) -> None:
-    parser = commands.add_parser("replay", help="other corrections on the batches that a run recorded")
-    parser.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
-    parser.description = "Applies other corrections to the batches that a run recorded. Nothing is trained."
-    parser.add_argument("folder", type=Path, metavar="RUN")
-    parser.add_argument("--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4")
-    parser.set_defaults(run=_replay)
-
-
 def _replay(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.comparison.replay import replay_run
 
@@ -102,8 +98,3 @@ def _replay(options: argparse.Namespace) -> int:
     names = [word for word in options.corrections if word not in overrides]
     print(replay_run(options.folder, names, [*overrides, *options.overrides]))
     return 0
-
-
-def add(commands: Any) -> None:
-    for add_one in (_add_report, _add_status, _add_replay):
-        add_one(commands)

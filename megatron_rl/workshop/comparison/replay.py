@@ -20,8 +20,7 @@ from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.types import NO_EXPERT
-from megatron_rl.workshop.mismatch.session_table import session_table
-from megatron_rl.workshop.reports.run_data import readable
+from megatron_rl.workshop.reports.run_data import readable, session_table
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "rollout_is_eff_sample_size": ("ESS", ".4f"),

@@ -6,7 +6,6 @@ modelopt holds the model in memory whole, in BF16, runs it with transformers, an
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,9 @@ from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, QuantizationSection
 from megatron_rl.data.prompts import FolderTokenizer, load_dataset
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model, read_hf_config
-from megatron_rl.models.weight_files import companions
+from megatron_rl.models.model import Model
 from megatron_rl.types import Prompt, Rollout, Scored, written
-from megatron_rl.workshop.conversion.comparison import compare
-from megatron_rl.workshop.conversion.sources import Source, note, of_folder
-from megatron_rl.workshop.conversion.work import begun
+from megatron_rl.workshop.conversion.sources import Source, note
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
@@ -63,7 +59,7 @@ def batch_of(rows: Rows) -> Batch:
     return collate([Scored(rollout, reward=0.0) for rollout in rollouts])
 
 
-def _coverage(given: str, rows: Rows, seen: float) -> str:
+def coverage(given: str, rows: Rows, seen: float) -> str:
     counts = f"{len(rows)} samples, {sum(map(len, rows))} tokens"
     said = f"{given}: {counts}, {seen:.1%} of the places to measure were reached"
     note(f"calibrated on {said}")
@@ -91,7 +87,7 @@ def activation_amax(source: Source, given: str) -> tuple[torch.Tensor, str]:
     with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:  # any: it is what makes a learner look
         learner.logprobs(batch_of(rows))
         amax_LNH = learner.take_activation_amax().cpu()
-    return amax_LNH, _coverage(given, rows, float((amax_LNH > 0).float().mean()))
+    return amax_LNH, coverage(given, rows, float((amax_LNH > 0).float().mean()))
 
 
 def transformers_model(source: Source) -> Any:
@@ -102,26 +98,7 @@ def transformers_model(source: Source) -> Any:
     )
 
 
-def modelopt_folder(source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]) -> None:
-    """ValueError where a tensor of the result is further from the plain one than the format's rounding."""
-    if not source.is_folder or source.quantization is not None:
-        raise ConfigError(f"{source.path}: modelopt runs the model with transformers, from a plain Hugging Face folder")
-    if patterns := [entry for entry in ignore if entry.startswith("re:")]:
-        raise ConfigError(f"--ignore {patterns[0]}: modelopt takes names of layers")
-    rows = token_rows(calibrate, source.folder)
-    options = {"format": format, "rows": rows, "ignore": ignore}
-    with begun(target, "quantize", [source], options, {}) as work:
-        coverage = _coverage(calibrate, rows, _exported(source, work.path, format, rows, ignore))
-        for name in companions(source.folder):
-            if not (work.path / name).exists():
-                shutil.copyfile(source.folder / name, work.path / name)
-        for one in compare(source, Source(work.path, work.path, read_hf_config(work.path))):
-            if not one.ok:
-                raise ValueError(f"modelopt's export of {one.name} is not the weight that went in: {one.said}")
-        work.publish(of_folder(work.path), format=format, calibration=coverage)
-
-
-def _exported(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> float:
+def export_by_modelopt(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> float:
     """The share of modelopt's input quantizers that saw data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

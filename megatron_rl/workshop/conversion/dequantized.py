@@ -79,22 +79,17 @@ def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
         elif suffix not in DROPPED and not (module in modules and suffix in PARTS):
             specs[name] = spec
 
-    def opened() -> Get:
-        get = weights.open()
+    def made(name: str, get: Get) -> torch.Tensor:
+        module, _ = part_of(name)
+        if module not in modules or not name.endswith(".weight"):
+            return get(name)
+        parts = {part_of(part)[1]: get(part) for part in modules[module]}
+        plain = torch.empty(specs[name].shape, dtype=torch_dtype(DTYPE))
+        for some in portions(specs[name].shape, known):
+            plain[some] = restore(parts, some, specs[name].shape, known)[0]
+        return plain
 
-        def made(name: str) -> torch.Tensor:
-            module, _ = part_of(name)
-            if module not in modules or not name.endswith(".weight"):
-                return get(name)
-            parts = {part_of(part)[1]: get(part) for part in modules[module]}
-            plain = torch.empty(specs[name].shape, dtype=torch_dtype(DTYPE))
-            for some in portions(specs[name].shape, known):
-                plain[some] = restore(parts, some, specs[name].shape, known)[0]
-            return plain
-
-        return made
-
-    return Weights(specs, opened)
+    return weights.made_into(specs, made)
 
 
 def modules_of(weights: Weights) -> dict[str, list[str]]:

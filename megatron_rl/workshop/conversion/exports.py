@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_rl.config.schema import KEPT
 from megatron_rl.files import write_whole
 from megatron_rl.models.hf_folder import FILE_BYTES, SafetensorsWriter, index_of, make_header, packed
@@ -140,14 +142,13 @@ def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
     specs, same = dict(weights.specs), dict[str, str]()
     if tied and any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
         specs[TIED_COPY], same[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY), EMBEDDING
-    kept, extras = beside.folder / EXTRAS, Weights({}, weights.open)
-    if kept.is_dir():
-        extras = of_folder(kept)
+    kept = beside.folder / EXTRAS
+    extras = of_folder(kept) if kept.is_dir() else Weights({}, weights.open)
     if both := extras.specs.keys() & specs.keys():
         raise ValueError(f"{kept} holds {min(both)}, which the checkpoint has itself; import the model again")
+    extra = extras.open()
 
-    def opened() -> Get:
-        get, extra = weights.open(), extras.open()
-        return lambda name: extra(name) if name in extras.specs else get(same.get(name, name))
+    def made(name: str, get: Get) -> Tensor:
+        return extra(name) if name in extras.specs else get(same.get(name, name))
 
-    return Weights({**specs, **extras.specs}, opened)
+    return weights.made_into({**specs, **extras.specs}, made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from megatron_rl.config.schema import Format, KvCache, Precision, QuantizationSe
 from megatron_rl.distributed import TorchGroup
 from megatron_rl.models.hf_folder import read_stored
 from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
-from megatron_rl.models.weight_files import stored_tensors
+from megatron_rl.models.weight_files import companions, stored_tensors
 from megatron_rl.quantization import formats
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.quantize import quantize
@@ -26,8 +28,9 @@ from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing, column_am
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.conversion import calibration
 from megatron_rl.workshop.conversion.exports import Beside, write_folder
-from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
-from megatron_rl.workshop.conversion.work import refuse_target
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_folder
+from megatron_rl.workshop.conversion.verification import compare
+from megatron_rl.workshop.conversion.work import begun, refuse_target
 
 DTYPE = "bfloat16"  # of what stays unquantized; what a learner in BF16 quantizes is rounded to it before
 AS_SAMPLER = "as_sampler"  # whatever the run's sampler had
@@ -73,7 +76,7 @@ def quantize_as_asked(
     if format in calibration.MODELOPT:
         if smooth is not None or not calibrate:
             raise ConfigError(f"--format {format}: needs --calibrate FILE, and no --smooth")
-        calibration.modelopt_folder(source, target, format, calibrate, ignore or ())
+        _modelopt_folder(source, target, format, calibrate, ignore or ())
         return
     kind = Format(format)
     if (smooth is None) != (calibrate is None):
@@ -90,6 +93,26 @@ def quantize_as_asked(
     smoothing.begin_sync(lambda: _weight_amax(source.plain, source.shape, recipe))
     options["scales"] = digest(smoothing.scales_LNH)
     _quantize_folder(source, target, replace(recipe, smoothing=smoothing), options, calibration=coverage)
+
+
+def _modelopt_folder(source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]) -> None:
+    """ValueError where a tensor of the result is further from the plain one than the format's rounding."""
+    if not source.is_folder or source.quantization is not None:
+        raise ConfigError(f"{source.path}: modelopt runs the model with transformers, from a plain Hugging Face folder")
+    if patterns := [entry for entry in ignore if entry.startswith("re:")]:
+        raise ConfigError(f"--ignore {patterns[0]}: modelopt takes names of layers")
+    rows = calibration.token_rows(calibrate, source.folder)
+    options = {"format": format, "rows": rows, "ignore": ignore}
+    with begun(target, "quantize", [source], options, {}) as work:
+        seen = calibration.export_by_modelopt(source, work.path, format, rows, ignore)
+        coverage = calibration.coverage(calibrate, rows, seen)
+        for name in companions(source.folder):
+            if not (work.path / name).exists():
+                shutil.copyfile(source.folder / name, work.path / name)
+        for one in compare(source, Source(work.path, work.path, read_hf_config(work.path))):
+            if not one.ok:
+                raise ValueError(f"modelopt's export of {one.name} is not the weight that went in: {one.said}")
+        work.publish(of_folder(work.path), format=format, calibration=coverage)
 
 
 def _recipe_of_run(source: Source) -> Recipe:

@@ -44,6 +44,15 @@ class Weights:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs.values())
 
+    def made_into(self, specs: Mapping[str, TensorSpec], made: Callable[[str, Get], torch.Tensor]) -> Weights:
+        """Other weights, each of which is `made(name, get)` of these."""
+
+        def opened() -> Get:
+            get = self.open()
+            return lambda name: made(name, get)
+
+        return Weights(specs, opened)
+
 
 def of_folder(path: Path) -> Weights:
     folder = HfFolder(path)

@@ -1,15 +1,36 @@
-"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation where it has a template."""
+"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation where it has a template; the
+tools of an environment answer its calls, as in training.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
+from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
+from megatron_rl.environments.session import (
+    Answered,
+    ContextFull,
+    EnvironmentSession,
+    Policy,
+    Rules,
+    TemplateRefuses,
+)
+from megatron_rl.environments.templates import parser_of, problems
+from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, SamplingParams
-from megatron_rl.workshop.evaluation.stored_model import StoredModel
+from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
+
+AGAIN = "what is typed next begins another conversation"
 
 
 class Unanswered(ValueError):
@@ -38,10 +59,6 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: int = 0
 
-    @classmethod
-    def with_model(cls, sampler: Sampler, stored: StoredModel, config: Config) -> Chat:
-        return cls(sampler, FolderTokenizer(stored.folder), config, has_template(stored.folder))
-
     def answer(self, text: str) -> str:
         """Answer a text; a conversation that has become too long loses its beginning."""
         self.messages.append({"role": "user", "content": text})
@@ -67,3 +84,146 @@ class Chat:
             system = [] if said is None else [{"role": "system", "content": said}]
             text = self.tokenizer.text([*system, *self.messages], self.config.data.template)
         return self.tokenizer.encode(text)
+
+
+@contextmanager
+def begun(
+    config: Config, stored: StoredModel, row: Mapping[str, Any], note: Callable[[str], None]
+) -> Iterator[Chat | ToolChat]:
+    """A chat with the model, served as `config` says, and with the tools of its environment, which starts first."""
+    with _environment(config, stored.folder, note) as pool, served(config, stored, note) as sampler:
+        tokenizer = FolderTokenizer(stored.folder)
+        if pool is None:
+            yield Chat(sampler, tokenizer, config, has_template(stored.folder))
+            return
+        with closing(ToolChat(sampler, tokenizer, config, pool, row)) as chat:
+            yield chat
+
+
+@contextmanager
+def _environment(config: Config, folder: Path, note: Callable[[str], None]) -> Iterator[EnvironmentPool | None]:
+    """Its processes, once it is known to go with the model; None: there is none that a person could talk beside."""
+    section = config.environment
+    if section.name is None:
+        yield None
+        return
+    with closing(EnvironmentPool(section)) as pool:
+        try:
+            pool.start()
+        except ConfigError as error:
+            raise ConfigError(f"{error} (environment.name=null chats without it)") from None
+        if pool.about.agent:
+            note(f"note: environment.name: {section.name} is an agent, the user itself: the chat goes without it")
+            yield None
+            return
+        if found := list(problems(section, folder, config.data.template or {}, pool.about.tools, agent=False)):
+            raise ConfigError("\n".join(found))
+        yield pool
+
+
+@dataclass(eq=False)
+class LastingProcess:
+    """A process of the environment: where a tool ends it, another one begins with the same row in its place."""
+
+    pool: EnvironmentPool
+    row: Mapping[str, Any]
+    process: EnvironmentProcess | None = None
+
+    async def ask(self, what: dict[str, Any], seconds: float) -> Any:
+        self.process = self.process or await self.pool.take()
+        try:
+            return await self.process.ask(what, seconds)
+        except EnvironmentFailed as error:
+            self.kill()
+            if what["do"] != "tool":
+                raise
+            await self.ask({"do": "reset", "row": self.row}, seconds)
+            return {"text": f"error: {what['name']}: {error}", "failed": True}
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.alive:
+            self.process.kill()
+        self.process = None
+
+
+@dataclass(eq=False)
+class ToolChat:
+    """A conversation, kept in the exact tokens that were sampled."""
+
+    sampler: Sampler
+    tokenizer: FolderTokenizer
+    config: Config
+    pool: EnvironmentPool
+    row: Mapping[str, Any]  # columns that `reset` is given beside the first text
+    show: Callable[[str], None] = print  # what comes before an answer
+    talks = True
+
+    def __post_init__(self) -> None:
+        config, params = self.config, sampling(self.config, self.tokenizer)
+        self._rules = Rules(
+            config.environment, params.max_tokens, config.rollout.context_tokens, config.data.template or {},
+            parser_of(config.environment, self.tokenizer) if self.pool.about.tools else None, config.data.system_prompt,
+        )  # fmt: skip
+        self._engines = self.sampler.turns(params, patient=False)
+        self._loop = EventLoopThread("chat", lambda: EnvironmentFailed("the chat has ended"))
+        self._session: EnvironmentSession | None = None
+        self._process: LastingProcess | None = None
+
+    def answer(self, text: str) -> str:
+        """What the model says at last; its calls, and what answers them, are shown before."""
+        return self._loop.call(self._answer(text))
+
+    async def _answer(self, text: str) -> str:
+        session = self._session or await self._begun(text)
+        if self._session is not None:
+            session.messages.append({"role": "user", "content": text})
+        self._session = None  # unless it can go on
+        for _ in range(self._rules.section.turns):
+            answered = await self._asked(session)
+            said, calls = answered.message["content"], answered.message.get("tool_calls", [])
+            if calls and said:
+                self.show(said)
+            for one in calls:
+                written = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+                self.show(f"-> {one['function']['name']} {written}")
+            try:
+                more = await session.called(answered)
+            except EnvironmentFailed as error:
+                raise Unanswered(f"environment.name: {error}; {AGAIN}") from None
+            if not more:
+                self._session = session
+                cut = answered.completion.finish_reason == "length"
+                return f"{said}\n[cut: {len(answered.completion.token_ids)} tokens]" if cut else said
+            if not calls:
+                self.show(said)
+            for message in session.add(more):
+                self.show(f"<- {message['content']}")
+        self._session = session
+        return f"[environment.turns: {self._rules.section.turns} answers with calls]"
+
+    async def _begun(self, text: str) -> EnvironmentSession:
+        row = {"prompt": text, "answer": "", **self.row}
+        if self._process is not None:
+            self._process.kill()
+        process = self._process = LastingProcess(self.pool, row)
+        policy = Policy(self._engines, self.tokenizer, self._rules, lambda turn: turn + 1, "chat")
+        session = EnvironmentSession(policy, process, self._rules, self.tokenizer)
+        try:
+            await session.begin(row)
+        except EnvironmentFailed as error:
+            raise Unanswered(f"environment.name: {error}; --row gives reset the columns that it reads") from None
+        return session
+
+    async def _asked(self, session: EnvironmentSession) -> Answered:
+        try:
+            return await session.answer()
+        except ContextFull:
+            most = self._rules.context_tokens
+            raise Unanswered(f"rollout.max_context_tokens: {most} are reached; raise it ({AGAIN})") from None
+        except TemplateRefuses as error:
+            raise Unanswered(f"{error}; {AGAIN}") from None
+
+    def close(self) -> None:
+        self.pool.close()  # first: whatever a tool still does ends at once
+        self._engines.close()
+        self._loop.stop()

@@ -31,9 +31,9 @@ from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, written
 from megatron_rl.workshop.evaluation.adapters import is_peft
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
-from megatron_rl.workshop.mismatch.session_table import session_table
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
 from megatron_rl.workshop.reports.charts import PALETTE, layout
+from megatron_rl.workshop.reports.run_data import session_table
 
 RESULT, PAGE = "mismatch.json", "mismatch.html"
 HEAD = ("point", "apart: mean", "max", "own: mean", "max", "KL that enters", "share")

@@ -87,16 +87,13 @@ def _minibatch(dump: Path) -> Path:
 
 def _one_rank(config: Config) -> Config:
     learner = config.learner
-    alone = replace(learner, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, data_parallel=1)
-    alone = replace(alone, context_parallel=1)
+    kinds = ("tensor", "pipeline", "expert", "data", "context")
+    alone: dict[str, Any] = {f"{kind}_parallel": 1 for kind in kinds}
+    megatron = {name: value for name, value in learner.megatron.items() if name not in PARALLEL}
     return replace(
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
-        learner=replace(
-            alone,
-            on_nonfinite=OnNonFinite.skip,
-            megatron={name: value for name, value in learner.megatron.items() if name not in PARALLEL},
-        ),
+        learner=replace(learner, **alone, on_nonfinite=OnNonFinite.skip, megatron=megatron),
         quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),  # measured for the sampler
         sampler=SamplerSection(),
     )

@@ -1,4 +1,9 @@
-"""One node's part in the check of a job's nodes: its facts, connections, shared folders, a sum; by a torch store."""
+"""One node's part in the check of a job's nodes: its facts, connections, shared folders, a sum; by a torch store.
+
+python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum, for each GPU, or for each node without;
+                                                       cuda: where torch sees no GPU, an end
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of such a process come from the environment.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,11 @@ from pathlib import Path
 from typing import Any, Self
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would say of a node that leaves is no news
+import torch
+import torch.distributed as dist
 from torch.distributed import DistError, TCPStore
 
+from megatron_rl.processes import gpu_driver
 from megatron_rl.workshop.nodes import facts
 
 ARRIVE_S = 120.0  # a node reads Python and torch from a busy file system
@@ -27,6 +35,9 @@ ANSWER_S = 60.0
 CONNECT_S = 10.0
 CLOCK_S = 0.2  # between two words of the first node's clock
 RING_S = 180.0  # torch is read, connections are made, and the sums take three seconds
+SECONDS = {"cuda": 3.0, "cpu": 0.3}  # of sums
+LIMIT = timedelta(seconds=120)
+ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 18}  # 256 MiB, 1 MiB
 NO_RESULT = f"no result within {RING_S:.0f} s"
 
 
@@ -124,7 +135,7 @@ def _connects(host: str, port: int) -> bool:
 
 def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda: bool) -> str:
     """Runs the processes of this node, one for each GPU; empty, or why the sum failed."""
-    command, started = [sys.executable, "-m", "megatron_rl.workshop.nodes.ring", *["cuda"] * cuda], []
+    command, started = [sys.executable, "-m", "megatron_rl.workshop.nodes.attend", *["cuda"] * cuda], []
     for local in range(count):
         place = {"RANK": rank + local, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_ADDR": address}
         own = os.environ | {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
@@ -143,3 +154,28 @@ def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda:
             lines = text.strip().splitlines()
             return f"process {local}: {lines[-1] if lines else f'exit status {one.returncode}'}"
     return ""
+
+
+def take_sums() -> None:
+    """Sum a tensor over all (NCCL or gloo) for seconds, to see that nodes reach each other as a learner needs."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "cuda" in sys.argv[1:] and device != "cuda":
+        sys.exit(gpu_driver.unseen())
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=LIMIT)
+    begun = time.monotonic()
+    going = torch.ones(1, device=device)
+    while going.item():
+        values = torch.full((ELEMENTS[device],), float(rank + 1), device=device)
+        dist.all_reduce(values)
+        if not bool((values == world * (world + 1) / 2).all()):
+            sys.exit(f"a sum over {world} processes came out wrong on GPU {os.environ['LOCAL_RANK']}")
+        going.fill_(float(time.monotonic() - begun < SECONDS[device]))
+        dist.all_reduce(going, dist.ReduceOp.MIN)  # all stop at the same time
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    take_sums()

@@ -1,4 +1,4 @@
-"""Case of a plan: a recipe, a config.json and a machine, with roles, workload and memory computed from them."""
+"""Case of a plan: recipe, config.json, machine, assumptions; a step's workload, roles and memory computed from them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,129 @@ from typing import Any
 
 from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import distinct_formats
-from megatron_rl.config.schema import Config, Device
+from megatron_rl.config.schema import Config, Device, SamplerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
 from megatron_rl.preflight.machine import Gpu, Machine
 from megatron_rl.preflight.roles import Roles, roles
-from megatron_rl.workshop.planner.activations import Pack, Training
-from megatron_rl.workshop.planner.engine_memory import GIB, EngineMemory, of_engine
-from megatron_rl.workshop.planner.learner_memory import LearnerMemory, of_stage
-from megatron_rl.workshop.planner.weights import EngineWeights, engine_weights
-from megatron_rl.workshop.planner.workload import Assumptions, Workload
+from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
+from megatron_rl.workshop.planner.memory.activations import Pack, Training
+from megatron_rl.workshop.planner.memory.engine import GIB, EngineMemory, EngineWeights, engine_weights, of_engine
+from megatron_rl.workshop.planner.memory.learner import LearnerMemory, of_stage
 
 USABLE = 0.99  # of the memory that a GPU is sold with
+WAITING_TOKEN = 13  # bytes: id, logprob, mask, text
+WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no recipe says. Lengths are shares of rollout.max_*; efficiencies are of the maker's peak."""
+
+    response: float = 0.4  # mean length of an answer
+    prompt: float = 0.25
+    longest: float = 1.0  # of a step's answers: the longest
+    turns: float = 3.0  # of a session, at most environment.turns
+    observation: float = 0.25  # mean length of what a turn adds
+    tool_s: float = 0.5  # until it is there
+    batches: float = 1.0  # generation batches until enough groups have spread
+    dense: float = 0.40  # of the learner's matrix products
+    experts: float = 0.15
+    attention: float = 0.5
+    halved: float = 0.05  # of that, lost with each doubling of the ranks that share a matrix
+    sampling: float = 0.35  # of an engine's products, prompts included
+    reading: float = 0.75  # of memory bandwidth, while an engine decodes
+    reading_experts: float = 0.4
+    quantizing: float = 0.1  # of memory bandwidth, while the learner quantizes its shards
+    link: float = 0.6
+    host_ms: float = 4.0  # of an engine, for every token of its sequences
+    rounding_us: float = 5.0  # of an engine, for each layer of a step whose matrices are quantized: activations
+    hop_us: float = 15.0  # of an all-reduce between ranks of an engine
+    far_hop_us: float = 50.0  # the same, between nodes
+    file_gbs: float = 2.0  # weights through files: written, checked, read
+    loading: float = 3.0  # times that weights pass through a GPU's memory while an engine loads them from there
+    host_gbs: float = 25.0  # from the host's memory into a GPU's, pages as they are
+    keep_gbs: float = 10.0  # a rank's state into the host's memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of one step."""
+
+    sequences: int
+    prompt: float  # tokens of a prompt
+    response: float  # and of its answer, on average: of a session everything behind the prompt
+    longest: int  # a prompt and an answer at their limits
+    updates: int
+    turns: float = 1.0  # of a session
+    sampled: float = 0.0  # tokens of an answer, or of all answers of a session
+    sessions: int = 0  # open at once; 0: there is no environment
+
+    @property
+    def read(self) -> float:
+        """Tokens that a session's turns add."""
+        return self.response - self.sampled
+
+    @property
+    def open(self) -> int:
+        """Sequences that may be under way at once."""
+        return min(self.sessions or self.sequences, self.sequences)
+
+    def open_of(self, engines: int) -> int:
+        return -(-self.open // engines)
+
+    def held(self, engines: int) -> int:
+        """Tokens that what is open of an engine has come to, on average."""
+        return int(self.open_of(engines) * self.halfway)
+
+    @property
+    def halfway(self) -> float:
+        """Tokens of a sequence that is under way, on average."""
+        return self.prompt + self.response / 2
+
+    def prefilled(self, kept: bool) -> float:
+        """Tokens that engines prefill for a session behind its prompt; without kept prefixes all for each turn anew."""
+        more = self.turns - 1
+        return self.read if kept else more * self.prompt + (self.response * more + self.read) / 2
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> float:
+        return self.sequences * self.length
+
+    @classmethod
+    def of(cls, config: Config, assumed: Assumptions) -> Workload:
+        rollout = config.rollout
+        prompt = max(assumed.prompt * rollout.max_prompt_tokens, 1)
+        turns, sampled, read = 1.0, max(assumed.response * rollout.max_response_tokens, 1), 0.0
+        sessions = 0
+        if config.environment.name is not None:
+            sessions, turns = config.environment.sessions, min(assumed.turns, config.environment.turns)
+            sampled, read = sampled * turns, assumed.observation * config.environment.observation_tokens * (turns - 1)
+            fits = min(1.0, (rollout.context_tokens - prompt) / (sampled + read))
+            sampled, read = sampled * fits, read * fits
+        return cls(
+            sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
+            prompt=prompt,
+            response=sampled + read,
+            longest=rollout.context_tokens,
+            updates=config.learner.n_minibatches,
+            turns=turns,
+            sampled=sampled,
+            sessions=sessions,
+        )
+
+    def waiting_bytes(self, ahead: int) -> float:
+        """Bytes of the driver's host that batches take while they wait for the learner."""
+        return ahead * self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
+
+
+def keeps_prefixes(section: SamplerSection) -> bool:
+    return bool(section.vllm.get("enable_prefix_caching", True))
 
 
 @dataclass(frozen=True)
@@ -42,7 +152,7 @@ class Case:
 
     @cached_property
     def work(self) -> Workload:
-        return Workload.of(self.config, self.config.learner, self.assumed)
+        return Workload.of(self.config, self.assumed)
 
     @cached_property
     def training(self) -> Training:
@@ -51,7 +161,10 @@ class Case:
     @property
     def packs(self) -> int:
         """Micro-batches of an update, of one replica."""
-        return self.work.packs(self.config.learner, self.model)
+        work, layout = self.work, self.model.layout
+        of_replica = work.tokens / work.updates / layout.dp
+        count = max(-(-int(of_replica) // max(self.config.learner.tokens_per_microbatch, int(work.length))), 1)
+        return max(count, min(2 * layout.pp, max(work.sequences // work.updates // layout.dp, 1)))
 
     @property
     def host(self) -> bool:
@@ -82,7 +195,7 @@ class Case:
         sampler, quantization = self.config.sampler, self.config.quantization
         return of_engine(self.model, sampler, quantization, self.weights, self.longest, self.limit, self.host)
 
-    def stages(self, pack: Pack, packs: int) -> list[LearnerMemory]:
+    def _stages(self, pack: Pack, packs: int) -> list[LearnerMemory]:
         """The learner's memory by pipeline stage."""
         reference = bool(self.config.loss.kl_coef) and self.model.shape.lora is None
         return [
@@ -90,8 +203,25 @@ class Case:
             for stage in range(self.model.layout.pp)
         ]
 
+    def _fullest(self, rows: int, longest: int) -> int:
+        """Tokens of a micro-batch: a row at its limit, or as many as the budget takes."""
+        rows = -(-rows // self.model.layout.dp)
+        return max(longest, min(self.config.learner.tokens_per_microbatch, rows * longest))
+
     @cached_property
     def heaviest(self) -> LearnerMemory:
-        """The pipeline stage that needs the most."""
-        stages = self.stages(self.work.worst_pack(self.config.learner, self.model), self.packs)
+        """The pipeline stage that needs the most, with the fullest micro-batch that can come."""
+        work = self.work
+        tokens = self._fullest(-(-work.sequences // work.updates), work.longest)
+        share = 1 - work.prompt / max(work.longest, 1)  # prompts may be short
+        stages = self._stages(Pack(tokens, max(tokens * share, 1), work.longest), self.packs)
         return max(stages, key=lambda one: one.needed)
+
+    @property
+    def probe(self) -> float:
+        """Bytes that come and go in the fullest forward pass of a probe: short answers, to prompts of any length."""
+        response = min(PROBE_TOKENS, self.config.rollout.max_response_tokens)
+        longest = self.config.rollout.max_prompt_tokens + response
+        tokens = self._fullest(PROBE_PROMPTS, longest)
+        rows = -(-PROBE_PROMPTS // self.model.layout.dp)
+        return max(one.forward for one in self._stages(Pack(tokens, min(tokens, rows * response), longest), 1))

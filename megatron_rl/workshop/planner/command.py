@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import NoGpu, detect, named, own
 from megatron_rl.workshop.planner import fit, precision, slurm, suggest, table, traffic
-from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.plan import Plan, plan_case
-from megatron_rl.workshop.planner.workload import Assumptions
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for."""
+@dataclass(frozen=True, kw_only=True)
+class Request(traffic.Request):
+    """What the command line asks for, each by the name of its option."""
 
     target: Path  # a recipe, a config.json, or a folder that holds one
     overrides: Sequence[str] = ()
@@ -37,7 +36,6 @@ class Request:
     sbatch: bool = False
     precision: bool = False
     fit: Sequence[Path] = ()  # folders of runs
-    links: traffic.Request = field(default_factory=traffic.Request)
 
 
 def answer(request: Request) -> tuple[str, list[str]]:
@@ -57,7 +55,7 @@ def answer(request: Request) -> tuple[str, list[str]]:
     problems = [*found, *(checks.problems(config, on=machine) if whole else [])]
     if hf_config is None:
         return "", problems
-    problems += [line for line in traffic.problems(config, hf_config, request.links) if line not in problems]
+    problems += [line for line in traffic.problems(config, hf_config, request) if line not in problems]
     made = None
     if whole or machine:
         made = _plan(Case(config, hf_config, machine or detect(config.run.device), assumed), problems)
@@ -69,11 +67,11 @@ def answer(request: Request) -> tuple[str, list[str]]:
     moves = not problems or (made is not None and problems == list(made.problems))
     if request.as_json:
         about: dict[str, Any] = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
-        about |= {"sync": traffic.numbers(config, hf_config, request.links)} if moves else {}
+        about |= {"sync": traffic.numbers(config, hf_config, request)} if moves else {}
         return json.dumps(about | {"problems": problems}, indent=2), problems
     changed = list(changes(request.target, request.overrides)) if whole else []
     texts = [table.describe(config, made, changed)] if made else []
-    return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
+    return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request)] if moves else [])]), problems
 
 
 def _precision(request: Request, case: Case) -> str:

@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import floor, prod
 
-from megatron_rl.config.schema import Sleep, SyncSection, Transport
+from megatron_rl.config.schema import Offload, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
-from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.roles import RANK_GIB
-from megatron_rl.workshop.planner.engine_memory import COMMUNICATOR, CONTEXT, GIB, EngineMemory
-from megatron_rl.workshop.planner.learner_memory import LearnerMemory
-from megatron_rl.workshop.planner.weights import BF16
+from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.memory.engine import COMMUNICATOR, CONTEXT, GIB
+from megatron_rl.workshop.planner.memory.learner import BF16
 
 PHASES = ("rollout", "prox", "update", "sync", "save")  # of a step, that take time
 MOMENTS = ("start", "rollout", "prox", "update", "sync", "probe", "save")
@@ -27,7 +26,7 @@ CACHE = "engine: cache"
 SHARE = ("engine: weights", "engine: runtime", CACHE, "engine: unused")  # what gpu_memory_utilization is a share for
 TIGHT = 0.05  # of it: a smaller margin is called tight
 SLACK = 0.06  # of what comes and goes: what torch's allocator holds and cannot use
-BUCKETS = 2 * (64 << 20)  # weight_sync/buckets.py
+BUCKETS = 2 * (64 << 20)  # one that is gathered, one that is sent: weight_sync/buckets.py
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,11 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        return sum(self.phases[self.peak_phase].values())
+        return sum(self.at_peak.values())
+
+    @property
+    def at_peak(self) -> Mapping[str, float]:
+        return self.phases[self.peak_phase]
 
     @property
     def margin(self) -> float | None:
@@ -61,21 +64,25 @@ class Memory:
         return "tight" if self.margin < TIGHT * self.limit else "fits"
 
 
-def learner_phases(
-    memory: LearnerMemory, model: Model, probe: float, host: bool = False, waits: bool = False, offloads: bool = False
-) -> dict[str, dict[str, float]]:
-    """Memory by phase of a GPU that works for the learner alone, or of a rank on a host.
+def planned(case: Case) -> list[Memory]:
+    """Of each kind of GPU, or of a process on a host."""
+    learner, engine = _of_learner(case), _of_engine(case)
+    both = {moment: {**learner[moment], **engine[moment]} for moment in MOMENTS}
+    kinds = {"learner": learner, "learner and engine": both, "engine": engine}
+    what = "a process of" if case.host else "a GPU of"
+    return [Memory(kind, gpus, kinds[kind], case.limit, what) for kind, gpus in case.roles.kinds.items()]
 
-    `probe`: what comes and goes in its forward pass. `waits`: until an engine that has started sleeps. `offloads`: its
-    optimizer, from an update to the next.
-    """
-    runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * communicators(model.layout)}
+
+def _of_learner(case: Case) -> dict[str, dict[str, float]]:
+    """Memory by phase of a GPU that works for the learner alone, or of a rank on a host."""
+    memory, model = case.heaviest, case.model
+    runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * _communicators(model.layout)}
     held = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "masters, moments": memory.optimizer,
         "reference policy": memory.reference,
-        **({"process": RANK_GIB * GIB} if host else runtime),
+        **({"process": RANK_GIB * GIB} if case.host else runtime),
     }
     logits = memory.logits + memory.logit_gradient + memory.logit_chunks
     at_logits = memory.of_logits >= memory.recomputed + memory.gradients_of_layer
@@ -84,19 +91,20 @@ def learner_phases(
         "logits": logits if at_logits else 0.0,
         "recomputed layers": 0.0 if at_logits else memory.recomputed + memory.gradients_of_layer,
     }
-    passing = {
+    passing: dict[str, Mapping[str, float]] = {
         "start": {},
         "rollout": {},
         "prox": {"forward pass": memory.forward, "reference policy": memory.reference},
         "update": update,
-        "sync": {"sync": staging(model)},
-        "probe": {"forward pass": probe},
+        "sync": {"sync": BUCKETS + BF16 * _largest(model.shape)},
+        "probe": {"forward pass": case.probe},
         "save": {},
     }
-    optimizer = ("gradients", "masters, moments") if offloads else ()
+    # the optimizer is elsewhere from an update to the next where it is offloaded
+    optimizer = ("gradients", "masters, moments") if case.config.learner.offload is Offload.optimizer else ()
     aside = {part: nbytes for part, nbytes in held.items() if part not in optimizer}
     found = {moment: _together(held if moment in ("start", "update") else aside, passing[moment]) for moment in MOMENTS}
-    return found | ({"start": {}} if waits else {})
+    return found if case.config.sampler.sleep == Sleep.none else found | {"start": {}}
 
 
 def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, float]:
@@ -108,39 +116,31 @@ def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[s
     return {part: nbytes for part, nbytes in found.items() if nbytes}
 
 
-def communicators(layout: Layout) -> int:
+def _communicators(layout: Layout) -> int:
     """Groups of ranks that talk over NCCL: the world, and each axis that is split."""
     experts = (layout.ep > 1) + (layout.ep > 1 and layout.dp > 1)
     return (layout.world > 1) + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp)) + experts
 
 
-def staging(model: Model) -> float:
-    """A bucket that is gathered, one that is sent, and the largest tensor whole."""
-    return BUCKETS + BF16 * _largest(model.shape)
-
-
 @cache
 def _largest(shape: ModelShape) -> int:
+    """Elements of the largest tensor."""
     return max(prod(size) for param in params(replace(shape, layers=1)) for size in param.shapes)
 
 
-def engine_phases(engine: EngineMemory, sync: SyncSection, sleep: Sleep) -> dict[str, dict[str, float]]:
+def _of_engine(case: Case) -> dict[str, dict[str, float]]:
     """Memory that an engine adds to its GPU by phase; files wait elsewhere where there is no room for them."""
+    engine, sync = case.engine, case.config.sync
     loaded = {"engine: weights": engine.weights, "engine: runtime": engine.runtime}
     loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
     awake = loaded | {CACHE: engine.cache}
     start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
     staged = {"engine: next weights": engine.weights} if sync.staged and sync.transport != Transport.file else {}
-    if sleep == Sleep.none:
+    if case.config.sampler.sleep == Sleep.none:
         return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}
     asleep = {"engine: asleep": engine.asleep}
     learning = {"prox": asleep, "update": asleep, "sync": loaded | staged}
     return dict.fromkeys(MOMENTS, awake) | {"start": start} | learning
-
-
-def joined(*each: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Moments of learner and engine on one GPU."""
-    return {moment: {part: n for one in each for part, n in one[moment].items()} for moment in MOMENTS}
 
 
 def largest_share(memory: Memory, spare: float = 0.0) -> float | None:

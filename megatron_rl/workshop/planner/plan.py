@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.fleet import max_sequences
@@ -14,12 +14,13 @@ from megatron_rl.models.mapping import parameters, trained
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import PARAMETER
 from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
-from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.engine_memory import GIB, utilization
-from megatron_rl.workshop.planner.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
-from megatron_rl.workshop.planner.time import StepTime, faster, keeps_prefixes, step_time
-from megatron_rl.workshop.planner.workload import Assumptions, Workload, probe_pack
+from megatron_rl.runs.console import duration
+from megatron_rl.workshop.planner.case import Assumptions, Case, Workload, keeps_prefixes
+from megatron_rl.workshop.planner.memory.engine import GIB, utilization
+from megatron_rl.workshop.planner.phases import CACHE, Memory, largest_share, planned
+from megatron_rl.workshop.planner.time import StepTime, rolling_out, step_time
 
+FASTER = 0.9  # of the rollout's time: less of a gain is not worth a word
 SHARE_KEY = "sampler.vllm.gpu_memory_utilization"
 
 
@@ -64,7 +65,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
 
 def plan_case(case: Case) -> Plan:
     config, machine, found, work = case.config, case.machine, case.roles, case.work
-    memory = _memory(case)
+    memory = planned(case)
     time = step_time(case) if machine.gpu is not None else None
     count = parameters(case.model.shape)
     kept = PARAMETER[config.learner.precision] * trained(case.model.shape)
@@ -85,7 +86,7 @@ def plan_case(case: Case) -> Plan:
         host=host,
         assumed=case.assumed,
         problems=(*_too_much(case, memory), *_too_little(case), *_too_much_of_host(machine, host)),
-        notes=(*_notes(case, memory), *(list(faster(case, time)) if time is not None and case.limit else [])),
+        notes=(*_notes(case, memory), *(_faster(case, time) if time is not None and case.limit else ())),
     )
 
 
@@ -97,26 +98,15 @@ def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machin
     return [line for line in made.problems if line.startswith(SHARE_KEY)]
 
 
-def _memory(case: Case) -> list[Memory]:
-    config, model, sleep = case.config, case.model, case.config.sampler.sleep
-    probe = max(one.forward for one in case.stages(probe_pack(config.rollout, config.learner, model), 1))
-    offloads = config.learner.offload is Offload.optimizer
-    of_learner = learner_phases(case.heaviest, model, probe, case.host, sleep != Sleep.none, offloads)
-    of_engine = engine_phases(case.engine, config.sync, sleep)
-    kinds = {"learner": of_learner, "learner and engine": joined(of_learner, of_engine), "engine": of_engine}
-    what = "a process of" if case.host else "a GPU of"
-    return [Memory(kind, gpus, kinds[kind], case.limit, what) for kind, gpus in case.roles.kinds.items()]
-
-
 def _share(case: Case, one: Memory) -> str | None:
     """What is wrong with the engine's share of a kind of GPU, where another value would do."""
     given, engine, largest = case.config.sampler.vllm, case.engine, largest_share(one)
-    if largest is None or one.limit is None or CACHE not in one.phases[one.peak_phase] or one.peak <= one.limit:
+    if largest is None or one.limit is None or CACHE not in one.at_peak or one.peak <= one.limit:
         return None
     least = engine.weights + engine.runtime + case.work.longest * engine.token
     if given.get("kv_cache_memory_bytes") is not None or largest * one.limit < least:
         return None
-    beside = sum(n for part, n in one.phases[one.peak_phase].items() if not part.startswith("engine: "))
+    beside = sum(n for part, n in one.at_peak.items() if not part.startswith("engine: "))
     keeps = f"the learner keeps {beside / GIB:.1f}" if beside else "the rest is the engine's own, too"
     return (
         f"{SHARE_KEY}: {given.get('gpu_memory_utilization') or 'null'}, so that an engine takes "
@@ -130,12 +120,11 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         if share := _share(case, one):
             yield share
         elif one.margin is not None and one.margin < 0 and one.limit is not None:
-            most = _most(one.phases[one.peak_phase])
             shares = "learner.context_parallel shares long answers; " if "learner" in one.kind else ""
             yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, and has "
-                f"{one.limit / GIB:.1f}; the most of it: {most} GiB. {shares}`megatron-rl plan --suggest` looks "
-                "for layouts that fit"
+                f"{one.limit / GIB:.1f}; the most of it: {_most(one.at_peak)} GiB. {shares}"
+                "`megatron-rl plan --suggest` looks for layouts that fit"
             )
 
 
@@ -173,6 +162,25 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         )
     tight = "tight, a longer answer or another library may be too much"
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
+
+
+def _faster(case: Case, time: StepTime) -> Iterator[str]:
+    """More, smaller engines on the same GPUs, where they would sample faster."""
+    roles, seconds = case.roles, {}
+    for tp in (size for size in (1, 2, 4, 8) if size < roles.engine_tp and roles.engine_tp % size == 0):
+        small = replace(case, config=replace(case.config, sampler=replace(case.config.sampler, tensor_parallel=tp)))
+        if small.engine.tokens >= case.longest:  # one engine's cache has to hold an answer with its prompt
+            many = replace(roles, engines=roles.engines * (roles.engine_tp // tp), engine_tp=tp)
+            seconds[tp] = rolling_out(small, many, small.engine).rollout
+    best = min(seconds, key=seconds.__getitem__, default=None)
+    if best is None or seconds[best] > FASTER * time.rollout:
+        return
+    sleeps = case.config.sampler.sleep != Sleep.none
+    key = "sampler.engines" if sleeps else "sampler.fleet.replicas"
+    yield (
+        f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would take "
+        f"{duration(seconds[best])} for a rollout, not {duration(time.rollout)} ({key}); --suggest has such"
+    )
 
 
 def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import Config, Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.engine_memory import GIB
+from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.plan import Plan, plan
 
 LONGEST_JOB_S = 24 * 3600

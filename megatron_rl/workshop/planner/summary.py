@@ -25,6 +25,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner.modules import limits
 from megatron_rl.loss.table import CLIP, LOSSES
+from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
@@ -37,13 +38,11 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
     learner, rollout = config.learner, config.rollout
     layout = checked.policy.layout
     plan = plan_sync(checked.policy, config.quantization.format, config.quantization.ignore)
-    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
-    axes = [f"{name}{size}" for name, size in sizes if size > 1]
     rows = [
         ("run", str(Path(config.run.root) / str(config.run.name))),
         ("machine", str(checked.machine)),
         ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
-        ("learner", f"{layout.world} ranks ({' '.join(axes) or 'one rank'}), {arithmetic(learner)}"),
+        ("learner", f"{layout.world} ranks ({axes(layout)}), {arithmetic(learner)}"),
         ("sampler", describe_sampler(config.sampler, config.quantization)),
         ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
         ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
@@ -57,6 +56,11 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         *(("note:", what) for what in checked.notes),
     ]  # fmt: skip
     return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
+
+
+def axes(layout: Layout) -> str:
+    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
+    return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
 
 
 def objective(config: Config) -> list[tuple[str, str]]:

@@ -10,17 +10,17 @@ from contextlib import suppress
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, InFlight, RolloutSection
 from megatron_rl.files import write_whole
-from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import unusual_clip
 from megatron_rl.runs.console import duration, table
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.planner import summary
-from megatron_rl.workshop.planner.engine_memory import GIB
+from megatron_rl.workshop.planner.case import keeps_prefixes
+from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
 from megatron_rl.workshop.planner.plan import Plan, plan
-from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime, keeps_prefixes
+from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime
 
 OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
 
@@ -32,17 +32,12 @@ def describe(config: Config, plan: Plan, changes: Sequence[str] = ()) -> str:
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def axes(layout: Layout) -> str:
-    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
-    return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
-
-
 def _who(config: Config, plan: Plan) -> Iterator[str]:
     roles, work = plan.roles, plan.work
     where = f"{roles.learner_nodes} node(s), {roles.tasks_per_node} on each" if roles.learner_nodes > 1 else "one node"
     yield f"machine   {plan.machine}"
     yield f"model     {config.model.path}: {plan.parameters / 1e6:,.1f} M parameters"
-    yield f"learner   {roles.learner:,} ranks ({axes(plan.layout)}) on {where}"
+    yield f"learner   {roles.learner:,} ranks ({summary.axes(plan.layout)}) on {where}"
     beside = f", {len(roles.shared)} of them the learner's, too" if roles.shared else ""
     local = f"GPUs {', '.join(map(str, roles.local))} of the first node{beside}" if roles.local else "other nodes"
     local = local if plan.machine.gpus else "this host"
@@ -84,7 +79,7 @@ def _memory(memory: Memory) -> list[str]:
     head = (f"{memory.what}: {memory.kind} ({memory.gpus})", *MOMENTS)
     rows = [(part, *(_gib(memory.phases[phase].get(part, 0.0)) for phase in MOMENTS)) for part in parts]
     rows.append(("all, in GiB", *(_gib(sum(memory.phases[phase].values())) for phase in MOMENTS)))
-    most = sorted(memory.phases[memory.peak_phase].items(), key=lambda part: -part[1])[:3]
+    most = sorted(memory.at_peak.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{part} {nbytes / memory.peak:.0%}" for part, nbytes in most)
     lines = table(head, rows)
     if memory.limit is None or memory.margin is None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log2
 
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
-from megatron_rl.config.schema import Format, Offload, SamplerSection, Sleep, Transport
+from megatron_rl.config.schema import Format, Offload, Sleep, Transport
 from megatron_rl.learner.modules.costs import Operations, operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.roles import Roles
-from megatron_rl.runs.console import duration
-from megatron_rl.workshop.planner.case import Case
-from megatron_rl.workshop.planner.engine_memory import EngineMemory, utilization
-from megatron_rl.workshop.planner.learner_memory import GRADIENT, chosen
-from megatron_rl.workshop.planner.weights import BF16, held
+from megatron_rl.workshop.planner.case import Case, keeps_prefixes
+from megatron_rl.workshop.planner.memory.engine import EngineMemory, utilization
+from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, chosen, held
 
 TERA, GIGA = 1e12, 1e9
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at 3.4 million
 FP8_PAYS = 580_000
 FP8_GAIN = 0.18  # of the time of the products, at best
 WAITING = 1.5  # of an update's bytes have to be free where it waits: engine/receiver.py
-FASTER = 0.9  # of the rollout's time: less of a gain is not worth a word
 
 
 @dataclass(frozen=True)
@@ -212,10 +208,6 @@ def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
     return Sampling(rollout, decode_s, decoded, tools, in_tools, cold)
 
 
-def keeps_prefixes(section: SamplerSection) -> bool:
-    return bool(section.vllm.get("enable_prefix_caching", True))
-
-
 def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, int]:
     shape, gpu, work, assumed, tp = case.model.shape, case.gpu, case.work, case.assumed, roles.engine_tp
     fitting = max(int(engine.tokens / work.length), 1)
@@ -271,22 +263,3 @@ def _saving(case: Case, step_s: float) -> float:
     section, copied = case.config.checkpoint, _kept(case)
     every = section.every or (max(section.minutes * 60 / step_s, 1) if section.minutes and step_s else 0)
     return copied / (case.assumed.keep_gbs * GIGA) / every if every else 0.0
-
-
-def faster(case: Case, time: StepTime) -> Iterator[str]:
-    """More, smaller engines on the same GPUs, where they would sample faster."""
-    roles, seconds = case.roles, {}
-    for tp in (size for size in (1, 2, 4, 8) if size < roles.engine_tp and roles.engine_tp % size == 0):
-        small = replace(case, config=replace(case.config, sampler=replace(case.config.sampler, tensor_parallel=tp)))
-        if small.engine.tokens >= case.longest:  # one engine's cache has to hold an answer with its prompt
-            many = replace(roles, engines=roles.engines * (roles.engine_tp // tp), engine_tp=tp)
-            seconds[tp] = rolling_out(small, many, small.engine).rollout
-    best = min(seconds, key=seconds.__getitem__, default=None)
-    if best is None or seconds[best] > FASTER * time.rollout:
-        return
-    sleeps = case.config.sampler.sleep != Sleep.none
-    key = "sampler.engines" if sleeps else "sampler.fleet.replicas"
-    yield (
-        f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would take "
-        f"{duration(seconds[best])} for a rollout, not {duration(time.rollout)} ({key}); --suggest has such"
-    )

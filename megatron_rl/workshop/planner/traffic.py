@@ -11,7 +11,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
 from megatron_rl.runs.console import table
-from megatron_rl.workshop.planner.workload import Assumptions
+from megatron_rl.workshop.planner.case import Assumptions
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 END = (
@@ -23,7 +23,7 @@ MEMORY_TBS = 3.35  # of an H100
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """What the command line asks of it."""
 
     replicas: int = 1  # sampler engines
     link_gbs: float | None = None  # GB/s of every link, to turn bytes into seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,18 +182,11 @@ def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | N
     return figure.update_xaxes(title={"text": x_title}, type="category")
 
 
-def time_split(runs: Sequence[RunData]) -> go.Figure | None:
-    return _split(runs, {f"time/{phase}": (phase, paint) for phase, paint in TIME_PHASES.items()})
-
-
-def sync_split(runs: Sequence[RunData]) -> go.Figure | None:
-    return _split(runs, {f"sync/{phase}": (phase.removesuffix("_s"), paint) for phase, paint in SYNC_PHASES.items()})
-
-
-def _split(runs: Sequence[RunData], phases: Mapping[str, tuple[str, str]]) -> go.Figure | None:
-    """One run: seconds per step, stacked. Several: the mean step of each, as a bar."""
+def split(runs: Sequence[RunData], group: str, phases: Mapping[str, str]) -> go.Figure | None:
+    """One run: seconds per step by phase, stacked. Several: the mean step of each, as a bar."""
     figure, several = go.Figure(), len(runs) > 1
-    for name, (label, paint) in phases.items():
+    for phase, paint in phases.items():
+        name, label = f"{group}/{phase}", phase.removesuffix("_s")
         if several:
             totals = [run.total(name, 1) / max(1, len(run.series("time/step", 1).steps)) for run in runs]
             if any(totals):
@@ -238,11 +232,12 @@ def planned(run: RunData) -> tuple[go.Figure | None, go.Figure | None]:
     path = RunDir(run.path).plan
     if not path.is_file():
         return None, None
-    return readable(path, lambda path: _plan(run, json.loads(path.read_text("utf-8"))), (None, None), run.unreadable)
 
+    def drawn(path: Path) -> tuple[go.Figure | None, go.Figure | None]:
+        found = json.loads(path.read_text("utf-8"))
+        return _memory(found["memory"]), _time(run, found["seconds"] or {})
 
-def _plan(run: RunData, found: dict[str, Any]) -> tuple[go.Figure | None, go.Figure | None]:
-    return _memory(found["memory"]), _time(run, found["seconds"] or {})
+    return readable(path, drawn, (None, None), run.unreadable)
 
 
 def _memory(kinds: Sequence[Mapping[str, Any]]) -> go.Figure | None:

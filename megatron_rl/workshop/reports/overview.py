@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,27 +40,18 @@ def ended(path: Path) -> bool:
 
 def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:
     """Show how runs stand until all have ended: a terminal is drawn anew, elsewhere what has changed is printed."""
-    console = Console(file=stream or sys.stdout)
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(Text(_all(paths)), refresh=True)
-                if all(map(ended, paths)):
-                    return
-                time.sleep(every_s)
-    before: dict[Path, str] = {}
-    while True:
-        for path in paths:
-            if (now := describe(path)) != before.get(path):
-                print(now, file=console.file, flush=True)
-                before[path] = now
-        if all(map(ended, paths)):
-            return
-        time.sleep(every_s)
-
-
-def _all(paths: Sequence[Path]) -> str:
-    return "\n\n".join(map(describe, paths))
+    console, before = Console(file=stream or sys.stdout), dict[Path, str]()
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while True:
+            if live is not None:
+                live.update(Text("\n\n".join(map(describe, paths))), refresh=True)
+            for path in paths if live is None else ():
+                if (now := describe(path)) != before.get(path):
+                    print(now, file=console.file, flush=True)
+                    before[path] = now
+            if all(map(ended, paths)):
+                return
+            time.sleep(every_s)
 
 
 def _state(run: RunData) -> str:

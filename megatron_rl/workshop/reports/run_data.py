@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,8 @@ import numpy as np
 from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
+from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
+from megatron_rl.runs.console import table
 from megatron_rl.runs.metrics_file import Curves, read_lines
 from megatron_rl.runs.rollout_file import STEP, Recorded, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
@@ -32,6 +33,7 @@ ROWS = {
     "sync, eval": ("sync", "eval"),
 }
 SHOWN = 6  # steps of a chart
+BREAKDOWN = ("recorded tokens by", "", "tokens", "mean d", "k3", "mean |d|", "mult_prob_error")
 
 
 class NotARun(ConfigError):
@@ -163,8 +165,8 @@ def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     """Key -> value per run, only where they differ. A run's own name is no difference."""
     flat = [dict(flatten(run.config)) for run in runs]
     keys = list(dict.fromkeys(key for one in flat for key in one))
-    table = {key: [one.get(key) for one in flat] for key in keys if key not in ("run.name", "run.if_exists")}
-    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+    values_of = {key: [one.get(key) for one in flat] for key in keys if key not in ("run.name", "run.if_exists")}
+    return {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
 
 
 def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
@@ -187,10 +189,26 @@ def breakdowns_of(recorded: Recorded, policy_version: int | None = None) -> list
     )
 
 
+def session_table(recorded: Iterable[Recorded]) -> str:
+    """Mismatch of recorded sessions by turn, by place in it and by kind of token; begins with an empty line.
+
+    Empty where there are no sessions, or no learner logprobs.
+    """
+    parts = pooled(part for one in recorded for part in breakdowns_of(one) if part.by in OF_SESSIONS)
+    if not parts:
+        return ""
+    rows = [
+        [part.by, part.label, f"{part.tokens:,}", f"{-part.kl:+.2e}", f"{part.k3_kl:.2e}", f"{part.abs_diff:.2e}",
+         f"{part.mult_prob_error:.4f}"]
+        for part in parts
+    ]  # fmt: skip
+    return "\n".join(["\n", *table(BREAKDOWN, rows)])
+
+
 def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     parts = []
-    table = read_rollouts(path)
-    columns = [arrays(table, name) for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")]
+    rows = read_rollouts(path)
+    columns = [arrays(rows, name) for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")]
     for mu, p, weights, kept, mask in zip(*columns, strict=True):
         if p is None or mu is None or not len(mu):
             continue

@@ -120,9 +120,9 @@ def _time(runs: Sequence[RunData]) -> list[Panel]:
     sizes = {"sync/bytes": "sent", "sync/read_bytes": "read by a rank of an engine"}
     throughput, error = {"perf/rollout_tokens_per_s": "tokens/s"}, {"sync/quant_error_max": "worst layer"}
     return [
-        Panel("Where a step's time goes", split, figures.time_split(runs), wide=True),
+        Panel("Where a step's time goes", split, figures.split(runs, "time", figures.TIME_PHASES), wide=True),
         Panel("Who works when", "Some steps from the middle of the run.", figures.lanes(runs), wide=True),
-        Panel("Weight sync", "Its own phases.", figures.sync_split(runs)),
+        Panel("Weight sync", "Its own phases.", figures.split(runs, "sync", figures.SYNC_PHASES)),
         _curves(runs, "Weight sync size", "Each time", sizes, **sent),
         _curves(runs, "Engines stand still", "In each sync", {"sync/pause_s": "paused"}, y_title="s", from_zero=True),
         _curves(runs, "Rollout throughput", "Response tokens per second of generation", throughput, **speed),

@@ -5,24 +5,28 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import corrects
-from megatron_rl.config.layers import CLUSTER
+from megatron_rl.config.layers import CLUSTER, MACHINE, cluster, of_overrides
 from megatron_rl.config.load import from_base
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
+from megatron_rl.preflight.files import read_card
+from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.case import Assumptions, Case
+from megatron_rl.workshop.planner.plan import plan_case
+from megatron_rl.workshop.planner.suggest import overrides, refused, suggestions
 from megatron_rl.workshop.translation.derived import derive
-from megatron_rl.workshop.translation.fit import fit
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.layout import Accounts, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
-from megatron_rl.workshop.translation.sources import read_native
+from megatron_rl.workshop.translation.sources import merged, read_native
 from megatron_rl.workshop.translation.table import Row, Table, projects, table
 from megatron_rl.workshop.translation.translate import comment, correction_section, known_project, translate, with_given
 
@@ -71,7 +75,7 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     except ConfigError as error:
         problems = "; ".join(str(error).splitlines())
         raise TranslationError(f"{project}: what these settings come to is refused here: {problems}") from None
-    fit(made.mapping, config, made.accounts)
+    _fit_cluster(made.mapping, config, made.accounts)
     return made
 
 
@@ -181,6 +185,40 @@ def _nested(values: Values) -> dict[str, Any]:
         inner[name] = dict(value) if isinstance(value, dict) else value
     order = [CLUSTER, *(section.name for section in fields(Config))]
     return {section: mapping[section] for section in sorted(mapping, key=order.index)}
+
+
+def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
+    """The first layout of `megatron-rl plan --suggest` in the place of one that does not fit; both are said."""
+    try:
+        machine = named(cluster(mapping.get(CLUSTER))[MACHINE])
+        case = Case(config, read_card(str(config.model.folder)), machine, Assumptions())
+    except ConfigError:  # a model or a cluster that nobody knows here
+        return
+    if (problem := _misfit(case)) is None:
+        return
+    found = suggestions(case, count=1)
+    no_longer = ("sharded", "halves", "no_multiple") if found else ("sharded",)
+    told.notes = [note for note in told.notes if told.words.get(note) not in no_longer]
+    if not found:
+        told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
+        return
+    sampler = found[0].config.sampler  # a job starts its servers; their addresses are names of a site
+    fleet = replace(sampler.fleet, addresses=[], servers=len(sampler.fleet.addresses))
+    changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
+    for layer in of_overrides(list(overrides(config, changed))):
+        mapping |= merged(mapping, layer.content)
+    given = mapping["learner"].get("megatron", {})
+    mapping["learner"]["megatron"] = {key: value for key, value in given.items() if value is not None}
+    told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
+
+
+def _misfit(case: Case) -> str | None:
+    try:
+        case.model.layout.stage_layers(case.model.shape.layers)
+        problems = [*plan_case(case).problems, *refused(case.config, case.machine)]
+    except (ValueError, ConfigError) as error:
+        problems = str(error).splitlines()
+    return problems[0].partition(";")[0] if problems else None
 
 
 def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -> str:

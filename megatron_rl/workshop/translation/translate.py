@@ -34,8 +34,6 @@ from megatron_rl.workshop.translation.table import table
 from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
 
-__all__ = ["FRAMEWORKS", "TranslationError", "translate", "translate_file", "yaml_text"]
-
 FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
     one.__name__: one for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
 }

@@ -27,9 +27,8 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
 from megatron_rl.processes.process import state_of
-from megatron_rl.workshop.evaluation.chat import Unanswered
+from megatron_rl.workshop.evaluation.chat import ToolChat, Unanswered, _environment, begun
 from megatron_rl.workshop.evaluation.stored_model import StoredModel
-from megatron_rl.workshop.evaluation.tool_chat import ToolChat, _environment, begun
 from megatron_rl.workshop.toy_tools import CALL_END, CALL_START, write_tool_tokenizer
 
 HELLO = "What is 12 + 30?"

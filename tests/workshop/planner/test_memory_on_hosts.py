@@ -10,8 +10,8 @@ import pytest
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.workshop.planner.activations import Pack
-from megatron_rl.workshop.planner.learner_memory import of_stage
+from megatron_rl.workshop.planner.memory.activations import Pack
+from megatron_rl.workshop.planner.memory.learner import of_stage
 
 pytestmark = pytest.mark.ranks
 SMALL = {**cases.QWEN3, "vocab_size": 512}

@@ -19,10 +19,10 @@ from megatron_rl import cli
 from megatron_rl.config import load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import GPUS, Machine, named
-from megatron_rl.workshop.planner.engine_memory import GIB
+from megatron_rl.workshop.planner.case import Workload
+from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.plan import plan
 from megatron_rl.workshop.planner.table import describe
-from megatron_rl.workshop.planner.workload import Workload
 
 ROOT = Path(__file__).parents[3]
 DAPO = str(ROOT / "recipes" / "dapo_fp8.yaml")

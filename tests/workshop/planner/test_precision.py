@@ -17,9 +17,8 @@ from megatron_rl.data.toy import write_toy
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.preflight.machine import Machine, named
 from megatron_rl.workshop.planner import precision
-from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.fit import Costs, fitted, measured, seconds_of
-from megatron_rl.workshop.planner.workload import Assumptions
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "precision.md"

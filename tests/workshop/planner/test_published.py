@@ -13,10 +13,10 @@ from published import DIED, FULL, RAN, SP, ranks
 from megatron_rl.config import from_mapping
 from megatron_rl.config.load import CONF
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.engine_memory import GIB
+from megatron_rl.workshop.planner.case import Assumptions
+from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.plan import plan
 from megatron_rl.workshop.planner.time import StepTime
-from megatron_rl.workshop.planner.workload import Assumptions
 
 
 @pytest.mark.parametrize("name", RAN)

@@ -12,7 +12,7 @@ from megatron_rl.config import cluster, load
 from megatron_rl.config.schema import Config, Offload, Sleep
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.engine_memory import CONTEXT, GIB
+from megatron_rl.workshop.planner.memory.engine import CONTEXT, GIB
 from megatron_rl.workshop.planner.phases import CACHE, MOMENTS, TIGHT, Memory, largest_share
 from megatron_rl.workshop.planner.plan import Plan, plan, share_problems
 

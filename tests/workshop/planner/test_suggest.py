@@ -11,10 +11,9 @@ from megatron_rl import cli
 from megatron_rl.config import cluster, load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.plan import plan_case
 from megatron_rl.workshop.planner.suggest import suggestions
-from megatron_rl.workshop.planner.workload import Assumptions
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "dapo_int8.yaml")
 # of ten models on 1, 8 and 32 GPUs each, those that say the most

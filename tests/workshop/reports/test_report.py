@@ -94,7 +94,7 @@ def test_several_runs_stand_side_by_side(runs):
     reward = charts.curves(loaded, {"reward/sampler_mean": "reward"})
     assert [trace.name for trace in reward.data] == ["tis_int8", "none_bf16"]
     assert len({trace.line.color for trace in reward.data}) == 2
-    split = figures.time_split(loaded)
+    split = figures.split(loaded, "time", figures.TIME_PHASES)
     assert all(list(trace.y) == ["tis_int8", "none_bf16"] for trace in split.data)
 
 

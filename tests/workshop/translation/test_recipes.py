@@ -229,7 +229,7 @@ def test_skyrls_entry_point_says_whether_the_sampler_is_ahead(entry: str, ahead:
 
 
 def test_a_layout_that_was_fitted_is_not_said_to_fit_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.workshop.translation.fit.suggestions", lambda case, count: [case])
+    monkeypatch.setattr("megatron_rl.workshop.translation.recipe.suggestions", lambda case, count: [case])
     source = written("skyrl", tmp_path)
     sizes = "trainer.strategy=megatron trainer.policy.megatron_config.tensor_model_parallel_size=3 trainer.train_batch"
     script = (

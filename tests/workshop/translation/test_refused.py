@@ -21,10 +21,10 @@ from translation_cases import (
     verl_run,
 )
 
-from megatron_rl.workshop.translation.keys import Native
+from megatron_rl.workshop.translation.keys import Native, TranslationError
 from megatron_rl.workshop.translation.settings import may_correct
 from megatron_rl.workshop.translation.table import table
-from megatron_rl.workshop.translation.translate import FRAMEWORKS, TranslationError, translate
+from megatron_rl.workshop.translation.translate import FRAMEWORKS, translate
 
 
 def verl_is(**keys: Any) -> dict[str, Any]:

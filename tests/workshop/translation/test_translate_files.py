@@ -21,14 +21,9 @@ from megatron_rl.config.correction_rules import check_correction, check_objectiv
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossName
 from megatron_rl.loss.policy_loss import LossConfig
 from megatron_rl.workshop.translation import translate as translate_module
+from megatron_rl.workshop.translation.keys import TranslationError
 from megatron_rl.workshop.translation.settings import flatten
-from megatron_rl.workshop.translation.translate import (
-    FRAMEWORKS,
-    TranslationError,
-    translate,
-    translate_file,
-    yaml_text,
-)
+from megatron_rl.workshop.translation.translate import FRAMEWORKS, translate, translate_file, yaml_text
 
 
 def test_what_is_printed_is_read_back_as_the_same_correction() -> None:

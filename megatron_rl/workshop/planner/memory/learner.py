@@ -2,20 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.learner.modules import limits
-from megatron_rl.models.layout import Layout
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import adapters, params, stage_params
 from megatron_rl.models.model import Model
-from megatron_rl.workshop.planner import activations
-from megatron_rl.workshop.planner.activations import Pack, Training
-from megatron_rl.workshop.planner.weights import Held, held
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Split
+from megatron_rl.workshop.planner.memory import activations
+from megatron_rl.workshop.planner.memory.activations import Pack, Training
 
+BF16 = 2  # bytes
 MASTERS_AND_MOMENTS = 12  # bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
 MOMENTS = 8  # an FP32 learner needs no copy
 GRADIENT = 4  # summed in FP32, a whole one on every rank
 FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank of a pipeline stage."""
+
+    dense: int
+    experts: int
+    linear: int  # of both: matrices that Transformer Engine multiplies
+    adapters: tuple[int, int] | None = None  # of dense layers and of experts: what is trained instead
+
+    @property
+    def count(self) -> int:
+        return self.dense + self.experts + sum(self.adapters or ())
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Of dense layers, and of experts."""
+        return (self.dense, self.experts) if self.adapters is None else self.adapters
+
+
+def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
+    """Layers are alike: one of them is counted, and the ends of the pipeline."""
+    layer, ends = _parts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
+    layers = layout.stage_layers(shape.layers)[stage]
+    outer = sum(size for where, size in ends if stage == (0 if where == "first" else layout.pp - 1))
+    of_adapters = layer.adapters and (layer.adapters[0] * layers, layer.adapters[1] * layers)
+    return Held(layer.dense * layers + outer, layer.experts * layers, layer.linear * layers, of_adapters)
+
+
+@cache
+def _parts(
+    shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool
+) -> tuple[Held, tuple[tuple[str, int], ...]]:
+    """Parameters of a rank: one layer's, and (end of the pipeline, parameters there)."""
+    layout, one = Layout(tp=tp, etp=expert_tp, ep=ep), replace(shape, layers=1)
+    inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
+    count, beside = dict.fromkeys(("dense", "experts", "linear"), 0), [0, 0]
+    for param in inside:
+        size = prod(param.local_shape(layout))
+        count["experts" if param.row.expert else "dense"] += size
+        beside[param.row.expert] += sum(prod(each.local_shape(layout)) for each in adapters(param, one))
+        count["linear"] += size * (param.row.split is not Split.replicated and len(param.shapes[0]) == 2)
+    ends = [
+        ("first" if param.row.megatron[0].startswith("embedding.") else "last", prod(param.local_shape(layout)))
+        for param in params(one)
+        if param.layer is None and not (param.row.copy and not several)
+    ]
+    return Held(**count, adapters=(beside[0], beside[1]) if shape.lora else None), tuple(ends)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any
 
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences
-from megatron_rl.config.schema import KvCache, QuantizationSection, SamplerSection
+from megatron_rl.config.schema import Format, KvCache, QuantizationSection, SamplerSection
+from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.workshop.planner.learner_memory import chosen
-from megatron_rl.workshop.planner.weights import BF16, EngineWeights
+from megatron_rl.models.table import Split
+from megatron_rl.models.tensors import DTYPES
+from megatron_rl.quantization.formats import QUANTIZED, SCALE_DTYPE, is_quantized, scale_shape
+from megatron_rl.workshop.planner.memory.learner import BF16, chosen
 
 GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other
@@ -32,6 +37,51 @@ HOST_RUNTIME = 1.8 * GIB  # of an engine without a GPU, as measured
 ASLEEP = 2 * GIB  # what of them stays
 BATCHED = 4096  # tokens of a step at least: sampler/engine_settings.py
 FP32 = 4
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """Bytes, by how the ranks of a tensor-parallel engine hold them."""
+
+    whole: int = 0
+    split: int = 0
+    key_value: int = 0  # split over key-value heads, of which the ranks beyond hold copies
+    experts: int = 0  # of all three: experts
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole + self.split + self.key_value
+
+    def of_rank(self, tp: int, kv_heads: int) -> int:
+        return self.whole + self.split // tp + self.key_value // min(tp, kv_heads)
+
+
+@cache
+def engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
+    counts = {"whole": 0, "split": 0, "key_value": 0, "experts": 0}
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        for name, size in zip(param.hf, param.shapes, strict=True):
+            nbytes = _nbytes(name, size, format, ignore)
+            counts[_way(param, name)] += nbytes
+            counts["experts"] += nbytes * param.row.expert
+    return EngineWeights(**counts)
+
+
+def _nbytes(name: str, size: tuple[int, ...], format: Format, ignore: tuple[str, ...]) -> int:
+    if not is_quantized(name, format, ignore):
+        return BF16 * prod(size)
+    kind = QUANTIZED[format]
+    rows, columns = size
+    scales: int = prod(scale_shape(rows, columns, kind.blocks))
+    return DTYPES[kind.dtype][1] * prod(size) + DTYPES[SCALE_DTYPE][1] * scales
+
+
+def _way(param: Param, name: str) -> str:
+    if param.row.split is Split.replicated:
+        return "whole"
+    return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
 
 
 @dataclass(frozen=True)
