@@ -135,13 +135,12 @@ class Recorder:
         self._last_step = step
         self._display.step(step, line, eta_s)
         self._write_text(step_line(step, self._n_steps, line, eta_s, self._display.sooner))
-        news = self.alarms.after(line)
-        for one in news:
-            self.note(f"alarm    {one}")
-        if news:
+        if news := self.alarms.after(line):
             self._beat_at = -math.inf  # status.json says so at once
-        if news and self._wandb:
-            self._wandb.alarms(news, self.alarms.standing)
+            for one in news:
+                self.note(f"alarm    {one}")
+            if self._wandb:
+                self._wandb.alarms(news, self.alarms.standing)
         self._beat()
         return line
 
@@ -151,8 +150,7 @@ class Recorder:
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
         """Records prompts by their number in the run's order: those drawn, from and to; those trained on."""
-        line = {"step": step, "drawn": drawn, "trained": list(trained)}
-        self._disk.write_line(self.run.ledger, json.dumps(line))
+        self._disk.write_line(self.run.ledger, json.dumps({"step": step, "drawn": drawn, "trained": list(trained)}))
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Adds the work of others for this step, whenever it was done."""
@@ -198,9 +196,9 @@ class Recorder:
         except OSError as error:
             self.note(f"{self.run.status} could not be written: {error.strerror}")
         self._display.close()
-        took, standing = duration(time.perf_counter() - self._begun), ", ".join(self.alarms.told())
-        about = [f": {reason}" if reason else "", f"; alarms that stand: {standing}" if standing else ""]
-        self.note(f"{state} after {took}{''.join(about)}")
+        said, standing = f": {reason}" if reason else "", ", ".join(self.alarms.told())
+        said += f"; alarms that stand: {standing}" if standing else ""
+        self.note(f"{state} after {duration(time.perf_counter() - self._begun)}{said}")
         if state == "failed":
             say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
             say(cause.paragraph())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import reference_tables
 
-from megatron_rl.runs.metrics import METRICS, REDUCERS, combine, unknown
+from megatron_rl.runs.metrics import METRICS, unknown
+from megatron_rl.runs.metrics_file import REDUCERS, combine
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python tools/reference_tables.py metrics > docs/metrics.md"
