@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.schema import (
-    AdvantageConfig,
+from megatron_rl.config.choices import (
     Aggregate,
     Anchor,
-    CorrectionConfig,
     Estimator,
     KlTo,
     Level,
-    LossConfig,
     Outside,
     Reduce,
     Reduction,
-    RejectRule,
     Stat,
     TargetBy,
     TrustRegion,
-    WeightConfig,
 )
+from megatron_rl.config.objective import AdvantageConfig, CorrectionConfig, LossConfig, RejectRule, WeightConfig
 from megatron_rl.config.shape import sound
 from megatron_rl.loss.table import losses
 

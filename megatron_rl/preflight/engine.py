@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 from megatron_rl.config import foreign
+from megatron_rl.config.engine_rules import OWNED_ARGUMENTS
 from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import devices, gpus_of_engines, is_fleet, replica_formats
-from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
     TIES,
     Device,

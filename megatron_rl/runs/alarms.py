@@ -30,11 +30,11 @@ class Rule:
     always: bool = False  # also where the data set answers, in place of a sampler
 
 
-def above(value: Value, bound: Bound, steps: int) -> tuple[Any, ...]:
+def above(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bool]:
     return value, bound, steps, False
 
 
-def below(value: Value, bound: Bound, steps: int) -> tuple[Any, ...]:
+def below(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bool]:
     return value, bound, steps, True
 
 
