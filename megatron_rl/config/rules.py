@@ -33,43 +33,39 @@ def answers(
     loss: schema.LossConfig,
 ) -> list[str]:
     """Who wrote the answers decides which corrections, losses and rewards there are."""
-    found, estimator = Findings(), advantage.estimator
+    found, estimator = Findings(correction=correction, reward=reward, advantage=advantage), advantage.estimator
     if rollout.supervised:
         way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
         if correction.anchor != schema.Anchor.prox:
-            found.add("correction.anchor", correction.anchor, f"{way_out} prox")
+            found.add("correction.anchor", f"{way_out} prox")
         if reward.learner_estimate:
-            found.add("reward.learner_estimate", True, f"{way_out} false")
+            found.add("reward.learner_estimate", f"{way_out} false")
     elif estimator == schema.Estimator.none and loss.name not in correction_rules.SUPERVISED:
-        way_out = "every sampled answer would count the same, whatever its reward; use grpo"
-        found.add("advantage.estimator", estimator, way_out)
+        found.add("advantage.estimator", "every sampled answer would count the same, whatever its reward; use grpo")
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
         way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
-        found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
+        found.add("reward.overlong_buffer", way_out)
     if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
-        found.add(
-            "advantage.estimator",
-            estimator,
-            f"it divides by the mean reward and needs rewards of 0 or more, which reward.overlong_buffer: "
-            f"{reward.overlong_buffer} takes below 0; use grpo, or reward.overlong_buffer: 0",
-        )
+        way_out = f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
+        needs = "it divides by the mean reward and needs rewards of 0 or more"
+        found.add("advantage.estimator", f"{needs}, {way_out} reward.overlong_buffer: 0")
     if estimator == schema.Estimator.maxrl and reward.wrong < 0:
         way_out = "advantage.estimator: maxrl divides by the mean reward and needs rewards of 0 or more; use 0, or grpo"
-        found.add("reward.wrong", reward.wrong, way_out)
+        found.add("reward.wrong", way_out)
     return found
 
 
 def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig) -> list[str]:
-    found, estimator = Findings(), advantage.estimator
+    found, estimator = Findings(rollout=rollout), advantage.estimator
     if rollout.supervised or rollout.samples_per_prompt != 1:
         return found
     if estimator in schema.GROUP_ESTIMATORS:
         way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
-        found.add("rollout.samples_per_prompt", 1, way_out)
+        found.add("rollout.samples_per_prompt", way_out)
     elif rollout.dynamic_sampling:
         way_out = "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false"
-        found.add("rollout.dynamic_sampling", True, way_out)
+        found.add("rollout.dynamic_sampling", way_out)
     return found
 
 
@@ -227,29 +223,30 @@ def environment(
     loss: schema.LossConfig,
     correction: schema.CorrectionConfig,
 ) -> list[str]:
-    found, name, credit = Findings(), environment.name, environment.credit
+    found = Findings(environment=environment, rollout=rollout, reward=reward)
+    name, credit = environment.name, environment.credit
     context, single = rollout.max_context_tokens, rollout.max_prompt_tokens + rollout.max_response_tokens
     if name is None:
         if context is not None:
-            found.add("rollout.max_context_tokens", context, "it is of conversations: name an environment, or use null")
+            found.add("rollout.max_context_tokens", "it is of conversations: name an environment, or use null")
         return found
     if ":" not in name:
-        found.add("environment.name", name, "use package.module:Class, or path/file.py:Class")
+        found.add("environment.name", "use package.module:Class, or path/file.py:Class")
     if rollout.supervised:
-        found.add("environment.name", name, "rollout.source=dataset samples nothing; use sampler, or leave it out")
+        found.add("environment.name", "rollout.source=dataset samples nothing; use sampler, or leave it out")
     if context is not None and context < single:
         way_out = f"a prompt and one answer take up to {single} (max_prompt_tokens + max_response_tokens); use as many"
-        found.add("rollout.max_context_tokens", context, way_out)
+        found.add("rollout.max_context_tokens", way_out)
     if reward.overlong_buffer:
         way_out = "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
-        found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
+        found.add("reward.overlong_buffer", way_out)
     if credit != schema.Credit.outcome:
         if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
-            found.add("environment.credit", credit, f"loss.name={loss.name} knows one advantage a row; use outcome")
+            found.add("environment.credit", f"loss.name={loss.name} knows one advantage a row; use outcome")
         if any(rule.when for rule in correction.reject):
-            found.add("environment.credit", credit, "a rule of correction.reject looks at the row's; use outcome")
+            found.add("environment.credit", "a rule of correction.reject looks at the row's; use outcome")
     if environment.discount != 1.0 and credit != schema.Credit.turns:
-        found.add("environment.discount", environment.discount, "it is of turns' rewards: use 1, or credit: turns")
+        found.add("environment.discount", "it is of turns' rewards: use 1, or credit: turns")
     return found
 
 
