@@ -16,7 +16,7 @@ import xxhash
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
-from megatron_rl.data.layouts import Layout, Rows, TextColumns, field, has, recognised, split
+from megatron_rl.data.layouts import Layout, Rows, field, has, recognised, split
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
@@ -145,14 +145,13 @@ class Source(Sequence[Prompt]):
 
     def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
         """Prompt and answer of every row; the answers only where somebody needs them."""
-        prompt_key, answer_key = self._layout.prompt, self._layout.answer
-        rows = self._rows
-        if not (isinstance(rows, TextColumns) and rows.is_text(prompt_key, answer_key)):
-            yield from (self._pair(row, index) for index, row in enumerate(rows))
+        texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
+        if texts is None:
+            yield from (self._pair(row, index) for index, row in enumerate(self._rows))
             return
-        for index, (prompt, answer) in enumerate(rows.pairs(prompt_key, answer_key)):
+        for index, (prompt, answer) in enumerate(texts):
             if prompt is None or answer is None:
-                yield self._pair(rows[index], index)  # says what is wrong, where it is
+                yield self._pair(self._rows[index], index)  # says what is wrong, where it is
             else:
                 yield prompt.encode(), answer.encode() if self._needs_answer else b""
 

@@ -24,10 +24,6 @@ class Metric:
     reducer: str = "mean"  # over the parts of one step: minibatches, generation calls
     unit: str = ""
 
-    @property
-    def group(self) -> str:
-        return self.name.split("/", 1)[0]
-
 
 METRICS: dict[str, Metric] = {}
 

@@ -21,9 +21,8 @@ def test_the_committed_page_is_current():
 def test_every_row_is_sound_and_in_the_page_once():
     page = reference_tables.metrics()
     for name, metric in METRICS.items():
-        assert metric.group in reference_tables.GROUPS, name
-        assert metric.reducer in REDUCERS, name
-        assert metric.meaning, name
+        assert name.partition("/")[0] in reference_tables.GROUPS, name
+        assert metric.reducer in REDUCERS and metric.meaning, name
         assert page.count(f"| `{name}` |") == 1, name
 
 
