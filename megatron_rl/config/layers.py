@@ -205,6 +205,11 @@ def _override(item: str) -> dict[str, Any]:
         raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
     if key.count(".") > DEEPEST:
         raise ConfigError(f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep")
+    return nested(key, value)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """A value in sections: run.name is {run: {name: value}}."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return value

@@ -53,10 +53,8 @@ class Key:
     def choices(self) -> type[StrEnum] | None:
         return next((one for one in self.kinds if isinstance(one, type) and issubclass(one, StrEnum)), None)
 
-    def instead(self) -> Any:
-        """What stands in the place of a value that cannot be."""
-        if NoneType in self.kinds:
-            return None
+    @property
+    def default(self) -> Any:
         return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
 
     def mapped(self, value: Any, change: Callable[[str, Any], Any]) -> Any:
@@ -233,7 +231,7 @@ def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
         if key.section:
             changes[name] = key.mapped(value, partial(inner, full))
         elif complaint:
-            changes[name] = key.instead()
+            changes[name] = None if NoneType in key.kinds else key.default
         elif key.inside:
             beyond = _inside(full, value, key.inside)
             changes[name] = {each: one for each, one in value.items() if f"{full}.{each}" not in beyond}
