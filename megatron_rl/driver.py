@@ -20,7 +20,7 @@ from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_flee
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out
 from megatron_rl.distributed import waited_for
-from megatron_rl.evaluation.evaluator import Evaluator
+from megatron_rl.evaluation import Evaluator
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import detect

@@ -37,7 +37,7 @@ from megatron_rl.learner.update_check import UpdateCheck
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.correction import without_stale
 from megatron_rl.rollout_correction.estimates import learner_reward
-from megatron_rl.runs.metrics import combine
+from megatron_rl.runs.metrics_file import combine
 from megatron_rl.runs.progress import Progress, reached
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp, ask_driver

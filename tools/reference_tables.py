@@ -87,7 +87,7 @@ def metrics() -> str:
     ]
     for group, about in GROUPS.items():
         lines += ["", f"## {group}/", "", about, "", "| name | unit | parts | meaning |", "|---|---|---|---|"]
-        rows = (one for one in METRICS.values() if one.group == group)
+        rows = (one for one in METRICS.values() if one.name.startswith(f"{group}/"))
         lines += [f"| `{one.name}` | {one.unit} | {one.reducer} | {one.meaning} |" for one in rows]
     return "\n".join(lines) + "\n"
 

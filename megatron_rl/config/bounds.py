@@ -46,8 +46,12 @@ def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
     return Bound(holds, "{key} is {value}: " + way_out, way_out)
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return is_number(value) and value > 0
 
 
 def is_source(value: Any) -> bool:
@@ -60,8 +64,7 @@ def is_source(value: Any) -> bool:
 def is_reward(value: Any) -> bool:
     """A name, or several with a weight each."""
     if isinstance(value, Mapping):
-        numbers = (type(weight) in (int, float) and math.isfinite(weight) for weight in value.values())
-        return bool(value) and all(isinstance(name, str) for name in value) and all(numbers)
+        return bool(value) and all(isinstance(name, str) for name in value) and all(map(is_number, value.values()))
     return isinstance(value, str)
 
 

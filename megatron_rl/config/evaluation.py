@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.config.evaluation_sets import EvalSection, EvalSet
 from megatron_rl.config.plain_yaml import CONF, read_yaml
-from megatron_rl.config.schema import Config, RewardSection, RolloutSection
+from megatron_rl.config.schema import Config, EvalSection, EvalSet, RewardSection, RolloutSection
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,15 @@
-"""Consequences of a recipe's `sampler` section: how many engines, on which GPUs, in which formats; and what can be
-wrong with its addresses and their key. Torch-free."""
+"""Consequences of a recipe's `sampler` section: how many engines, on which GPUs, in which formats, and where."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections import Counter
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from megatron_rl.config.schema import Format, QuantizationSection, SamplerSection, SyncSection, Transport
+from megatron_rl.config.choices import Format
+from megatron_rl.config.sampling import QuantizationSection, SamplerSection
 
 KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"  # of the environment: holds the key of servers given by address
-SHORTEST_KEY = 16
 MAX_SEQUENCES = 256  # decoded at once, where sampler.vllm.max_num_seqs names no other number
 HOST_CACHE_BYTES = 1 << 30  # of an engine without a GPU, where sampler.vllm.kv_cache_memory_bytes names no other
 LOOPBACK = "127.0.0.1"
@@ -96,83 +93,8 @@ def is_loopback(address: str) -> bool:
 
 def distant(sampler: SamplerSection) -> list[str]:
     """Addresses off this machine, as messages may show them."""
-    return [_without_secret(address) for address in sampler.fleet.addresses if not is_loopback(address)]
+    return [without_secret(address) for address in sampler.fleet.addresses if not is_loopback(address)]
 
 
-def addresses(sampler: SamplerSection) -> list[str]:
-    """Addresses, and the key that they need."""
-    fleet = sampler.fleet
-    found = [
-        f"sampler.fleet.addresses: {_without_secret(address)!r}: {problem}; write it like http://node7:8000"
-        for address in fleet.addresses
-        if (problem := _address_problem(address))
-    ]
-    if len(set(fleet.addresses)) < len(fleet.addresses):
-        found.append(f"sampler.fleet.addresses: {fleet.addresses} names a server twice; give each once")
-    key, elsewhere = os.environ.get(KEY_VARIABLE, ""), distant(sampler)
-    if elsewhere and not key:
-        found.append(
-            f"sampler.fleet.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} is not set in the "
-            "environment: whoever reaches the server could rewrite the model. Start the servers with a key and export "
-            "it under that name"
-        )
-    elif key and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
-        found.append(
-            f"sampler.fleet.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, expected at least "
-            f"{SHORTEST_KEY} printable ones without spaces; `openssl rand -hex 32` makes one"
-        )
-    return found
-
-
-def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
-    """Everything else that a fleet's keys can have wrong on any machine."""
-    fleet = sampler.fleet
-    if not is_fleet(sampler):
-        if fleet.formats:
-            yield (
-                f"sampler.fleet.formats: {fleet.formats} without servers; set sampler.fleet.replicas or addresses, "
-                "or remove it"
-            )
-        return
-    if fleet.addresses and fleet.servers and len(fleet.addresses) != fleet.servers:
-        yield (
-            f"sampler.fleet.addresses: {len(fleet.addresses)} for sampler.fleet.servers={fleet.servers}; give one for "
-            "each, or leave servers at 0"
-        )
-    if fleet.formats and len(fleet.formats) != size(sampler):
-        yield (
-            f"sampler.fleet.formats: {len(fleet.formats)} formats for {size(sampler)} servers ({fleet.replicas} "
-            f"replicas and {size(sampler) - fleet.replicas} elsewhere); give one for each, or none to run "
-            "quantization.format everywhere"
-        )
-    if sync.transport != Transport.file and len(set(fleet.formats)) > 1:
-        yield (
-            f"sampler.fleet.formats: {fleet.formats} with sync.transport={sync.transport}, which sends the same bytes "
-            "to every engine; name one format, or use sync.transport=file"
-        )
-    if sync.transport == Transport.ipc and size(sampler) > fleet.replicas:
-        yield (
-            "sync.transport: ipc shares memory within one host, and servers of sampler.fleet.addresses are not the "
-            "run's own; use nccl or file, or sampler.fleet.replicas alone"
-        )
-
-
-def _address_problem(address: str) -> str | None:
-    try:
-        parts = urlsplit(address)
-        port = parts.port
-    except ValueError as error:
-        return str(error)
-    if parts.scheme not in ("http", "https"):
-        return "the scheme is neither http nor https"
-    if not parts.hostname or port is None:
-        return "host or port is missing"
-    if parts.username or parts.password:
-        return f"keys do not belong in an address ({KEY_VARIABLE} of the environment holds them)"
-    if parts.path not in ("", "/") or parts.query or parts.fragment:
-        return "there is something behind the port"
-    return None
-
-
-def _without_secret(address: str) -> str:
+def without_secret(address: str) -> str:
     return address.rpartition("@")[2] if "@" in address else address

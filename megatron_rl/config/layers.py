@@ -38,6 +38,7 @@ class Layer:
 
     where: str
     content: Mapping[str, Any]
+    is_cluster: bool = False
 
 
 def of_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
@@ -70,38 +71,34 @@ def cluster_of(layers: Sequence[Layer]) -> str | None:
     return next((layer.content[CLUSTER] for layer in reversed(layers) if CLUSTER in layer.content), None)
 
 
-def _names_the_cluster(layers: Sequence[Layer]) -> int | None:
-    """The place of the layer whose cluster counts."""
-    return max((place for place, layer in enumerate(layers) if CLUSTER in layer.content), default=None)
+def _with_cluster(layers: Sequence[Layer]) -> Iterator[Layer]:
+    """The layers less their clusters' names; the last cluster that is named, below the layer that names it."""
+    named = max((place for place, layer in enumerate(layers) if CLUSTER in layer.content), default=None)
+    for place, layer in enumerate(layers):
+        if place == named:
+            name = layer.content[CLUSTER]
+            keys = {key: value for key, value in cluster(name).items() if key != MACHINE}
+            yield Layer(f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", keys, is_cluster=True)
+        yield Layer(layer.where, {key: value for key, value in layer.content.items() if key != CLUSTER})
 
 
 def merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Each over those before it; the last cluster that is named below the layer that names it."""
-    named = _names_the_cluster(layers)
+    """Each over those before it."""
     merged: dict[str, Any] = {}
-    for place, layer in enumerate(layers):
-        if place == named:
-            below = _keys_of_cluster(layer.content[CLUSTER])
-            merged = _merge(merged, below)
-            for section, inner in PASSED_THROUGH:
-                for key, value in list((below.get(section, {}).get(inner) or {}).items()):
-                    if value is None:
-                        del merged[section][inner][key]
-        merged = _merge(merged, {key: value for key, value in layer.content.items() if key != CLUSTER})
+    for layer in _with_cluster(layers):
+        merged = _merge(merged, layer.content)
+        for section, inner in PASSED_THROUGH if layer.is_cluster else ():
+            for key, value in list((layer.content.get(section, {}).get(inner) or {}).items()):
+                if value is None:
+                    del merged[section][inner][key]
     return merged
 
 
 def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
     """Key -> who sets it and to what, the last one deciding. `whole`: keys whose values are not looked into."""
     found: dict[str, list[tuple[str, Any]]] = {}
-    named = _names_the_cluster(layers)
-    for place, layer in enumerate(layers):
-        if place == named:
-            name = layer.content[CLUSTER]
-            where = f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}"
-            _note_sources(found, where, _keys_of_cluster(name), whole)
-        content = {key: value for key, value in layer.content.items() if key != CLUSTER}
-        _note_sources(found, layer.where, content, whole)
+    for layer in _with_cluster(layers):
+        _note_sources(found, layer.where, layer.content, whole)
     return found
 
 
@@ -187,10 +184,6 @@ def cluster(name: object) -> dict[str, Any]:
     return layer
 
 
-def _keys_of_cluster(name: object) -> dict[str, Any]:
-    return {key: value for key, value in cluster(name).items() if key != MACHINE}
-
-
 def _preset(section: str, name: object) -> dict[str, Any]:
     presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
     if not isinstance(name, str) or name not in presets:
@@ -212,6 +205,11 @@ def _override(item: str) -> dict[str, Any]:
         raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
     if key.count(".") > DEEPEST:
         raise ConfigError(f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep")
+    return nested(key, value)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """A value in sections: run.name is {run: {name: value}}."""
     for name in reversed(key.split(".")):
         value = {name: value}
     return value

@@ -10,12 +10,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config import layers
+from megatron_rl.config import engine_rules, layers, rules
 from megatron_rl.config.layers import MACHINE, PASSED_THROUGH, PRESET_SECTIONS, ConfigError, Layer
 from megatron_rl.config.plain_yaml import CONF, MOST_NODES, read_yaml, write_line, write_yaml
-from megatron_rl.config.rules import check
+from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, without
+from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, sound, without
 
 __all__ = ["CONF", "ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
 
@@ -93,6 +93,13 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     sections = {key_of(line).partition(".")[0] for line in unreadable}
     found = [line for line in found if not any(f"{section}." in line for section in sections)]
     return config, [*unreadable, *found]
+
+
+def check(config: Config) -> tuple[Config, list[str]]:
+    """The config with wrong values at null or their defaults, and all that the recipe alone shows to be wrong."""
+    config, wrong = sound(config)
+    found = findings((*rules.RULES, *engine_rules.RULES), vars(config))
+    return config, [*wrong.values(), *(line for line in found if not any(key in line for key in wrong))]
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:

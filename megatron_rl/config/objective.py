@@ -1,27 +1,18 @@
-"""The configuration keys of what is minimised: correction, advantage and loss, which docs/corrections.md explains."""
+"""The configuration keys of what is minimised, and how: correction, advantage and loss, which docs/corrections.md
+explains; optimizer and learner."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from megatron_rl.config.bounds import Coefficient, Shape, Tau, above, between, need
-from megatron_rl.config.choices import (
-    Aggregate,
-    Anchor,
-    Divergence,
-    Estimator,
-    KlOn,
-    KlTo,
-    Level,
-    LossName,
-    NonFinite,
-    Outside,
-    Reduce,
-    Reduction,
-    Stat,
-    TargetBy,
-    TrustRegion,
-    When,
-)
+from megatron_rl.config.bounds import (  # isort: skip
+    OPTIMIZER, TRANSFORMER, Coefficient, Count, Positive, Ranks, Shape, Tau, above, at_least, between, need,
+)  # fmt: skip
+from megatron_rl.config.choices import (  # isort: skip
+    Aggregate, Anchor, Decay, Divergence, Estimator, Forward, KlOn, KlTo, Level, LossName, NonFinite, Offload,
+    OnNonFinite, Outside, Precision, Reduce, Reduction, Router, Stat, TargetBy, TrustRegion, When,
+)  # fmt: skip
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -127,3 +118,58 @@ class LossConfig:
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef != 0.0 and self.kl_to == KlTo.reference
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    lr: Annotated[float, above(0)] = 1e-6  # the highest learning rate
+    min_lr: Annotated[float, at_least(0)] = 0.0  # where a decay ends, at run.steps
+    warmup_steps: Count = 10  # updates until lr is reached
+    decay: Decay = Decay.constant  # the learning rate's way down from there
+    # fields of megatron-core's OptimizerConfig and DistributedDataParallelConfig, such as {weight_decay: 0.1}
+    megatron: Annotated[dict[str, Any], OPTIMIZER] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UpdateCheckSection:
+    """Whether an update makes the quantized sampler better, too (docs/corrections.md)."""
+
+    rows: Count = 0  # of the batch, passed again after each step's updates, by the learner and as the sampler; 0: none
+    # steps are taken back where the sampler's gain is so many standard errors below 0, the learner's above; null: none
+    refuse: Annotated[float | None, above(0)] = None
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Adapters that are trained in place of the model, and merged into it at every sync (docs/lora.md)."""
+
+    rank: Annotated[int, between(0, 1024)] = 0  # of each adapter; 0: there are none, the whole model is trained
+    alpha: Annotated[float, above(0)] = 32.0  # what an adapter adds is multiplied by alpha / rank
+    # linear layers as config.json's family names them, such as [q_proj, v_proj]; all-linear: all but router and head
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+
+
+@dataclass(frozen=True)
+class LearnerSection:
+    tensor_parallel: Ranks = 1  # ranks that share each layer
+    pipeline_parallel: Ranks = 1  # stages of layers
+    expert_parallel: Ranks = 1  # ranks that share the experts
+    context_parallel: Ranks = 1  # ranks that share each sequence, for answers longer than one can hold
+    data_parallel: Annotated[int, between(1, 65536)] = 1  # replicas of the learner
+    precision: Precision = Precision.bf16  # of weights, and of what layers compute
+    forward: Forward = Forward.bf16  # how linear layers are computed
+    router: Router = Router.own  # who chooses the experts of a token: docs/one_arithmetic.md
+    tokens_per_microbatch: Positive = 8192  # answers are packed up to so many; fewer take less memory
+    n_minibatches: Positive = 1  # updates for each batch
+    # what a loss or a gradient that is no number does (docs/survival.md)
+    on_nonfinite: OnNonFinite = OnNonFinite.raise_
+    update_check: UpdateCheckSection = field(default_factory=UpdateCheckSection)
+    lora: LoraSection = field(default_factory=LoraSection)
+    offload: Offload = Offload.none  # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
+    # fields of megatron-core's TransformerConfig, handed over as is, such as {sequence_parallel: true}
+    megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
+
+    @property
+    def virtual_pipeline(self) -> int | None:
+        """Chunks of layers per stage; None: one."""
+        return self.megatron.get("virtual_pipeline_model_parallel_size")

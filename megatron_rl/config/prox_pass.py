@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, LearnerSection, LossConfig, RolloutSection, Stat
+from megatron_rl.config.choices import Anchor, Stat
+from megatron_rl.config.objective import CorrectionConfig, LearnerSection, LossConfig
+from megatron_rl.config.sampling import RolloutSection
 from megatron_rl.loss.table import LOSSES
 
 # of learner.megatron: with them, no two forward passes are the same

@@ -12,14 +12,14 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.layers import ConfigError
+from megatron_rl.config.layers import ConfigError, nested
 from megatron_rl.config.load import flat, read, sources
 from megatron_rl.config.plain_yaml import write_line
 from megatron_rl.config.schema import Config
@@ -73,7 +73,7 @@ def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
     if not asked:  # learner.megatron.fp8: as the mapping that it stands in
         asked = [one for one in known if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])]
     if not asked:
-        raise ConfigError(next(misfits(_nested(name), Config)).replace(": unknown key", ": no key"))
+        raise ConfigError(next(misfits(nested(name, None), Config)).replace(": unknown key", ": no key"))
     config, _ = read(recipe, overrides)
     values, by = flat(config), sources(recipe, overrides)
     return "\n\n".join(_explained(one, name if len(asked) == 1 else one.name, values, by) for one in asked)
@@ -91,26 +91,13 @@ def _explained(entry: Entry, name: str, values: Mapping[str, Any], by: Mapping[s
     return "\n".join([f"{name}: {entry.told}", *(f"  {label:<8} {text}" for label, text in rows)])
 
 
-def _nested(name: str) -> dict[str, Any]:
-    nested: Any = None
-    for part in reversed(name.split(".")):
-        nested = {part: nested}
-    return nested
-
-
 def _entry(name: str, key: Key, about: str) -> Entry:
     enum = key.choices
     allowed = key.field.metadata.get("choices", tuple(enum or ()))
     choices = {str(one): _note(enum, one.name) for one in allowed} if enum else {}
     about = "; ".join(filter(None, (about, _note(enum) if enum else "")))
-    default = _default(key)
-    return Entry(
-        name, about, _takes(key, choices), as_written(default), _example(key, about, default, choices), choices
-    )
-
-
-def _default(key: Key) -> Any:
-    return key.field.default if key.field.default_factory is MISSING else key.field.default_factory()
+    example = _example(key, about, key.default, choices)
+    return Entry(name, about, _takes(key, choices), as_written(key.default), example, choices)
 
 
 def _takes(key: Key, choices: Mapping[str, str]) -> str:

@@ -1,5 +1,5 @@
 """Rules for recipe keys that conflict with each other: each reads the sections that its parameters name and yields
-sentences with key, value and way out; `check` applies all of them to a loaded recipe."""
+sentences with key, value and way out. `load.py` applies all of them to a recipe."""
 
 from __future__ import annotations
 
@@ -9,25 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from megatron_rl.config import correction_rules, fleet, schema
+from megatron_rl.config import correction_rules, schema
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.choices import Alarm, alarm_setting
 from megatron_rl.config.correction_rules import Findings, check_objective
-from megatron_rl.config.evaluation_sets import EvalSet
-from megatron_rl.config.prox_pass import makes_prox_pass
-from megatron_rl.config.shape import sound
 
 Rule = Callable[..., Iterable[Any]]
-
-# what the sampler decides itself; `sampler.vllm` may set anything else
-OWNED_ARGUMENTS = frozenset(
-    {
-        "model", "quantization", "load_format", "logprobs_mode", "max_logprobs",
-        "return_sampling_mask", "skip_tokenizer_init", "generation_config",
-        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls",
-        "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
-    }
-)  # fmt: skip
 
 
 def findings(rules: Iterable[Rule], facts: Mapping[str, Any]) -> Iterator[Any]:
@@ -38,13 +25,6 @@ def findings(rules: Iterable[Rule], facts: Mapping[str, Any]) -> Iterator[Any]:
             yield from rule(**{name: facts[name] for name in names})
 
 
-def check(config: schema.Config) -> tuple[schema.Config, list[str]]:
-    """The config with wrong values at null or their defaults, and all that the recipe alone shows to be wrong."""
-    config, wrong = sound(config)
-    found = [line for line in findings(RULES, vars(config)) if not any(key in line for key in wrong)]
-    return config, [*wrong.values(), *found]
-
-
 def answers(
     rollout: schema.RolloutSection,
     correction: schema.CorrectionConfig,
@@ -53,43 +33,39 @@ def answers(
     loss: schema.LossConfig,
 ) -> list[str]:
     """Who wrote the answers decides which corrections, losses and rewards there are."""
-    found, estimator = Findings(), advantage.estimator
+    found, estimator = Findings(correction=correction, reward=reward, advantage=advantage), advantage.estimator
     if rollout.supervised:
         way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
         if correction.anchor != schema.Anchor.prox:
-            found.add("correction.anchor", correction.anchor, f"{way_out} prox")
+            found.add("correction.anchor", f"{way_out} prox")
         if reward.learner_estimate:
-            found.add("reward.learner_estimate", True, f"{way_out} false")
+            found.add("reward.learner_estimate", f"{way_out} false")
     elif estimator == schema.Estimator.none and loss.name not in correction_rules.SUPERVISED:
-        way_out = "every sampled answer would count the same, whatever its reward; use grpo"
-        found.add("advantage.estimator", estimator, way_out)
+        found.add("advantage.estimator", "every sampled answer would count the same, whatever its reward; use grpo")
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
         way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
-        found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
+        found.add("reward.overlong_buffer", way_out)
     if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
-        found.add(
-            "advantage.estimator",
-            estimator,
-            f"it divides by the mean reward and needs rewards of 0 or more, which reward.overlong_buffer: "
-            f"{reward.overlong_buffer} takes below 0; use grpo, or reward.overlong_buffer: 0",
-        )
+        way_out = f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
+        needs = "it divides by the mean reward and needs rewards of 0 or more"
+        found.add("advantage.estimator", f"{needs}, {way_out} reward.overlong_buffer: 0")
     if estimator == schema.Estimator.maxrl and reward.wrong < 0:
         way_out = "advantage.estimator: maxrl divides by the mean reward and needs rewards of 0 or more; use 0, or grpo"
-        found.add("reward.wrong", reward.wrong, way_out)
+        found.add("reward.wrong", way_out)
     return found
 
 
 def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig) -> list[str]:
-    found, estimator = Findings(), advantage.estimator
+    found, estimator = Findings(rollout=rollout), advantage.estimator
     if rollout.supervised or rollout.samples_per_prompt != 1:
         return found
     if estimator in schema.GROUP_ESTIMATORS:
         way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
-        found.add("rollout.samples_per_prompt", 1, way_out)
+        found.add("rollout.samples_per_prompt", way_out)
     elif rollout.dynamic_sampling:
         way_out = "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false"
-        found.add("rollout.dynamic_sampling", True, way_out)
+        found.add("rollout.dynamic_sampling", way_out)
     return found
 
 
@@ -123,7 +99,7 @@ def schedule(run: schema.RunSection, eval: schema.EvalSection, sync: schema.Sync
 
 
 def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
-    sets: dict[str, schema.EvalSection | EvalSet] = {"eval": eval}
+    sets: dict[str, schema.EvalSection | schema.EvalSet] = {"eval": eval}
     sets |= {f"eval.sets.{name}": one for name, one in (eval.sets or {}).items()}
     for key, one in sets.items():
         samples, temperature = one.samples or eval.samples, one.temperature
@@ -214,40 +190,6 @@ def updates(learner: schema.LearnerSection, rollout: schema.RolloutSection) -> I
         )
 
 
-def formats(quantization: schema.QuantizationSection, sampler: schema.SamplerSection) -> Iterator[str]:
-    smoothing = quantization.smoothing
-    if smoothing and quantization.format != schema.Format.int8:
-        yield (
-            f"quantization.smoothing: {smoothing:g} with quantization.format={quantization.format}; only int8 "
-            "gains from it: set quantization.format=int8, or quantization.smoothing=null"
-        )
-    if sampler.tensor_parallel > 1 and schema.Format.fp8_block in fleet.replica_formats(sampler, quantization):
-        yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
-
-
-def as_sampler(
-    learner: schema.LearnerSection,
-    quantization: schema.QuantizationSection,
-    sampler: schema.SamplerSection,
-    run: schema.RunSection,
-) -> Iterator[str]:
-    if learner.forward is not schema.Forward.as_sampler:
-        return
-    formats = sorted({*fleet.replica_formats(sampler, quantization), quantization.format})
-    if len(formats) > 1:
-        yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
-    elif formats[0] == schema.Format.fp8_block:
-        yield "learner.forward: as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far; use bf16"
-    ours, theirs = learner.tensor_parallel, sampler.tensor_parallel
-    if ours % theirs and theirs % ours:
-        yield (
-            f"learner.forward: as_sampler with learner.tensor_parallel={ours} and sampler.tensor_parallel={theirs}: "
-            "one has to divide the other; use bf16, or change one of them"
-        )
-    if run.device is schema.Device.cuda:
-        yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
-
-
 def lora(learner: schema.LearnerSection) -> Iterator[str]:
     given, default = learner.lora, schema.LoraSection()
     if not given.rank:
@@ -259,65 +201,6 @@ def lora(learner: schema.LearnerSection) -> Iterator[str]:
         yield f"learner.forward: as_sampler with learner.lora.rank={given.rank}: not built for adapters; use bf16"
     if not given.targets:
         yield f"learner.lora.targets: none, with learner.lora.rank={given.rank}; use [{schema.ALL_LINEAR}]"
-
-
-def router(
-    learner: schema.LearnerSection,
-    sampler: schema.SamplerSection,
-    rollout: schema.RolloutSection,
-    correction: schema.CorrectionConfig,
-    loss: schema.LossConfig,
-) -> Iterator[str]:
-    if learner.router is schema.Router.own:
-        return
-    if rollout.supervised:
-        yield f"learner.router: {learner.router}: the data set's own answers come from no sampler; use own"
-    elif learner.router is schema.Router.replay_forward:
-        if not makes_prox_pass(correction, loss, learner, rollout):
-            yield (
-                "learner.router: replay_forward: this recipe makes no pass before its updates whose choices they could "
-                "take; it does with correction.anchor=prox and several learner.n_minibatches, or use own"
-            )
-    elif not sampler.routed_experts:
-        yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
-    if learner.megatron.get("moe_aux_loss_coeff"):
-        yield (
-            f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance loss counts the "
-            "routers' own choices, which nobody takes; use 0"
-        )
-    if learner.megatron.get("moe_router_fusion"):
-        yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which asks nobody; use false"
-
-
-def update_check(
-    learner: schema.LearnerSection,
-    quantization: schema.QuantizationSection,
-    sampler: schema.SamplerSection,
-    rollout: schema.RolloutSection,
-) -> Iterator[str]:
-    section, formats = learner.update_check, sorted({*fleet.replica_formats(sampler, quantization)})
-    key, refuse = f"learner.update_check.rows: {section.rows}", f"learner.update_check.refuse: {section.refuse}"
-    if section.refuse is not None and not section.rows:
-        yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
-    if section.refuse is not None and learner.offload is not schema.Offload.none:
-        yield f"{refuse} with learner.offload={learner.offload}: not built; use null"
-    why_not = {
-        "the data set's own answers come from no sampler": rollout.supervised,
-        f"with {', '.join(formats)}, the learner computes as samplers of int8 or of fp8 alone do": (
-            formats not in (["int8"], ["fp8"])
-        ),
-        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache != "none",
-        "with learner.forward=as_sampler both gain the same": learner.forward is schema.Forward.as_sampler,
-    }
-    yield from (f"{key}: {why}; use 0" for why, holds in why_not.items() if holds and section.rows)
-
-
-def patches(sync: schema.SyncSection) -> Iterator[str]:
-    if sync.full_every > 1 and sync.transport != schema.Transport.file:
-        yield (
-            f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches travel as files only: "
-            "use file, or 1 for whole versions"
-        )
 
 
 def alarms(log: schema.LogSection) -> Iterator[str]:
@@ -333,24 +216,6 @@ def alarms(log: schema.LogSection) -> Iterator[str]:
             )
 
 
-def engine(sampler: schema.SamplerSection) -> Iterator[str]:
-    engines = [gpus.split(",") for gpus in fleet.devices(sampler)]
-    numbers = [number for gpus in engines for number in gpus]
-    uneven = next((gpus for gpus in engines if len(gpus) != sampler.tensor_parallel), None)
-    if not all(map(str.isdecimal, numbers)) or len(set(numbers)) != len(numbers):
-        yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
-    elif uneven:
-        yield (
-            f"sampler.devices: {','.join(uneven)!r} are {len(uneven)} GPUs for "
-            f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
-        )
-    overrides = sampler.vllm.get("hf_overrides")
-    if isinstance(overrides, Mapping) and "head_dtype" in overrides:
-        yield "sampler.vllm.hf_overrides.head_dtype: model.head_precision sets it, in the learner too; remove it"
-    for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
-        yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
-
-
 def environment(
     environment: schema.EnvironmentSection,
     rollout: schema.RolloutSection,
@@ -358,33 +223,34 @@ def environment(
     loss: schema.LossConfig,
     correction: schema.CorrectionConfig,
 ) -> list[str]:
-    found, name, credit = Findings(), environment.name, environment.credit
+    found = Findings(environment=environment, rollout=rollout, reward=reward)
+    name, credit = environment.name, environment.credit
     context, single = rollout.max_context_tokens, rollout.max_prompt_tokens + rollout.max_response_tokens
     if name is None:
         if context is not None:
-            found.add("rollout.max_context_tokens", context, "it is of conversations: name an environment, or use null")
+            found.add("rollout.max_context_tokens", "it is of conversations: name an environment, or use null")
         return found
     if ":" not in name:
-        found.add("environment.name", name, "use package.module:Class, or path/file.py:Class")
+        found.add("environment.name", "use package.module:Class, or path/file.py:Class")
     if rollout.supervised:
-        found.add("environment.name", name, "rollout.source=dataset samples nothing; use sampler, or leave it out")
+        found.add("environment.name", "rollout.source=dataset samples nothing; use sampler, or leave it out")
     if context is not None and context < single:
         way_out = f"a prompt and one answer take up to {single} (max_prompt_tokens + max_response_tokens); use as many"
-        found.add("rollout.max_context_tokens", context, way_out)
+        found.add("rollout.max_context_tokens", way_out)
     if reward.overlong_buffer:
         way_out = "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
-        found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
+        found.add("reward.overlong_buffer", way_out)
     if credit != schema.Credit.outcome:
         if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
-            found.add("environment.credit", credit, f"loss.name={loss.name} knows one advantage a row; use outcome")
+            found.add("environment.credit", f"loss.name={loss.name} knows one advantage a row; use outcome")
         if any(rule.when for rule in correction.reject):
-            found.add("environment.credit", credit, "a rule of correction.reject looks at the row's; use outcome")
+            found.add("environment.credit", "a rule of correction.reject looks at the row's; use outcome")
     if environment.discount != 1.0 and credit != schema.Credit.turns:
-        found.add("environment.discount", environment.discount, "it is of turns' rewards: use 1, or credit: turns")
+        found.add("environment.discount", "it is of turns' rewards: use 1, or credit: turns")
     return found
 
 
 RULES: tuple[Rule, ...] = (
     check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
-    updates, formats, as_sampler, lora, router, update_check, patches, engine, alarms, fleet.addresses, fleet.servers,
+    updates, lora, alarms,
 )  # fmt: skip

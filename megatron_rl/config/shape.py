@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.bounds import Bound, Inside, as_written
+from megatron_rl.config.bounds import Bound, Inside, as_written, is_number
 from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
@@ -54,10 +53,8 @@ class Key:
     def choices(self) -> type[StrEnum] | None:
         return next((one for one in self.kinds if isinstance(one, type) and issubclass(one, StrEnum)), None)
 
-    def instead(self) -> Any:
-        """What stands in the place of a value that cannot be."""
-        if NoneType in self.kinds:
-            return None
+    @property
+    def default(self) -> Any:
         return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
 
     def mapped(self, value: Any, change: Callable[[str, Any], Any]) -> Any:
@@ -234,7 +231,7 @@ def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
         if key.section:
             changes[name] = key.mapped(value, partial(inner, full))
         elif complaint:
-            changes[name] = key.instead()
+            changes[name] = None if NoneType in key.kinds else key.default
         elif key.inside:
             beyond = _inside(full, value, key.inside)
             changes[name] = {each: one for each, one in value.items() if f"{full}.{each}" not in beyond}
@@ -247,7 +244,7 @@ def _complaint(full: str, value: Any, key: Key) -> str | None:
         return None
     if key.choices and value not in list(key.choices):
         return f"{full} is {as_written(value)}: use one of {', '.join(key.choices)}"
-    if float in key.kinds and not _finite(value):
+    if float in key.kinds and not is_number(value):
         none = ", or null for none" if NoneType in key.kinds else ""
         return f"{full} is {as_written(value)}: give a finite number{none}"
     if type(value) is int and int in key.kinds and abs(value) > LARGEST:
@@ -261,12 +258,8 @@ def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) ->
     wrong = {}
     for name in sorted(bounds.keys() & given.keys()):
         full, value = f"{path}.{name}", given[name]
-        if value is not None and not _finite(value):
+        if value is not None and not is_number(value):
             wrong[full] = f"{full} is {as_written(value)}: give a finite number, or leave it out"
         elif value is not None and not bounds[name].holds(value):
             wrong[full] = bounds[name].complaint.format(key=full, value=value)
     return wrong
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

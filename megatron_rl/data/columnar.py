@@ -7,7 +7,7 @@ import bisect
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from megatron_rl.config import ConfigError
-from megatron_rl.data.layouts import DEPTH, TextColumns
+from megatron_rl.data.layouts import DEPTH, Rows
 
 PIECE = 1024  # rows that are decoded together
 LARGEST_PIECE = 8 * PIECE
 
 
-class ColumnRows(TextColumns):
+class ColumnRows(Rows):
     def __init__(self, key: str, path: Path) -> None:
         """Looks at every value: text is UTF-8, and what has no plain form (dates, decimals) can be shown."""
         self._key, self._path = key, path
@@ -61,14 +61,13 @@ class ColumnRows(TextColumns):
             yield from self._rows(piece, first)
             first += piece.num_rows
 
-    def pairs(self, one: str, other: str) -> Iterator[tuple[Any, Any]]:
-        """Two columns that are text, much sooner than whole rows."""
-        for piece in self._file.iter_batches(PIECE, columns=[one, other]):
-            yield from zip(piece.column(one).to_pylist(), piece.column(other).to_pylist(), strict=True)
-
-    def is_text(self, *names: str) -> bool:
+    def pairs(self, one: str, other: str) -> Iterator[tuple[Any, Any]] | None:
         schema = self._file.schema_arrow
-        return all(name in schema.names and types.is_string(schema.field(name).type) for name in names)
+        if not all(name in schema.names and types.is_string(schema.field(name).type) for name in (one, other)):
+            return None
+        pieces = self._file.iter_batches(PIECE, columns=[one, other])
+        columns = ((piece.column(name).to_pylist() for name in (one, other)) for piece in pieces)
+        return chain.from_iterable(zip(*both, strict=True) for both in columns)
 
     def _check(self, piece: Any, first: int) -> None:
         if self._plain:

@@ -7,7 +7,6 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import xxhash
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
-from megatron_rl.data.layouts import Layout, Rows, TextColumns, field, has, recognised, split
+from megatron_rl.data.layouts import Layout, Rows, field, has, recognised, split
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
@@ -72,7 +71,7 @@ class Source(Sequence[Prompt]):
         if self._rows:
             self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, self._place(0))
         self._sizes = array("L")  # bytes of each row's prompt
-        self._found = distinct(self._pairs())
+        self._found = distinct(self._sized(pair) for pair in self._pairs())
         self._kept = self._found.rows
 
     def __len__(self) -> int:
@@ -146,21 +145,19 @@ class Source(Sequence[Prompt]):
 
     def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
         """Prompt and answer of every row; the answers only where somebody needs them."""
-        prompt_key, answer_key = self._layout.prompt, self._layout.answer
-        rows = self._rows
-        if isinstance(rows, TextColumns) and rows.is_text(prompt_key, answer_key):
-            for index, (prompt, answer) in enumerate(rows.pairs(prompt_key, answer_key)):
-                if prompt is None or answer is None:
-                    text, told = self._pair(rows[index], index)  # says what is wrong, where it is
-                else:
-                    text, told = prompt.encode(), answer.encode() if self._needs_answer else b""
-                self._sizes.append(len(text))
-                yield text, told
+        texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
+        if texts is None:
+            yield from (self._pair(row, index) for index, row in enumerate(self._rows))
             return
-        for index, row in enumerate(rows):
-            text, told = self._pair(row, index)
-            self._sizes.append(len(text))
-            yield text, told
+        for index, (prompt, answer) in enumerate(texts):
+            if prompt is None or answer is None:
+                yield self._pair(self._rows[index], index)  # says what is wrong, where it is
+            else:
+                yield prompt.encode(), answer.encode() if self._needs_answer else b""
+
+    def _sized(self, pair: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+        self._sizes.append(len(pair[0]))
+        return pair
 
     def _pair(self, row: dict[str, Any], index: int) -> tuple[bytes, bytes]:
         prompt = self._prompt(row, index)
@@ -168,32 +165,32 @@ class Source(Sequence[Prompt]):
         return (prompt if isinstance(prompt, str) else json.dumps(prompt)).encode(), answer.encode()
 
     def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
-        row, layout = split(row, self._layout)
-        where = partial(self._place, index)  # found where it is told: a file is read up to there
-        prompt = _there("data.prompt_key", row, layout.prompt, where)
+        prompt, where = self._value("prompt", row, index)
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, list):
-            was = f"{layout.prompt!r} of {where()} is {type(prompt).__name__}"
-            raise ConfigError(f"data.prompt_key: {was}, expected text or a list of messages")
+            raise ConfigError(f"{where()} is {type(prompt).__name__}, expected text or a list of messages")
         if not prompt or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt):
             raise ConfigError(
-                f"data.prompt_key: {layout.prompt!r} of {where()} is a list, but not one of messages such as "
-                '{"role": "user", "content": "..."}'
+                f'{where()} is a list, but not one of messages such as {{"role": "user", "content": "..."}}'
             )
         return prompt
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
-        row, layout = split(row, self._layout)
-        where = partial(self._place, index)  # found where it is told: a file is read up to there
-        answer = _there("data.answer_key", row, layout.answer, where)
+        answer, where = self._value("answer", row, index)
         if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes true, Python True
             kind = "null" if answer is None else type(answer).__name__
-            raise ConfigError(
-                f"data.answer_key: {layout.answer!r} of {where()} is {kind}, expected text or a number; "
-                "write it as text, or remove the row"
-            )
+            raise ConfigError(f"{where()} is {kind}, expected text or a number; write it as text, or remove the row")
         return str(answer)
+
+    def _value(self, name: str, row: dict[str, Any], index: int) -> tuple[Any, Callable[[], str]]:
+        """A row's prompt or answer; and where it stands, found when it is told: a file is read up to there."""
+        row, layout = split(row, self._layout)
+        key, column = f"data.{name}_key", getattr(layout, name)
+        try:
+            return field(row, column), lambda: f"{key}: {column!r} of {self._place(index)}"
+        except LookupError as error:
+            raise ConfigError(f"{key}: {column!r} is not in {self._place(index)}: {error}") from None
 
     def _text(self, place: int) -> str:
         """What the model is to read."""
@@ -225,14 +222,6 @@ class Source(Sequence[Prompt]):
         if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":
             return ""
         return f"prompt in {self._layout.prompt}, answer in {self._layout.answer}: {self._layout.publisher}"
-
-
-def _there(key: str, row: dict[str, Any], column: str, where: Callable[[], str]) -> Any:
-    """The value of a column that `key` names, or that its layout does."""
-    try:
-        return field(row, column)
-    except LookupError as error:
-        raise ConfigError(f"{key}: {column!r} is not in {where()}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,9 @@ class Rows(ABC, Sequence[dict[str, Any]]):
     @abstractmethod
     def place(self, index: int) -> str: ...  # where a row stands: `line 41 of FILE`
 
-
-class TextColumns(Rows):
-    """Rows whose columns of text can be read alone, which is much sooner done."""
-
-    @abstractmethod
-    def is_text(self, *names: str) -> bool: ...
-
-    @abstractmethod
-    def pairs(self, one: str, other: str) -> Iterator[tuple[str | None, str | None]]: ...
+    def pairs(self, one: str, other: str) -> Iterator[tuple[str | None, str | None]] | None:
+        """Two columns that are text, where they can be read alone, which is much sooner done; else None."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def _facts(config: schema.Config, on: Machine | None, cards: bool = False) -> tu
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
     sets = held_out(config)
     known = [name for one in sets for name in one.metrics()]
-    facts: dict[str, Any] = {**vars(config), "elsewhere": on is not None, "sets": sets, "known_metrics": known}
+    facts: dict[str, Any] = {**vars(config), "config": config, "elsewhere": on is not None}
+    facts |= {"sets": sets, "known_metrics": known}
     problems: list[str] = []
     try:
         facts["machine"] = on or detect(config.run.device)

@@ -8,25 +8,12 @@ import sys
 from collections.abc import Iterator
 
 from megatron_rl.config import foreign
+from megatron_rl.config.choices import Device, Format, KvCache, Offload, Router, Sleep, Transport
+from megatron_rl.config.engine_rules import OWNED_ARGUMENTS
 from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import devices, gpus_of_engines, is_fleet, replica_formats
-from megatron_rl.config.rules import OWNED_ARGUMENTS
-from megatron_rl.config.schema import (
-    TIES,
-    Device,
-    EvalSection,
-    Format,
-    KvCache,
-    LearnerSection,
-    Offload,
-    QuantizationSection,
-    RolloutSection,
-    Router,
-    SamplerSection,
-    Sleep,
-    SyncSection,
-    Transport,
-)
+from megatron_rl.config.sampling import TIES, QuantizationSection, RolloutSection, SamplerSection, SyncSection
+from megatron_rl.config.schema import EvalSection, LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape

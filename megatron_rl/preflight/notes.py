@@ -151,16 +151,8 @@ class Writes:
         return f"at most {_gib(self.total)}: " + ", ".join([text for nbytes, text in parts if nbytes] or ["metrics"])
 
 
-def writes(
-    shape: ModelShape,
-    hf_config: Mapping[str, Any],
-    learner: schema.LearnerSection,
-    run: schema.RunSection,
-    rollout: schema.RolloutSection,
-    checkpoint: schema.CheckpointSection,
-    log: schema.LogSection,
-) -> Writes:
-    count = parameters(shape)
+def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Config) -> Writes:
+    run, rollout, checkpoint, log = config.run, config.rollout, config.checkpoint, config.log
     saves = bool(checkpoint.every or checkpoint.minutes)
     kept = checkpoint.keep_last + bool(checkpoint.best)
     if checkpoint.keep_every:
@@ -170,10 +162,10 @@ def writes(
         row += (rollout.max_prompt_tokens + rollout.max_response_tokens) * choices_bytes(shape, hf_config)
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
-        checkpoint=trained(shape) * PARAMETER[learner.precision] if saves else 0,
+        checkpoint=trained(shape) * PARAMETER[config.learner.precision] if saves else 0,
         checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
         rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
-        models=2 * count * (1 + bool(checkpoint.best)) if log.export else 0,
+        models=2 * parameters(shape) * (1 + bool(checkpoint.best)) if log.export else 0,
         lines=run.steps * LINE,
     )
 
@@ -188,17 +180,10 @@ def free(root: str) -> int | None:
 
 
 def short_disk(
-    shape: ModelShape,
-    hf_config: Mapping[str, Any],
-    learner: schema.LearnerSection,
-    run: schema.RunSection,
-    rollout: schema.RolloutSection,
-    checkpoint: schema.CheckpointSection,
-    log: schema.LogSection,
-    elsewhere: bool,
+    shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Config, elsewhere: bool
 ) -> Iterator[str]:
     """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not fit."""
-    wanted = writes(shape, hf_config, learner, run, rollout, checkpoint, log)
+    wanted, run, log = writes(shape, hf_config, config), config.run, config.log
     if log.disk_gib is not None and wanted.stays > log.disk_gib * GIB:
         yield (
             f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to {_gib(wanted.stays)}; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -49,12 +48,6 @@ class Channel:
             raise msgspec.DecodeError(str(error)) from None
 
     def close(self) -> None:
-        self._socket.close()
-
-    def hang_up(self) -> None:
-        """Closes it for both sides, and wakes a thread of this one that is receiving."""
-        with suppress(OSError):  # the other side has done so before
-            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, count: int, deadline: float | None) -> bytearray:

@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 import psutil
 
@@ -37,8 +36,7 @@ def keep_to(cores: str) -> None:
 
 def share_of_cores(index: int, servers: int) -> str:
     """This machine's cores, divided among the servers that are started on it."""
-    cores = own_cores()
-    share = len(cores) // servers
+    share = len(cores := own_cores()) // servers
     if servers == 1 or share == 0:
         return ALL_CORES
     return ",".join(cores[index * share : (index + 1) * share])
@@ -133,8 +131,7 @@ def die_with_spawner() -> None:
     """End with the spawner, in what `multiprocessing` starts: vLLM's workers outlive a killed engine by seconds."""
     from multiprocessing import parent_process  # slow to import: few need it
 
-    spawner = parent_process()
-    if spawner is not None and spawner.pid == os.getppid():
+    if (spawner := parent_process()) and spawner.pid == os.getppid():
         die_with_parent(spawner.pid)
 
 
@@ -164,9 +161,7 @@ def end_with_descendants(pid: int) -> None:
 
 @contextmanager
 def ending_orphans(grace_s: float) -> Iterator[None]:
-    """Around what starts processes: those that outlive their parents, as a killed reward worker's may, become this
-    one's, and end at last. `grace_s`: to end by themselves.
-    """
+    """Around what starts processes: those that outlive their parents become this one's, and end after `grace_s`."""
     this = psutil.Process()
     before = this.children()
     adopt_orphans()
@@ -185,8 +180,7 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
 STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What processes have done so far, by the kernel's books."""
 
     cpu_s: float
@@ -237,11 +231,6 @@ def describe_end(code: int) -> str:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
-
-
-def exit_status(code: int) -> int:
-    """The exit status as a shell gives it: 128 and the number of the signal that ended the process."""
-    return 128 - code if code < 0 else code
 
 
 class BestEffortStream:

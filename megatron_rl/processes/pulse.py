@@ -1,4 +1,5 @@
-"""Signs of life of this process (phase, last mark, for whom it waits), which a rank writes to a file for watch.py.
+"""Signs of life: of this process (phase, last mark, for whom it waits), which a rank writes to a file for watch.py; of
+an engine, for whoever asks its server.
 
 The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds, with
 what the kernel knows of its processes (read by watch.py). While the process is stopped, no time passes here.
@@ -6,6 +7,7 @@ what the kernel knows of its processes (read by watch.py). While the process is 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import linecache
 import os
@@ -14,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -27,7 +29,9 @@ from megatron_rl.processes.process import birth_of, turns_of, work_below
 FOLDER = "pulse"  # of the run's logs
 BEAT_S = 3.0
 AWAKE = 3.0  # beats: what is longer between two of them, this process has slept through
-BUSY_SHARE, BUSY_TURNS = 0.05, 5.0  # of a core, and of a main thread per second: who does less does not work
+# of a core, and of main threads per second: who does less does not work; an engine that waits has 0.01, and none
+BUSY_SHARE, BUSY_TURNS = 0.05, 5.0
+ANSWER_S = 4.0  # of an engine, to be known as one that answers
 FRAMES = 12
 START, BETWEEN = "start", "between phases"
 
@@ -226,3 +230,33 @@ def _meets(frame: FrameType) -> bool:
     if "/torch/distributed/" in name:
         return True
     return "/megatron/core/" in name and ".wait(" in linecache.getline(name, frame.f_lineno)
+
+
+class Heartbeat:
+    """Health of an engine, for GET /health of its server: it answers, works, or hangs.
+
+    One that does not answer at once may be busy with a long prefill, an update or a compilation; then its processes use
+    the CPU, or their main threads look again and again for what they wait for (a lock on a cache, a worker, a page of a
+    file). One that neither answers nor works hangs.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[Any]], pid: int) -> None:
+        """`ask`: something that the engine answers at once. `pid`: its process, whose children are its workers."""
+        self._ask, self._pid = ask, pid
+        self._asked: asyncio.Future[Any] | None = None  # one question at a time, however often somebody looks
+
+    async def look(self) -> tuple[int, dict[str, str]]:
+        """A status of HTTP, and what is known."""
+        before = work_below(self._pid, itself=True)
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(self._ask())
+        await asyncio.wait([self._asked], timeout=ANSWER_S)
+        if self._asked.done():
+            error = self._asked.exception()
+            return (200, {"engine": "answers"}) if error is None else (503, {"error": f"its engine failed: {error}"})
+        after = work_below(self._pid, itself=True)
+        if after.stopped:
+            return 503, {"error": f"its engine's process {after.stopped[0]} is stopped"}
+        if after.cpu_s - before.cpu_s >= BUSY_SHARE * ANSWER_S or after.turns - before.turns >= BUSY_TURNS * ANSWER_S:
+            return 200, {"engine": "busy"}
+        return 503, {"error": f"its engine neither answers nor works (for {ANSWER_S:g} s)"}

@@ -193,14 +193,14 @@ class _Worker:
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
-        scores: list[Score] = []
-        first = self._asked + 1
+        channel, scores, first = self._channel, list[Score](), self._asked + 1
+        assert channel is not None  # it goes with its process
         try:
             self._asked += len(messages)
             tasks = [{"id": number, "task": message} for number, message in enumerate(messages, first)]
-            self._open_channel.send(*tasks, timeout_s=self._config.timeout_s)
+            channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
-                reply = msgspec.convert(self._open_channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply)
+                reply = msgspec.convert(channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply)
                 pulse.mark()
                 if reply.id != number:
                     self.stop()
@@ -216,12 +216,6 @@ class _Worker:
             self.stop()
             scores.append(DIED if isinstance(error, ChannelClosed) else GARBLED)
         return scores
-
-    @property
-    def _open_channel(self) -> Channel:
-        if self._channel is None:
-            raise ChannelClosed("the worker was stopped")
-        return self._channel
 
     def close(self) -> None:
         """Ends the worker for good. A thread that waits for its answer sees the end of its channel."""

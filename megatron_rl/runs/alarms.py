@@ -12,220 +12,162 @@ from typing import Any
 
 from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
-from megatron_rl.runs.alarm_values import (
-    CHOSEN,
-    CLEARLY,
-    GRAD_NORM,
-    K3,
-    WINDOW,
-    Line,
-    Past,
-    Value,
-    accuracy_over,
-    clipped,
-    metric,
-    most_clipped,
-    not_finite,
-    over_bf16,
-    over_median,
-    reward_fall,
-    sampler_loss,
-    share,
-)  # fmt: skip
+from megatron_rl.runs import alarm_values as values
+from megatron_rl.runs.alarm_values import GRAD_NORM, K3, WINDOW, Line, Past, Value
 
-GATES = {  # of K3, in nats
-    Format.none: 0.005, Format.int8: 0.02, Format.int4: 0.2, Format.fp8: 0.02, Format.fp8_block: 0.02
-}  # fmt: skip
+GATES = dict.fromkeys(Format, 0.02) | {Format.none: 0.005, Format.int4: 0.2}  # of K3, in nats
+Bound = float | Mapping[Format, float]
 
 
 @dataclass(frozen=True)
 class Rule:
     looks_at: str
-    value: Value
-    bound: float | Mapping[Format, float]
-    steps: int
     action: str
-    below: bool = False  # raised below the bound; else above
+    value: Value
+    bound: Bound
+    steps: int
+    below: bool  # raised below the bound; else above
     always: bool = False  # also where the data set answers, in place of a sampler
+
+
+def above(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bool]:
+    return value, bound, steps, False
+
+
+def below(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bool]:
+    return value, bound, steps, True
 
 
 RULES = {
     Alarm.mismatch: Rule(
         f"`{K3}`: how far sampler and learner disagree",
-        metric(K3),
-        GATES,
-        5,
         "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: quantization.ignore keeps "
         "the worst layers in BF16, quantization.format=none shows what remains. With rollout.ahead, or sync.every "
         "above 1, it is mostly staleness (rollout/staleness_mean): lower them. correction=icepop keeps the worst "
         "tokens out of the loss meanwhile.",
+        *above(values.metric(K3), GATES, 5),
     ),
     Alarm.mismatch_jump: Rule(
         f"`{K3}` over its median of the last {WINDOW} steps",
-        over_median(K3),
-        10.0,
-        5,
         "Something has changed, for the policy or the engine: look at the step before the first, at restarts of "
         "servers, sync/quant_error_max and optim/grad_norm. Lower optim.lr where the policy itself moved too far.",
+        *above(values.over_median(K3), 10.0, 5),
     ),
     Alarm.mismatch_over_bf16: Rule(
         "`rollout_corr/FORMAT/k3_kl` of the worst format over that of the fleet's BF16 servers",
-        over_bf16,
-        300.0,
-        5,
         "The format, not the engines' numerics, makes the difference: its scales are wrong, or the model does not "
         "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",
+        *above(values.over_bf16, 300.0, 5),
     ),
     Alarm.probe: Rule(
         "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
-        share(("sync/probe_abs_diff",), "sync/probe_budget"),
-        1.0,
-        1,
         "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
         "a wrong matrix makes. `megatron-rl mismatch` on the model says where it enters: where it is outliers, "
         "quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8. Answers of another "
         "temperature or of older weights would look the same.",
+        *above(values.share(("sync/probe_abs_diff",), "sync/probe_budget"), 1.0, 1),
     ),
     Alarm.ess: Rule(
         "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
-        metric("rollout_corr/rollout_is_eff_sample_size"),
-        0.5,
-        5,
         "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
         "correction.weight.target_ess; the cause is the mismatch.",
-        below=True,
+        *below(values.metric("rollout_corr/rollout_is_eff_sample_size"), 0.5, 5),
     ),
     Alarm.rejected: Rule(
         "`rollout_corr/rollout_rs_masked_fraction`: tokens that correction.reject keeps out",
-        metric("rollout_corr/rollout_rs_masked_fraction"),
-        0.3,
-        5,
         "What is paid for is thrown away, and what is left is biased to short answers: widen the bounds of "
         "correction.reject, or lower the mismatch.",
+        *above(values.metric("rollout_corr/rollout_rs_masked_fraction"), 0.3, 5),
     ),
     Alarm.non_finite: Rule(
         "tokens without a finite logprob, or updates that were skipped: the larger share",
-        not_finite,
-        0.01,
-        3,
         "Tokens: the engine's kernels or scales are wrong, compare with quantization.format=none. Updates: lower "
         "optim.lr; `megatron-rl rerun-step` repeats what learner.on_nonfinite=skip_and_dump has kept.",
+        *above(values.not_finite, 0.01, 3),
         always=True,
     ),
     Alarm.entropy: Rule(
         "`loss/entropy`, in nats",
-        metric("loss/entropy"),
-        0.01,
-        10,
         "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL to the start "
         "(loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens that drive it.",
-        below=True,
+        *below(values.metric("loss/entropy"), 0.01, 10),
     ),
     Alarm.reward_errors: Rule(
         "`reward/errors` over `rollout/n`: answers without a score",
-        share(("reward/errors",), "rollout/n"),
-        0.05,
-        3,
         "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or reward.workers; "
         "what the function that reward.name names has printed is in the log of rank 0.",
+        *above(values.share(("reward/errors",), "rollout/n"), 0.05, 3),
     ),
     Alarm.no_spread: Rule(
         "`rollout/groups_kept_fraction`: groups that can be learned from",
-        metric("rollout/groups_kept_fraction"),
-        0.05,
-        10,
         "Nearly all groups are all right or all wrong (rollout/groups_all_right, rollout/groups_all_wrong): the "
         "problems of data.train are too easy or too hard by now. Change them, or raise rollout.samples_per_prompt.",
-        below=True,
+        *below(values.metric("rollout/groups_kept_fraction"), 0.05, 10),
     ),
     Alarm.truncated: Rule(
         "`rollout/truncated_fraction`: answers cut at the length limit",
-        metric("rollout/truncated_fraction"),
-        0.5,
-        5,
         "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer before the limit, "
         "reward.overlong_filter keeps cut ones out of the loss.",
+        *above(values.metric("rollout/truncated_fraction"), 0.5, 5),
     ),
     Alarm.aborted: Rule(
         "`rollout/aborted_fraction`: answers that the sampler gave up on",
-        metric("rollout/aborted_fraction"),
-        0.05,
-        3,
         "Read the engine's log. Its cache may be too small: raise sampler.vllm.gpu_memory_utilization (on hosts "
         "sampler.vllm.kv_cache_memory_bytes), or lower sampler.vllm.max_num_seqs.",
+        *above(values.metric("rollout/aborted_fraction"), 0.05, 3),
     ),
     Alarm.gradient: Rule(
         f"`{GRAD_NORM}` over its median of the last {WINDOW} steps",
-        over_median(GRAD_NORM),
-        20.0,
-        3,
         "Lower optim.lr or optim.megatron.clip_grad, and look at the mismatch of the same steps: a few tokens with "
         "large ratios do this, which correction=icepop leaves out.",
+        *above(values.over_median(GRAD_NORM), 20.0, 3),
         always=True,
     ),
     Alarm.sampler_worse: Rule(
         "minus `update/sampler_gain` over its standard error, where `update/learner_gain` is positive",
-        sampler_loss,
-        1.0,
-        5,
         "The learner gains and the sampler, which answers, loses: steps are smaller than its format can show, or "
         "outliers move its scales. quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8 make it "
         "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse takes such "
         "steps back.",
+        *above(values.sampler_loss, 1.0, 5),
     ),
     Alarm.replay_lost: Rule(
         "`router/replayed`: share of tokens that went to the sampler's experts",
-        metric("router/replayed"),
-        0.999,
-        1,
         "An engine does not tell the experts that it has chosen: servers that were started by hand need "
         "sampler.routed_experts=true, too. router/replayed/layer_N says whether it is all layers.",
-        below=True,
+        *below(values.metric("router/replayed"), 0.999, 1),
     ),
     Alarm.below_start: Rule(
         "accuracy of a held-out set over its first: 1 unless it is clearly below (3 standard errors)",
-        accuracy_over(lambda past: past.first, CLEARLY),
-        1.0,
-        2,
         "The run unlearns what it began with: lower optim.lr first, then look at the mismatch, at loss/entropy and at "
         "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy.",
-        below=True,
+        *below(values.accuracy_over(lambda past: past.first, values.CLEARLY), 1.0, 2),
         always=True,
     ),
     Alarm.half_of_best: Rule(
         "the same over its best so far, by 4 standard errors",
-        accuracy_over(lambda past: past.best, CHOSEN),
-        0.5,
-        1,
         "Most of what was learned is lost, which seldom comes back by itself: go on from an earlier checkpoint with a "
         "lower optim.lr, or a KL to the start (loss.kl_coef). checkpoint.best=eval/accuracy keeps the best policy.",
-        below=True,
+        *below(values.accuracy_over(lambda past: past.best, values.CHOSEN), 0.5, 1),
         always=True,
     ),
     Alarm.reward_falls: Rule(
         "mean `reward/sampler_mean` of 10 steps, below the best 10 before, in `reward/std`; 0 unless it is clear",
-        reward_fall,
-        0.25,
-        10,
         "The policy gets worse on its own prompts: lower optim.lr, and look at the mismatch and the sample size "
         "(rollout_corr/rollout_is_eff_sample_size). Prompts that come in an order of growing difficulty do this too.",
+        *above(values.reward_fall, 0.25, 10),
     ),
     Alarm.clip_idle: Rule(
         "the largest share of tokens so far that a clip of the loss acted on, in updates after a step's first",
-        most_clipped,
-        1e-6,
-        40,
         "The clip is of another size than the ratios: with loss.name=gspo it is 3e-4 (conf/gspo.yaml), with a ratio of "
         "tokens 0.2 (conf/dapo.yaml). Or the updates are too small for one: then it may stay.",
-        below=True,
+        *below(values.most_clipped, 1e-6, 40),
     ),
     Alarm.clip_always: Rule(
         "share of tokens that a clip of the loss acts on, in updates after a step's first",
-        clipped,
-        0.25,
-        5,
         "Most of the batch gives no gradient: loss.clip_low and clip_high are too small for loss.name (with a ratio of "
         "tokens 0.2, conf/dapo.yaml), optim.lr is too high, or learner.n_minibatches.",
+        *above(values.clipped, 0.25, 5),
     ),
 }
 
@@ -258,9 +200,8 @@ class News:
     def what(self) -> str:
         rule = RULES[self.alarm]
         side = "below" if rule.below else "above"
-        steps = f"{rule.steps} step{'s' * (rule.steps > 1)}"
-        about = f"{side} {self.bound:g} for {steps}" if self.raised else "cleared"
-        return f"{self.alarm}: {self.told}, {about}"
+        raised = f"{side} {self.bound:g} for {rule.steps} step{'s' * (rule.steps > 1)}"
+        return f"{self.alarm}: {self.told}, {raised if self.raised else 'cleared'}"
 
     @property
     def told(self) -> str:

@@ -16,6 +16,7 @@ LOG = re.compile(r"(?:The end of|see|log:) (\S+\.log)\b")  # of the process that
 MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")  # that a log writes before the name of an exception
 SAMPLER = ("SamplerError: ", "NoServerLeft: ", "EngineGone: ", "NoAnswer: ", "RequestRefused: ")
 CONFIG = ("ConfigError: ", "RunDirectoryUsed: ", "error: ")
+CUDA_FULL = r"OutOfMemoryError|CUDA( error:)? out of memory"
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ OUT_OF_MEMORY = Row(
     "the machine ran out of memory",
     "Ask for more (in Slurm --mem, in a shell `ulimit -v`), or need less: lower learner.tokens_per_microbatch, "
     "rollout.prompts_per_step, reward.workers, and on hosts sampler.vllm.kv_cache_memory_bytes.",
-    says=(
-        r"\bMemoryError\b|[Cc]an('t|not) allocate memory|unable to mmap|oom[-_ ]kill|bad_alloc|"
-        r"failed to map segment"
-    ),
+    says=r"\bMemoryError\b|[Cc]an('t|not) allocate memory|unable to mmap|oom[-_ ]kill|bad_alloc|failed to map segment",
 )
 STUCK = Row(
     "stuck_process",
@@ -99,10 +97,8 @@ ROWS = (
         "it. sampler.vllm.max_num_seqs bounds what is answered at once, sampler.tensor_parallel divides the weights.",
         process=ENGINE,
         begins=SAMPLER,
-        says=(
-            r"OutOfMemoryError|CUDA( error:)? out of memory|can't allocate memory|"
-            r"No available memory for the cache|Free memory on device|KV\s+cache is needed"
-        ),
+        says=rf"{CUDA_FULL}|can't allocate memory|No available memory for the cache|Free memory on device|"
+        r"KV\s+cache is needed",
     ),
     Row(
         "gpu_memory",
@@ -110,16 +106,14 @@ ROWS = (
         "Lower learner.tokens_per_microbatch, set learner.megatron.recompute_granularity=full, or raise "
         "learner.tensor_parallel, or learner.context_parallel for long answers; where the engine shares the GPU, "
         "sampler.sleep=offload or less of sampler.vllm.gpu_memory_utilization.",
-        says=r"OutOfMemoryError|CUDA( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        says=rf"{CUDA_FULL}|CUBLAS_STATUS_ALLOC_FAILED",
     ),
     Row(
         "shared_memory",
         "shared memory is full",
         "Enlarge /dev/shm (a container has 64 MiB by default: --shm-size), or let updates travel elsewhere: sync.dir.",
-        says=(
-            r"ended by SIGBUS|Bus error|unable to open shared memory object|does not fit into /dev/shm|"
-            r"(unable to write to file|No space left on device).*/dev/shm|/dev/shm.*No space left on device"
-        ),
+        says=r"ended by SIGBUS|Bus error|unable to open shared memory object|does not fit into /dev/shm|"
+        r"(unable to write to file|No space left on device).*/dev/shm|/dev/shm.*No space left on device",
     ),
     Row(
         "disk_full",
@@ -276,13 +270,11 @@ def explain(
     """
     bare = MODULE.sub("", reason)
     row = next((row for row in ROWS if bare.startswith(row.begins) and re.search(row.says, reason)), UNKNOWN)
-    if bare.startswith(SAMPLER):
-        process = ENGINE
+    process = ENGINE if bare.startswith(SAMPLER) else process
     if out_of_memory and "SIGKILL" in reason:
         row = OUT_OF_MEMORY
     elif isinstance(stuck, Mapping) and row.name in FOLLOWS_FROM_STUCK:
         row, process, phase = STUCK, stuck.get("process") or process, stuck.get("phase") or phase
     named = LOG.search(reason)
-    return Cause(
-        row.name, row.what, str(row.process or process), str(phase or ""), named[1] if named else log, row.advice
-    )
+    where = str(row.process or process), str(phase or ""), named[1] if named else log
+    return Cause(row.name, row.what, *where, row.advice)

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
+from megatron_rl.runs.mismatch_metrics import MISMATCH, PARTS
 
-PARTS = {  # of the compared tokens, and what they are
-    **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
-    "fresh": "tokens of the learner's own policy version, in a step that has older ones too: numerics alone",
-    "stale": "tokens of older versions: numerics, and what was learned since",
-    "first_turn": "tokens of the first turn of each session (environment.name)",
-    "middle_turns": "tokens of the turns between the first and the last",
-    "last_turn": "tokens of the last turn, where it is not the first",
-    "turn_start": "the first token of each turn, right behind what the engine has read",
-    "turn_end": "the last token of each turn: its stop, where it was not cut",
-    "text": "tokens of sessions that are neither thinking nor a tool call, where there are both kinds",
-    "thinking": "tokens of thinking, its markers included",
-    "tool_call": "tokens of tool calls, their markers included",
-}
-
-REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda values: math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values),
-    "sum": sum,
-    "min": lambda values: math.nan if any(map(math.isnan, values)) else min(values),
-    "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
-    "last": lambda values: values[-1],
-}
+ACCURACY = "eval/accuracy"
+_OF_A_SET = re.compile(r"eval/(?:([\w-]+)/)?([a-z_]+)(@\d+)?(_stderr)?")
 
 
 class UnknownMetricWarning(UserWarning):
@@ -43,313 +24,223 @@ class Metric:
     reducer: str = "mean"  # over the parts of one step: minibatches, generation calls
     unit: str = ""
 
-    @property
-    def group(self) -> str:
-        return self.name.split("/", 1)[0]
+
+METRICS: dict[str, Metric] = {}
 
 
-def _rows(group: str, *rows: tuple[str, ...]) -> list[Metric]:
-    """Rows of a name and its meaning, then its reducer and its unit where they are not "mean" and none."""
-    return [Metric(f"{group}/{name}", *rest) for name, *rest in rows]
+def _group(group: str, *rows: tuple[str, ...]) -> None:
+    """Adds rows of a name and its meaning, then its reducer and its unit where they are not "mean" and none."""
+    METRICS.update({f"{group}/{name}": Metric(f"{group}/{name}", *rest) for name, *rest in rows})
 
 
-ACCURACY = "eval/accuracy"
-_OF_A_SET = re.compile(r"eval/(?:([\w-]+)/)?([a-z_]+)(@\d+)?(_stderr)?")
-
-_TABLE = (
-    *_rows(
-        "progress",
-        ("step", "optimizer steps on rollout batches finished; 0 is before training", "last"),
-        ("samples", "rollouts trained on since the start", "last", "rollouts"),
-        ("tokens", "response tokens trained on since the start", "last", "tokens"),
-        ("elapsed_s", "wall clock since the start of this attempt", "last", "s"),
-    ),
-    *_rows(
-        "reward",
-        ("mean", "mean reward of the rollouts trained on, after the group filter"),
-        ("std", "their standard deviation"),
-        ("min", "the lowest of them", "min"),
-        ("max", "the highest of them", "max"),
-        ("sampler_mean", "mean reward of all generated rollouts, before the group filter"),
-        ("learner_estimate", "sum v R / sum v over all generated rollouts, v = exp(sum d): the mean under the learner"),
-        ("learner_estimate_stderr", "its standard error: root of sum v^2 (R - estimate)^2, over sum v"),
-        ("right", "generated rollouts that are right (a function of one's own: a score of 1)", "sum", "rollouts"),
-        ("wrong", "those whose answer is not, truncated ones included", "sum", "rollouts"),
-        ("no_answer", "those in which the verifier found no answer, worth as much as a wrong one", "sum", "rollouts"),
-        ("errors", "those without a reward (an exception, a death, a timeout), not trained on", "sum", "rollouts"),
-        ("timeouts", "those of them that took too long", "sum", "rollouts"),
-        ("own/*", "mean of a number that a reward of one's own gave beside its score, by its name"),
-        ("part/*", "mean score of each reward, before its weight, where reward.name has several"),
-    ),
-    *_rows(
-        "eval",  # of each set
-        ("accuracy", "avg@k: fraction of the answers that are right, mean over the prompts", "last"),
-        ("accuracy_stderr", "its standard error, clustered by prompt, as are those below", "last"),
-        ("pass@K", "fraction of prompts of which K answers hold a right one, unbiased (K: 2, 4, ... samples)", "last"),
-        ("pass@K_stderr", "its standard error", "last"),
-        ("maj@K", "fraction of prompts whose most frequent answer is right; ties count in part (K: samples)", "last"),
-        ("maj@K_stderr", "its standard error", "last"),
-        ("reward_mean", "mean reward on the held-out prompts", "last"),
-        ("n", "held-out prompts that were answered", "last", "prompts"),
-        ("response_tokens_mean", "mean length of those answers", "last", "tokens"),
-        ("truncated_fraction", "fraction of them cut at the length limit", "last"),
-        ("no_answer_fraction", "fraction of them in which the verifier found no answer", "last"),
-        (
-            "errors",
-            "those without a score (an exception, a death, a timeout), which count as wrong",
-            "last",
-            "rollouts",
-        ),
-    ),
-    *_rows(
-        "rollout",
-        ("n", "rollouts generated, those of dropped groups included", "sum", "rollouts"),
-        ("n_trained", "rollouts in the batch that was trained on", "sum", "rollouts"),
-        ("trained_tokens", "prompt and response tokens of that batch", "sum", "tokens"),
-        ("prompt_tokens", "prompt tokens given to the sampler", "sum", "tokens"),
-        ("tokens", "response tokens generated", "sum", "tokens"),
-        ("prompt_tokens_mean", "mean prompt length", "mean", "tokens"),
-        ("response_tokens_mean", "mean response length", "mean", "tokens"),
-        ("response_tokens_min", "the shortest response", "min", "tokens"),
-        ("response_tokens_max", "the longest response", "max", "tokens"),
-        ("truncated_fraction", "fraction of responses cut at the length limit"),
-        ("aborted_fraction", "fraction of responses that the sampler gave up on"),
-        ("logprobs_missing", "sampled tokens whose logprob came back missing or NaN", "sum", "tokens"),
-        ("gen_batches", "generation calls that were needed to fill the batch", "sum", "calls"),
-        ("groups", "groups generated", "sum", "groups"),
-        ("groups_kept", "groups with spread in their rewards, which can be learned from", "sum", "groups"),
-        ("groups_kept_fraction", "groups kept over groups generated"),
-        ("groups_all_right", "groups all of whose answers are right (a reward of 1)", "sum", "groups"),
-        ("groups_all_wrong", "groups in which every answer has the same lower reward", "sum", "groups"),
-        ("staleness_mean", "mean number of updates between a rollout's policy and the learner", "mean", "versions"),
-        ("staleness_max", "the largest of those numbers", "max", "versions"),
-        ("spanning_fraction", "fraction of rollouts that an update came into the middle of"),
-        ("ready_ahead", "whole batches that were waiting when this one was taken (rollout.ahead)", "mean", "batches"),
-        ("seconds", "from the batch's first prompt to its last answer, while the learner worked too", "sum", "s"),
-        ("dropped", "those that had become too old and were drawn again (rollout.stale: drop)", "sum", "rollouts"),
-        ("retried", "prompts that another server of the fleet had to answer, because one had gone", "sum", "prompts"),
-        ("restarts", "engines, or servers of the fleet, that were started again", "sum", "engines"),
-    ),
-    *_rows(
-        "session",
-        ("turns_mean", "mean answers of a session (environment.name)", "mean", "turns"),
-        ("turns_max", "answers of the longest one", "max", "turns"),
-        ("turn_tokens_mean", "mean tokens of an answer", "mean", "tokens"),
-        ("turns_cut_fraction", "fraction of answers that were cut by their length"),
-        ("tool_calls", "tool calls that were made", "sum", "calls"),
-        (
-            "tool_calls_failed",
-            "those that raised, were late, or had wrong arguments: the policy reads why",
-            "sum",
-            "calls",
-        ),
-        ("tool_calls_late", "those that were stopped at environment.tool_timeout_s", "sum", "calls"),
-        ("tool_calls_unread", "answers that began a call which could not be read", "sum", "answers"),
-        ("tool_seconds_mean", "mean seconds from an answer to what follows it: tools, or step", "mean", "s"),
-        ("observations_cut", "messages cut to environment.observation_tokens", "sum", "messages"),
-        ("forks", "times that a conversation did not go on behind its exact tokens: a row more each", "sum", "forks"),
-        ("restarts", "sessions begun again after their environment failed", "sum", "sessions"),
-        ("errors", "sessions that failed twice: they are not trained on", "sum", "sessions"),
-        ("out_of_turns_fraction", "fraction of sessions that ended at environment.turns"),
-        ("refused_fraction", "fraction of sessions that ended as the chat template took them no further"),
-        ("out_of_context_fraction", "fraction of sessions that ended at a limit of tokens"),
-        *(
-            (f"turn_{turn}/{name}", f"turn {turn}, counted from 0: {meaning}", reducer, unit)
-            for turn in range(4)
-            for name, meaning, reducer, unit in (
-                ("sessions", "sessions that came to it", "sum", "sessions"),
-                ("tokens_mean", "mean tokens of its answer", "mean", "tokens"),
-                ("tool_seconds_mean", "mean seconds to what followed", "mean", "s"),
-                ("reward_mean", "mean reward that it was given", "mean", ""),
-            )
-        ),
-    ),
-    *_rows(
-        "rollout_corr",
-        ("kl", "KL(sampler, learner), plain estimate: mean of -d", "mean", "nats"),
-        ("k3_kl", "the same KL, never negative: mean of exp(d) - 1 - d", "mean", "nats"),
-        ("chi2_token", "chi-squared divergence per token: mean of rho squared, minus 1"),
-        ("chi2_seq", "chi-squared divergence per sequence: mean over rows of exp(2 sum d), minus 1"),
-        ("training_ppl", "mean over rows of exp(-mean p): the learner's perplexity"),
-        ("rollout_ppl", "mean over rows of exp(-mean mu): the same under the sampler"),
-        ("log_ppl_diff", "mean over rows of -mean d: the difference of log perplexities", "mean", "nats"),
-        ("log_ppl_abs_diff", "mean over rows of abs(mean d)", "mean", "nats"),
-        ("ppl_ratio", "mean over rows of exp(-mean d): the learner's perplexity over the sampler's"),
-        ("rollout_is_mean", "mean of w, the weight that was applied, at kept tokens (level none: of rho)"),
-        ("rollout_is_std", "their standard deviation"),
-        ("rollout_is_min", "the smallest of them", "min"),
-        ("rollout_is_max", "the largest of them", "max"),
-        ("rollout_is_eff_sample_size", "effective sample size (sum w)^2 / (n sum w^2) over n kept tokens"),
-        (
-            "rollout_is_ratio_fraction_high",
-            "raw ratios (rows for sequence weights) above weight.high or the solved cap",
-        ),
-        ("rollout_is_ratio_fraction_low", "fraction below weight.low (1/high where none is set)"),
-        ("rollout_rs_masked_fraction", "1 - kept tokens / tokens before the rules"),
-        ("rollout_rs_seq_masked_fraction", "fraction of sequences that lost a token to the rules"),
-        ("stale_masked_fraction", "fraction of tokens rejected for their staleness, before other rules"),
-        ("rho_mean", "mean of the raw ratio; 1 in expectation where the engines sample what they report"),
-        ("rho_std", "its standard deviation"),
-        ("rho_min", "the smallest raw ratio", "min"),
-        ("rho_max", "the largest raw ratio", "max"),
-        ("probs_diff_mean", "mean of abs(exp(p) - exp(mu)) over sampled tokens"),
-        ("probs_diff_max", "the largest of them", "max"),
-        ("probs_diff_std", "their standard deviation"),
-        ("probs_pearson_corr", "correlation of exp(p) and exp(mu)"),
-        (
-            "logp_diff_mean",
-            "mean of d, with its sign: a format that errs one way is off 0, noise is not",
-            "mean",
-            "nats",
-        ),
-        ("logp_diff_stderr", "its standard error over rows", "mean", "nats"),
-        ("logp_abs_diff_mean", "mean of abs d", "mean", "nats"),
-        ("logp_abs_diff_max", "the largest of them", "max", "nats"),
-        ("logp_abs_diff_std", "their standard deviation", "mean", "nats"),
-        ("mult_prob_error", "mean of exp(abs d): below 1.05 is healthy, above 1.1 is sick"),
-        ("non_finite_sampler", "response tokens whose sampler logprob is NaN or infinite", "sum", "tokens"),
-        ("non_finite_learner", "response tokens whose learner logprob is NaN or infinite", "sum", "tokens"),
-        (
-            "outside_support",
-            "with rollout.top_k: fraction of trained tokens that the learner's own top_k and top_p would have cut",
-        ),
-        (
-            "kept_log_mass",
-            "with rollout.top_k: mean log of the learner's probability of what was kept; d would be off by it",
-            "mean",
-            "nats",
-        ),
-        ("cap", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
-        ("mix", "largest a in [0, 1] of weights 1 + a (w - 1) whose sample size does, with weight.target_by mix"),
-        ("weight_bias", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
-        ("weight_variance", "var(w A) / n over kept tokens"),
-    ),
-    *(
-        row
-        for part, tokens in PARTS.items()
-        for row in _rows(
-            f"rollout_corr/{part}",
-            ("kl", f"kl at {tokens}", "mean", "nats"),
-            ("k3_kl", "k3_kl at the same tokens", "mean", "nats"),
-            ("logp_abs_diff_mean", "logp_abs_diff_mean at the same tokens", "mean", "nats"),
-            ("mult_prob_error", "mult_prob_error at the same tokens"),
-            ("token_fraction", "their share of the compared tokens"),
-        )
-    ),
-    *_rows(
-        "loss",
-        ("total", "the loss whose gradient was taken"),
-        ("policy", "its policy-gradient part; the cross entropy in a supervised warm start"),
-        ("kl", "the KL to the reference policy, before its coefficient", "mean", "nats"),
-        ("entropy", "mean entropy of the policy at trained tokens", "mean", "nats"),
-        ("clip_fraction_high", "fraction of tokens at which the upper clip is active"),
-        ("clip_fraction_low", "fraction of tokens at which the lower clip is active"),
-        ("dual_clip_fraction", "fraction of tokens at which the dual clip is active"),
-        ("approx_kl", "k1 estimate of KL(anchor, current policy): how far this step has moved", "mean", "nats"),
-        ("ratio_mean", "mean ratio of the current policy and the anchor"),
-        ("selected_fraction", "fraction of tokens that a covariance loss singled out"),
-        ("trained_fraction", "tokens trained on, of those in the denominator"),
-        ("empty_microbatches", "micro-batches without a token to train on", "sum"),
-    ),
-    *_rows(
-        "optim",
-        ("lr", "learning rate of the last update", "last"),
-        ("grad_norm", "gradient norm before clipping"),
-        ("clipped", "fraction of updates whose gradient was clipped"),
-        ("skipped", "updates skipped because the loss or the gradient was not finite", "sum", "updates"),
-        ("updates", "optimizer updates; a minibatch without tokens to train on makes none", "sum", "updates"),
-    ),
-    *_rows(
-        "update",
-        ("sampler_gain", "mean over tokens of A (nu / mu - 1), nu the sampler's with the weights after the update"),
-        ("sampler_gain_stderr", "its standard error over rows"),
-        ("learner_gain", "mean over the same tokens of w A (pi / p - 1), pi the learner's after the update"),
-        ("learner_gain_stderr", "its standard error over rows"),
-        ("refused", "steps taken back, because the sampler would be worse", "sum", "steps"),
-    ),
-    *_rows(
-        "router",
-        ("replayed", "learner.router=replay: share of the tokens read that went to the sampler's experts"),
-        ("replayed/*", "the same of one layer"),
-        ("flips", "share of those that the learner's routers would have sent elsewhere"),
-        ("flips/*", "the same of one layer"),
-    ),
-    *_rows(
-        "sync",
-        ("version", "policy version that was sent", "last"),
-        ("bytes", "bytes that were sent", "sum", "bytes"),
-        ("read_bytes", "bytes of it that one rank of an engine read", "sum", "bytes"),
-        ("tensors", "tensors that were sent", "last"),
-        ("resent", "versions that were sent a second time, because the first was refused or not written", "sum"),
-        ("refused", "versions that the sampler refused, and the run went on without (rollout.ahead)", "sum"),
-        ("changed_fraction", "values that differ from the version before, with sync.full_every above 1"),
-        ("plan_s", "deciding what goes where", "sum", "s"),
-        ("quantize_s", "quantizing on the shards, row maxima over tensor-parallel ranks included", "sum", "s"),
-        ("gather_s", "gathering over the tensor-parallel group", "sum", "s"),
-        ("transfer_s", "moving the buckets to the sampler", "sum", "s"),
-        ("load_s", "loading and verifying in the sampler", "sum", "s"),
-        ("pause_s", "the part of it in which no engine answers", "sum", "s"),
-        ("total_s", "the whole sync as the driver sees it", "sum", "s"),
-        ("quant_error_max", "largest relative quantization error over the layers", "max"),
-        ("quant_error_mean", "mean relative quantization error over the layers"),
-        ("clamped_fraction", "fraction of weight values beyond what their scale can express"),
-        ("probe_abs_diff", "mean absolute logprob difference on freshly sampled tokens, right after", "last", "nats"),
-        ("probe_diff", "the same with its sign, learner less sampler", "last", "nats"),
-        ("probe_floor", "the same if the sampler held BF16 weights (hosts; BF16, INT8 and FP8)", "last", "nats"),
-        ("probe_floor_diff", "that with its sign", "last", "nats"),
-        ("probe_over_floor", "probe_abs_diff over probe_floor: 1 is as good as BF16", "last"),
-        ("probe_budget", "what that difference may be for this pair of formats", "last", "nats"),
-        ("probe_expected", "what rounding as the sampler's format does changes of the learner's own", "last", "nats"),
-        ("probe_unexplained", "what is left of the difference then (BF16 learners on hosts)", "last", "nats"),
-        ("probe_noise", "what one rounding more of its weights does to the learner's own logprobs", "last", "nats"),
-        (
-            "router_flips",
-            "share of tokens, over all layers, whose experts differ in learner and engine (hosts)",
-            "last",
-        ),
-        ("router_flips/*", "the same of one layer", "last"),
-        *(
-            (f"probe_abs_diff/{format}", f"the same for {format} servers of a mixed fleet alone", "last", "nats")
-            for format in Format
-        ),
-        ("probe_layer_error", "sync.probe_layers: largest difference of a block, as a share of its size", "last"),
-    ),
-    *_rows(
-        "time",
-        ("step", "the whole step", "sum", "s"),
-        ("rollout", "generating, scoring and refilling groups", "sum", "s"),
-        ("prox", "the learner's forward passes before the update: proximal logprobs, reference", "sum", "s"),
-        ("correction", "rollout_correction, advantages and denominators", "sum", "s"),
-        ("update", "forward, backward and optimizer", "sum", "s"),
-        ("sync", "weight sync, probe included", "sum", "s"),
-        ("eval", "evaluation on the held-out split", "sum", "s"),
-        ("record", "writing rollouts and metrics", "sum", "s"),
-        ("checkpoint", "copying the state that a thread then writes, after the step before", "sum", "s"),
-        ("other", "what no phase claims", "sum", "s"),
-    ),
-    *_rows(
-        "perf",
-        (
-            "rollout_tokens_per_s",
-            "response tokens over time/rollout, or rollout/seconds if there are",
-            "mean",
-            "tokens/s",
-        ),
-        ("sync_fraction", "weight sync as a fraction of the step"),
-        ("tokens_per_s_per_device", "response tokens over time/step and the run's devices", "mean", "tokens/s"),
-        ("update_tflops_per_device", "operations of an update, forward and backward, over its time", "mean", "TFLOP/s"),
-        ("update_mfu", "the same over the peak of the device in BF16, where its kind is known"),
-        (
-            "prox_saved_s",
-            "the forward pass inside the only update, which spared the one for the proximal logprobs",
-            "sum",
-            "s",
-        ),
-        ("host_memory_gib", "the most that rank 0 has held in host memory so far", "max", "GiB"),
-        ("device_memory_gib", "the most that rank 0 has held on its GPU so far", "max", "GiB"),
-    ),
+_group(
+    "progress",
+    ("step", "optimizer steps on rollout batches finished; 0 is before training", "last"),
+    ("samples", "rollouts trained on since the start", "last", "rollouts"),
+    ("tokens", "response tokens trained on since the start", "last", "tokens"),
+    ("elapsed_s", "wall clock since the start of this attempt", "last", "s"),
 )
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
+_group(
+    "reward",
+    ("mean", "mean reward of the rollouts trained on, after the group filter"),
+    ("std", "their standard deviation"),
+    ("min", "the lowest of them", "min"),
+    ("max", "the highest of them", "max"),
+    ("sampler_mean", "mean reward of all generated rollouts, before the group filter"),
+    ("learner_estimate", "sum v R / sum v over all generated rollouts, v = exp(sum d): the mean under the learner"),
+    ("learner_estimate_stderr", "its standard error: root of sum v^2 (R - estimate)^2, over sum v"),
+    ("right", "generated rollouts that are right (a function of one's own: a score of 1)", "sum", "rollouts"),
+    ("wrong", "those whose answer is not, truncated ones included", "sum", "rollouts"),
+    ("no_answer", "those in which the verifier found no answer, worth as much as a wrong one", "sum", "rollouts"),
+    ("errors", "those without a reward (an exception, a death, a timeout), not trained on", "sum", "rollouts"),
+    ("timeouts", "those of them that took too long", "sum", "rollouts"),
+    ("own/*", "mean of a number that a reward of one's own gave beside its score, by its name"),
+    ("part/*", "mean score of each reward, before its weight, where reward.name has several"),
+)
+_group(
+    "eval",  # of each set
+    ("accuracy", "avg@k: fraction of the answers that are right, mean over the prompts", "last"),
+    ("accuracy_stderr", "its standard error, clustered by prompt, as are those below", "last"),
+    ("pass@K", "fraction of prompts of which K answers hold a right one, unbiased (K: 2, 4, ... samples)", "last"),
+    ("pass@K_stderr", "its standard error", "last"),
+    ("maj@K", "fraction of prompts whose most frequent answer is right; ties count in part (K: samples)", "last"),
+    ("maj@K_stderr", "its standard error", "last"),
+    ("reward_mean", "mean reward on the held-out prompts", "last"),
+    ("n", "held-out prompts that were answered", "last", "prompts"),
+    ("response_tokens_mean", "mean length of those answers", "last", "tokens"),
+    ("truncated_fraction", "fraction of them cut at the length limit", "last"),
+    ("no_answer_fraction", "fraction of them in which the verifier found no answer", "last"),
+    ("errors", "those without a score (an exception, a death, a timeout), which count as wrong", "last", "rollouts"),
+)
+_group(
+    "rollout",
+    ("n", "rollouts generated, those of dropped groups included", "sum", "rollouts"),
+    ("n_trained", "rollouts in the batch that was trained on", "sum", "rollouts"),
+    ("trained_tokens", "prompt and response tokens of that batch", "sum", "tokens"),
+    ("prompt_tokens", "prompt tokens given to the sampler", "sum", "tokens"),
+    ("tokens", "response tokens generated", "sum", "tokens"),
+    ("prompt_tokens_mean", "mean prompt length", "mean", "tokens"),
+    ("response_tokens_mean", "mean response length", "mean", "tokens"),
+    ("response_tokens_min", "the shortest response", "min", "tokens"),
+    ("response_tokens_max", "the longest response", "max", "tokens"),
+    ("truncated_fraction", "fraction of responses cut at the length limit"),
+    ("aborted_fraction", "fraction of responses that the sampler gave up on"),
+    ("logprobs_missing", "sampled tokens whose logprob came back missing or NaN", "sum", "tokens"),
+    ("gen_batches", "generation calls that were needed to fill the batch", "sum", "calls"),
+    ("groups", "groups generated", "sum", "groups"),
+    ("groups_kept", "groups with spread in their rewards, which can be learned from", "sum", "groups"),
+    ("groups_kept_fraction", "groups kept over groups generated"),
+    ("groups_all_right", "groups all of whose answers are right (a reward of 1)", "sum", "groups"),
+    ("groups_all_wrong", "groups in which every answer has the same lower reward", "sum", "groups"),
+    ("staleness_mean", "mean number of updates between a rollout's policy and the learner", "mean", "versions"),
+    ("staleness_max", "the largest of those numbers", "max", "versions"),
+    ("spanning_fraction", "fraction of rollouts that an update came into the middle of"),
+    ("ready_ahead", "whole batches that were waiting when this one was taken (rollout.ahead)", "mean", "batches"),
+    ("seconds", "from the batch's first prompt to its last answer, while the learner worked too", "sum", "s"),
+    ("dropped", "those that had become too old and were drawn again (rollout.stale: drop)", "sum", "rollouts"),
+    ("retried", "prompts that another server of the fleet had to answer, because one had gone", "sum", "prompts"),
+    ("restarts", "engines, or servers of the fleet, that were started again", "sum", "engines"),
+)
+_group(
+    "session",
+    ("turns_mean", "mean answers of a session (environment.name)", "mean", "turns"),
+    ("turns_max", "answers of the longest one", "max", "turns"),
+    ("turn_tokens_mean", "mean tokens of an answer", "mean", "tokens"),
+    ("turns_cut_fraction", "fraction of answers that were cut by their length"),
+    ("tool_calls", "tool calls that were made", "sum", "calls"),
+    ("tool_calls_failed", "those that raised, were late, or had wrong arguments: the policy reads why", "sum", "calls"),
+    ("tool_calls_late", "those that were stopped at environment.tool_timeout_s", "sum", "calls"),
+    ("tool_calls_unread", "answers that began a call which could not be read", "sum", "answers"),
+    ("tool_seconds_mean", "mean seconds from an answer to what follows it: tools, or step", "mean", "s"),
+    ("observations_cut", "messages cut to environment.observation_tokens", "sum", "messages"),
+    ("forks", "times that a conversation did not go on behind its exact tokens: a row more each", "sum", "forks"),
+    ("restarts", "sessions begun again after their environment failed", "sum", "sessions"),
+    ("errors", "sessions that failed twice: they are not trained on", "sum", "sessions"),
+    ("out_of_turns_fraction", "fraction of sessions that ended at environment.turns"),
+    ("refused_fraction", "fraction of sessions that ended as the chat template took them no further"),
+    ("out_of_context_fraction", "fraction of sessions that ended at a limit of tokens"),
+)
+for turn in range(4):
+    _group(
+        f"session/turn_{turn}",
+        ("sessions", f"turn {turn}, counted from 0: sessions that came to it", "sum", "sessions"),
+        ("tokens_mean", f"turn {turn}, counted from 0: mean tokens of its answer", "mean", "tokens"),
+        ("tool_seconds_mean", f"turn {turn}, counted from 0: mean seconds to what followed", "mean", "s"),
+        ("reward_mean", f"turn {turn}, counted from 0: mean reward that it was given"),
+    )
+_group("rollout_corr", *MISMATCH)
+for part, tokens in PARTS.items():
+    _group(
+        f"rollout_corr/{part}",
+        ("kl", f"kl at {tokens}", "mean", "nats"),
+        ("k3_kl", "k3_kl at the same tokens", "mean", "nats"),
+        ("logp_abs_diff_mean", "logp_abs_diff_mean at the same tokens", "mean", "nats"),
+        ("mult_prob_error", "mult_prob_error at the same tokens"),
+        ("token_fraction", "their share of the compared tokens"),
+    )
+_group(
+    "loss",
+    ("total", "the loss whose gradient was taken"),
+    ("policy", "its policy-gradient part; the cross entropy in a supervised warm start"),
+    ("kl", "the KL to the reference policy, before its coefficient", "mean", "nats"),
+    ("entropy", "mean entropy of the policy at trained tokens", "mean", "nats"),
+    ("clip_fraction_high", "fraction of tokens at which the upper clip is active"),
+    ("clip_fraction_low", "fraction of tokens at which the lower clip is active"),
+    ("dual_clip_fraction", "fraction of tokens at which the dual clip is active"),
+    ("approx_kl", "k1 estimate of KL(anchor, current policy): how far this step has moved", "mean", "nats"),
+    ("ratio_mean", "mean ratio of the current policy and the anchor"),
+    ("selected_fraction", "fraction of tokens that a covariance loss singled out"),
+    ("trained_fraction", "tokens trained on, of those in the denominator"),
+    ("empty_microbatches", "micro-batches without a token to train on", "sum"),
+)
+_group(
+    "optim",
+    ("lr", "learning rate of the last update", "last"),
+    ("grad_norm", "gradient norm before clipping"),
+    ("clipped", "fraction of updates whose gradient was clipped"),
+    ("skipped", "updates skipped because the loss or the gradient was not finite", "sum", "updates"),
+    ("updates", "optimizer updates; a minibatch without tokens to train on makes none", "sum", "updates"),
+)
+_group(
+    "update",
+    ("sampler_gain", "mean over tokens of A (nu / mu - 1), nu the sampler's with the weights after the update"),
+    ("sampler_gain_stderr", "its standard error over rows"),
+    ("learner_gain", "mean over the same tokens of w A (pi / p - 1), pi the learner's after the update"),
+    ("learner_gain_stderr", "its standard error over rows"),
+    ("refused", "steps taken back, because the sampler would be worse", "sum", "steps"),
+)
+_group(
+    "router",
+    ("replayed", "learner.router=replay: share of the tokens read that went to the sampler's experts"),
+    ("replayed/*", "the same of one layer"),
+    ("flips", "share of those that the learner's routers would have sent elsewhere"),
+    ("flips/*", "the same of one layer"),
+)
+_group(
+    "sync",
+    ("version", "policy version that was sent", "last"),
+    ("bytes", "bytes that were sent", "sum", "bytes"),
+    ("read_bytes", "bytes of it that one rank of an engine read", "sum", "bytes"),
+    ("tensors", "tensors that were sent", "last"),
+    ("resent", "versions that were sent a second time, because the first was refused or not written", "sum"),
+    ("refused", "versions that the sampler refused, and the run went on without (rollout.ahead)", "sum"),
+    ("changed_fraction", "values that differ from the version before, with sync.full_every above 1"),
+    ("plan_s", "deciding what goes where", "sum", "s"),
+    ("quantize_s", "quantizing on the shards, row maxima over tensor-parallel ranks included", "sum", "s"),
+    ("gather_s", "gathering over the tensor-parallel group", "sum", "s"),
+    ("transfer_s", "moving the buckets to the sampler", "sum", "s"),
+    ("load_s", "loading and verifying in the sampler", "sum", "s"),
+    ("pause_s", "the part of it in which no engine answers", "sum", "s"),
+    ("total_s", "the whole sync as the driver sees it", "sum", "s"),
+    ("quant_error_max", "largest relative quantization error over the layers", "max"),
+    ("quant_error_mean", "mean relative quantization error over the layers"),
+    ("clamped_fraction", "fraction of weight values beyond what their scale can express"),
+    ("probe_abs_diff", "mean absolute logprob difference on freshly sampled tokens, right after", "last", "nats"),
+    ("probe_diff", "the same with its sign, learner less sampler", "last", "nats"),
+    ("probe_floor", "the same if the sampler held BF16 weights (hosts; BF16, INT8 and FP8)", "last", "nats"),
+    ("probe_floor_diff", "that with its sign", "last", "nats"),
+    ("probe_over_floor", "probe_abs_diff over probe_floor: 1 is as good as BF16", "last"),
+    ("probe_budget", "what that difference may be for this pair of formats", "last", "nats"),
+    ("probe_expected", "what rounding as the sampler's format does changes of the learner's own", "last", "nats"),
+    ("probe_unexplained", "what is left of the difference then (BF16 learners on hosts)", "last", "nats"),
+    ("probe_noise", "what one rounding more of its weights does to the learner's own logprobs", "last", "nats"),
+    ("router_flips", "share of tokens, over all layers, whose experts differ in learner and engine (hosts)", "last"),
+    ("router_flips/*", "the same of one layer", "last"),
+    *(
+        (f"probe_abs_diff/{format}", f"the same for {format} servers of a mixed fleet alone", "last", "nats")
+        for format in Format
+    ),
+    ("probe_layer_error", "sync.probe_layers: largest difference of a block, as a share of its size", "last"),
+)
+_group(
+    "time",
+    ("step", "the whole step", "sum", "s"),
+    ("rollout", "generating, scoring and refilling groups", "sum", "s"),
+    ("prox", "the learner's forward passes before the update: proximal logprobs, reference", "sum", "s"),
+    ("correction", "rollout_correction, advantages and denominators", "sum", "s"),
+    ("update", "forward, backward and optimizer", "sum", "s"),
+    ("sync", "weight sync, probe included", "sum", "s"),
+    ("eval", "evaluation on the held-out split", "sum", "s"),
+    ("record", "writing rollouts and metrics", "sum", "s"),
+    ("checkpoint", "copying the state that a thread then writes, after the step before", "sum", "s"),
+    ("other", "what no phase claims", "sum", "s"),
+)
+_group(
+    "perf",
+    ("rollout_tokens_per_s", "response tokens over time/rollout, or rollout/seconds if there are", "mean", "tokens/s"),
+    ("sync_fraction", "weight sync as a fraction of the step"),
+    ("tokens_per_s_per_device", "response tokens over time/step and the run's devices", "mean", "tokens/s"),
+    ("update_tflops_per_device", "operations of an update, forward and backward, over its time", "mean", "TFLOP/s"),
+    ("update_mfu", "the same over the peak of the device in BF16, where its kind is known"),
+    (
+        "prox_saved_s",
+        "the forward pass inside the only update, which spared the one for the proximal logprobs",
+        "sum",
+        "s",
+    ),
+    ("host_memory_gib", "the most that rank 0 has held in host memory so far", "max", "GiB"),
+    ("device_memory_gib", "the most that rank 0 has held on its GPU so far", "max", "GiB"),
+)
 
 
 def row(name: str) -> Metric | None:
@@ -375,13 +266,3 @@ def accuracies(names: Iterable[str]) -> dict[str, str]:
 
 def unknown(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if row(name) is None)
-
-
-def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value per name from the parts of a step. A part may lack a name; an unknown name is averaged."""
-    values: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.items():
-            values.setdefault(name, []).append(value)
-    reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
-    return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}

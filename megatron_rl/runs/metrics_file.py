@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of strict JSON per step, written, read, and summed up for W&B and for comparisons."""
+"""metrics.jsonl: one line of strict JSON per step, combined, written, read, summed up for W&B and for comparisons."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ACCURACY, MISMATCH, SAMPLE_SIZE = "eval/accuracy", "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
+from megatron_rl.runs.metrics import ACCURACY, row
+
+MISMATCH, SAMPLE_SIZE = "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
 ABS_DIFFERENCE, REJECTED = "rollout_corr/logp_abs_diff_mean", "rollout_corr/rollout_rs_masked_fraction"
 AREA = "accuracy_area"
+REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values),
+    "sum": sum,
+    "min": lambda values: math.nan if any(map(math.isnan, values)) else min(values),
+    "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
+    "last": lambda values: values[-1],
+}
+
+
+def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One value per name from the parts of a step. A part may lack a name; an unknown name is averaged."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
+    return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}
 
 
 def encode_line(metrics: Mapping[str, float]) -> str:

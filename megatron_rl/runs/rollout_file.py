@@ -102,7 +102,7 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
     advantages_B = columns.get("advantages_B")
     table = {
         **{name: [getattr(rollout, name) for rollout in rollouts] for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)},
-        "session": [None if rollout.session is None else _session_text(rollout.session) for rollout in rollouts],
+        "session": [one.session and json.dumps(asdict(one.session), **AS_TEXT) for one in rollouts],
         **{name: [getattr(one, name) for one in scored] for name in ("reward", "error", "verdict", "text")},
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
         "pieces": [columns.get("pieces", {}).get(place) for place in range(rows.start, rows.start + len(scored))],
@@ -134,10 +134,6 @@ def _experts_of(row: Mapping[str, Any]) -> np.ndarray | None:
     return np.frombuffer(values, np.uint8 if len(values) == np.prod(shape) else np.int16).reshape(shape)
 
 
-def _session_text(session: Session) -> str:
-    return json.dumps(asdict(session), **AS_TEXT)
-
-
 def session_of(text: str | None) -> Session | None:
     if not text:
         return None
@@ -160,7 +156,6 @@ class Recorded:
 
 
 def load_recorded(path: Path) -> Recorded:
-
     from megatron_rl.batch import collate, joined, matrix_of
 
     table = read_rollouts(path)

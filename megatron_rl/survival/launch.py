@@ -173,7 +173,7 @@ class RankProcesses:
             if failed and not self._stops():
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, child in enumerate(self._processes) if child.poll()]
-                return process.exit_status(failed[0])
+                return 128 - failed[0] if failed[0] < 0 else failed[0]  # as a shell gives it
             if reason := self.guard.look():
                 return self._give_up(reason)
             self._silence.look(self._phase)

@@ -16,8 +16,8 @@ from megatron_rl.config.correction_rules import (
     check_loss,
     check_objective,
 )
+from megatron_rl.config.load import check
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.rules import check
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,

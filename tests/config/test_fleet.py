@@ -6,8 +6,8 @@ import pytest
 from tiny_engine import make_config
 
 from megatron_rl.config import ConfigError, load
+from megatron_rl.config.engine_rules import addresses
 from megatron_rl.config.fleet import (
-    addresses,
     devices,
     distinct_formats,
     gpus_of_engines,
@@ -16,7 +16,8 @@ from megatron_rl.config.fleet import (
     local_formats,
     replica_formats,
 )
-from megatron_rl.config.rules import check, findings
+from megatron_rl.config.load import check
+from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config, Device, FleetSection, Format, Transport
 from megatron_rl.preflight import roles
 from megatron_rl.preflight.machine import Machine

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from megatron_rl.evaluation.evaluator import majority, mean_and_error, pass_at
+from megatron_rl.evaluation import majority, mean_and_error, pass_at
 
 
 @pytest.mark.parametrize(("n", "right"), [(n, right) for n in (1, 2, 5, 8) for right in range(n + 1)])

@@ -8,7 +8,7 @@ from collectors import Script, Words
 from megatron_rl.config import ConfigError, from_mapping, load
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.schema import Config, RewardSection
-from megatron_rl.evaluation.evaluator import Evaluator
+from megatron_rl.evaluation import Evaluator
 from megatron_rl.rewards.pool import Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.rollout.collect import Scorer

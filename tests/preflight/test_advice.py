@@ -113,7 +113,7 @@ def test_what_a_large_run_writes() -> None:
 
     def writes(checkpoint: dict, log: dict) -> advice.Writes:
         config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
-        return advice.writes(shape, card, config.learner, config.run, config.rollout, config.checkpoint, config.log)
+        return advice.writes(shape, card, config)
 
     found = writes({"keep_every": 250}, {"export": True})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_rl.processes import heartbeat
-from megatron_rl.processes.heartbeat import Heartbeat
+from megatron_rl.processes import pulse
 from megatron_rl.processes.process import Work, state_of, work_below
+from megatron_rl.processes.pulse import Heartbeat
 
 
 class Engine:
@@ -52,7 +52,7 @@ def parent(pid: int) -> int:
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "WAIT_S", 0.6)
+    monkeypatch.setattr(pulse, "ANSWER_S", 0.6)
 
 
 def look(child: str, during=lambda pid: None) -> tuple[int, dict]:
@@ -81,7 +81,7 @@ def test_a_stopped_process_is_named():
 @pytest.mark.fault("an engine is busy, or waits for a lock, and does not answer", "/health says busy, with 200")
 @pytest.mark.parametrize("work", ["pass", "time.sleep(0.02)"])
 def test_an_engine_that_works_is_busy(work, monkeypatch):
-    monkeypatch.setattr(heartbeat, "WAIT_S", 3.0)  # it has a core within that
+    monkeypatch.setattr(pulse, "ANSWER_S", 3.0)  # it has a core within that
     assert look(f"while True: {work}") == (200, {"engine": "busy"})
 
 

@@ -25,15 +25,10 @@ from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, p
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.rollout_correction import ratio
 from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, mismatch_by_format
-<<<<<<< HEAD
 from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.rollout_correction.estimates import learner_reward
-from megatron_rl.workshop.translation.translate import TranslationError, translate, translate_file
-=======
-from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.workshop.translation.keys import TranslationError
 from megatron_rl.workshop.translation.translate import translate, translate_file
->>>>>>> h_workshop
 
 RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
 

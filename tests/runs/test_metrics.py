@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import reference_tables
 
-from megatron_rl.runs.metrics import METRICS, REDUCERS, combine, unknown
+from megatron_rl.runs.metrics import METRICS, unknown
+from megatron_rl.runs.metrics_file import REDUCERS, combine
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python tools/reference_tables.py metrics > docs/metrics.md"
@@ -20,9 +21,8 @@ def test_the_committed_page_is_current():
 def test_every_row_is_sound_and_in_the_page_once():
     page = reference_tables.metrics()
     for name, metric in METRICS.items():
-        assert metric.group in reference_tables.GROUPS, name
-        assert metric.reducer in REDUCERS, name
-        assert metric.meaning, name
+        assert name.partition("/")[0] in reference_tables.GROUPS, name
+        assert metric.reducer in REDUCERS and metric.meaning, name
         assert page.count(f"| `{name}` |") == 1, name
 
 

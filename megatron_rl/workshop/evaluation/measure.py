@@ -16,11 +16,10 @@ from typing import Any
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import SET_NAME
 from megatron_rl.config.evaluation import HeldOut, held_out
-from megatron_rl.config.evaluation_sets import EvalSet
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
-from megatron_rl.evaluation.evaluator import Evaluator
+from megatron_rl.evaluation import Evaluator
 from megatron_rl.files import write_whole
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer

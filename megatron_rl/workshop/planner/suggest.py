@@ -101,7 +101,7 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
 
 def refused(config: Config, machine: Machine) -> list[str]:
     """What a dry run would say against it, but for a key that is made for the run."""
-    from megatron_rl.config.rules import check as check_alone
+    from megatron_rl.config.load import check as check_alone
     from megatron_rl.preflight.checks import check
 
     _, found = check_alone(config)

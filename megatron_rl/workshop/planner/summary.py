@@ -151,9 +151,8 @@ def _prox(config: Config) -> str:
 
 
 def _disk(config: Config, checked: Checked) -> str:
-    sections = (config.learner, config.run, config.rollout, config.checkpoint, config.log)
     limit = "" if config.log.disk_gib is None else f"; log.disk_gib={config.log.disk_gib:g}"
-    return f"{writes(checked.policy.shape, checked.policy.hf_config, *sections)}{limit}"
+    return f"{writes(checked.policy.shape, checked.policy.hf_config, config)}{limit}"
 
 
 def _stop(run: RunSection) -> str:

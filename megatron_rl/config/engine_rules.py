@@ -1,0 +1,208 @@
+"""Rules about the engines' keys, at once or with the learner's: formats, GPUs, servers and the key that they need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+from megatron_rl.config.choices import Device, Format, Forward, Offload, Router, Transport
+from megatron_rl.config.fleet import KEY_VARIABLE, devices, distant, is_fleet, replica_formats, size, without_secret
+from megatron_rl.config.objective import CorrectionConfig, LearnerSection, LossConfig
+from megatron_rl.config.prox_pass import makes_prox_pass
+from megatron_rl.config.sampling import QuantizationSection, RolloutSection, SamplerSection, SyncSection
+from megatron_rl.config.schema import RunSection
+
+SHORTEST_KEY = 16
+# what the sampler decides itself; `sampler.vllm` may set anything else
+OWNED_ARGUMENTS = frozenset(
+    {
+        "model", "quantization", "load_format", "logprobs_mode", "max_logprobs",
+        "return_sampling_mask", "skip_tokenizer_init", "generation_config",
+        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls",
+        "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
+    }
+)  # fmt: skip
+
+
+def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Iterator[str]:
+    smoothing = quantization.smoothing
+    if smoothing and quantization.format != Format.int8:
+        yield (
+            f"quantization.smoothing: {smoothing:g} with quantization.format={quantization.format}; only int8 "
+            "gains from it: set quantization.format=int8, or quantization.smoothing=null"
+        )
+    if sampler.tensor_parallel > 1 and Format.fp8_block in replica_formats(sampler, quantization):
+        yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
+
+
+def as_sampler(
+    learner: LearnerSection, quantization: QuantizationSection, sampler: SamplerSection, run: RunSection
+) -> Iterator[str]:
+    if learner.forward is not Forward.as_sampler:
+        return
+    formats = sorted({*replica_formats(sampler, quantization), quantization.format})
+    if len(formats) > 1:
+        yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
+    elif formats[0] == Format.fp8_block:
+        yield "learner.forward: as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far; use bf16"
+    ours, theirs = learner.tensor_parallel, sampler.tensor_parallel
+    if ours % theirs and theirs % ours:
+        yield (
+            f"learner.forward: as_sampler with learner.tensor_parallel={ours} and sampler.tensor_parallel={theirs}: "
+            "one has to divide the other; use bf16, or change one of them"
+        )
+    if run.device is Device.cuda:
+        yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
+
+
+def router(
+    learner: LearnerSection,
+    sampler: SamplerSection,
+    rollout: RolloutSection,
+    correction: CorrectionConfig,
+    loss: LossConfig,
+) -> Iterator[str]:
+    if learner.router is Router.own:
+        return
+    if rollout.supervised:
+        yield f"learner.router: {learner.router}: the data set's own answers come from no sampler; use own"
+    elif learner.router is Router.replay_forward:
+        if not makes_prox_pass(correction, loss, learner, rollout):
+            yield (
+                "learner.router: replay_forward: this recipe makes no pass before its updates whose choices they could "
+                "take; it does with correction.anchor=prox and several learner.n_minibatches, or use own"
+            )
+    elif not sampler.routed_experts:
+        yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
+    if learner.megatron.get("moe_aux_loss_coeff"):
+        yield (
+            f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance loss counts the "
+            "routers' own choices, which nobody takes; use 0"
+        )
+    if learner.megatron.get("moe_router_fusion"):
+        yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which asks nobody; use false"
+
+
+def update_check(
+    learner: LearnerSection, quantization: QuantizationSection, sampler: SamplerSection, rollout: RolloutSection
+) -> Iterator[str]:
+    section, formats = learner.update_check, sorted({*replica_formats(sampler, quantization)})
+    key, refuse = f"learner.update_check.rows: {section.rows}", f"learner.update_check.refuse: {section.refuse}"
+    if section.refuse is not None and not section.rows:
+        yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
+    if section.refuse is not None and learner.offload is not Offload.none:
+        yield f"{refuse} with learner.offload={learner.offload}: not built; use null"
+    why_not = {
+        "the data set's own answers come from no sampler": rollout.supervised,
+        f"with {', '.join(formats)}, the learner computes as samplers of int8 or of fp8 alone do": (
+            formats not in (["int8"], ["fp8"])
+        ),
+        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache != "none",
+        "with learner.forward=as_sampler both gain the same": learner.forward is Forward.as_sampler,
+    }
+    yield from (f"{key}: {why}; use 0" for why, holds in why_not.items() if holds and section.rows)
+
+
+def patches(sync: SyncSection) -> Iterator[str]:
+    if sync.full_every > 1 and sync.transport != Transport.file:
+        yield (
+            f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches travel as files only: "
+            "use file, or 1 for whole versions"
+        )
+
+
+def engine(sampler: SamplerSection) -> Iterator[str]:
+    engines = [gpus.split(",") for gpus in devices(sampler)]
+    numbers = [number for gpus in engines for number in gpus]
+    uneven = next((gpus for gpus in engines if len(gpus) != sampler.tensor_parallel), None)
+    if not all(map(str.isdecimal, numbers)) or len(set(numbers)) != len(numbers):
+        yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
+    elif uneven:
+        yield (
+            f"sampler.devices: {','.join(uneven)!r} are {len(uneven)} GPUs for "
+            f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
+        )
+    overrides = sampler.vllm.get("hf_overrides")
+    if isinstance(overrides, Mapping) and "head_dtype" in overrides:
+        yield "sampler.vllm.hf_overrides.head_dtype: model.head_precision sets it, in the learner too; remove it"
+    for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
+        yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
+
+
+def addresses(sampler: SamplerSection) -> list[str]:
+    """Addresses, and the key that they need."""
+    fleet = sampler.fleet
+    found = [
+        f"sampler.fleet.addresses: {without_secret(address)!r}: {problem}; write it like http://node7:8000"
+        for address in fleet.addresses
+        if (problem := _address_problem(address))
+    ]
+    if len(set(fleet.addresses)) < len(fleet.addresses):
+        found.append(f"sampler.fleet.addresses: {fleet.addresses} names a server twice; give each once")
+    key, elsewhere = os.environ.get(KEY_VARIABLE, ""), distant(sampler)
+    if elsewhere and not key:
+        found.append(
+            f"sampler.fleet.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} is not set in the "
+            "environment: whoever reaches the server could rewrite the model. Start the servers with a key and export "
+            "it under that name"
+        )
+    elif key and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
+        found.append(
+            f"sampler.fleet.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, expected at least "
+            f"{SHORTEST_KEY} printable ones without spaces; `openssl rand -hex 32` makes one"
+        )
+    return found
+
+
+def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
+    """Everything else that a fleet's keys can have wrong on any machine."""
+    fleet = sampler.fleet
+    if not is_fleet(sampler):
+        if fleet.formats:
+            yield (
+                f"sampler.fleet.formats: {fleet.formats} without servers; set sampler.fleet.replicas or addresses, "
+                "or remove it"
+            )
+        return
+    if fleet.addresses and fleet.servers and len(fleet.addresses) != fleet.servers:
+        yield (
+            f"sampler.fleet.addresses: {len(fleet.addresses)} for sampler.fleet.servers={fleet.servers}; give one for "
+            "each, or leave servers at 0"
+        )
+    if fleet.formats and len(fleet.formats) != size(sampler):
+        yield (
+            f"sampler.fleet.formats: {len(fleet.formats)} formats for {size(sampler)} servers ({fleet.replicas} "
+            f"replicas and {size(sampler) - fleet.replicas} elsewhere); give one for each, or none to run "
+            "quantization.format everywhere"
+        )
+    if sync.transport != Transport.file and len(set(fleet.formats)) > 1:
+        yield (
+            f"sampler.fleet.formats: {fleet.formats} with sync.transport={sync.transport}, which sends the same bytes "
+            "to every engine; name one format, or use sync.transport=file"
+        )
+    if sync.transport == Transport.ipc and size(sampler) > fleet.replicas:
+        yield (
+            "sync.transport: ipc shares memory within one host, and servers of sampler.fleet.addresses are not the "
+            "run's own; use nccl or file, or sampler.fleet.replicas alone"
+        )
+
+
+def _address_problem(address: str) -> str | None:
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "the scheme is neither http nor https"
+    if not parts.hostname or port is None:
+        return "host or port is missing"
+    if parts.username or parts.password:
+        return f"keys do not belong in an address ({KEY_VARIABLE} of the environment holds them)"
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        return "there is something behind the port"
+    return None
+
+
+RULES = (formats, as_sampler, router, update_check, patches, engine, addresses, servers)

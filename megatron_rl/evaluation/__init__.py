@@ -1,1 +1,0 @@
-"""Evaluation of policies: held-out sets in a run, and models on their own."""
