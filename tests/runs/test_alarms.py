@@ -135,6 +135,11 @@ def test_each_alarm_is_raised_by_its_case_alone(alarm: Alarm) -> None:
     assert said(Alarms({alarm: "off", **given}, [Format.int8]), [*before, *[bad] * 30]) == []
 
 
+def test_of_several_formats_the_worst_is_compared_with_bf16() -> None:
+    bad = {"rollout_corr/int8/k3_kl": 0.04, "rollout_corr/fp8/k3_kl": 0.002}
+    assert said(Alarms(), [bad] * 5) == [("mismatch_over_bf16", True, 5)]
+
+
 def test_what_is_no_number_is_beyond_every_bound() -> None:
     assert said(Alarms(), [{ESS: math.nan}] * 5) == [("ess", True, 5)]
     assert said(Alarms({"mismatch_jump": "off"}), [{K3: math.nan}] * 5) == [("mismatch", True, 5)]
