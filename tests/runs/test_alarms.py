@@ -182,6 +182,7 @@ def test_a_collapse_is_said_at_once_and_an_accuracy_below_its_start_at_the_secon
     assert evaluated(Alarms(), 0.36, 0.07, 0.12, n=100) == [("half_of_best", True, 1), ("below_start", True, 2)]
     assert evaluated(Alarms(), 0.5, 0.35, 0.35, 0.5, 0.5) == [("below_start", True, 2), ("below_start", False, 4)]
     assert evaluated(Alarms(), 0.2, 0.8, 0.35) == [("half_of_best", True, 2)]  # above its start
+    assert evaluated(Alarms(), 0.4, 0.1, n=40) == []  # a quarter of its best, by 3 standard errors
     aime = {"name": "eval/aime/accuracy", "n": 960}
     assert evaluated(Alarms(), 0.3, 0.1, 0.1, **aime) == [("half_of_best", True, 1), ("below_start", True, 2)]
 
