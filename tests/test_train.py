@@ -15,12 +15,12 @@ from helpers import lone_rank
 from megatron_rl import train
 from megatron_rl.batch import collate
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, LossConfig, Router, SyncSection
+from megatron_rl.config.schema import CheckpointSection, Config, EvalSection, LossConfig, Router, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
-from megatron_rl.runs.progress import Progress, reached
+from megatron_rl.runs.progress import Progress, SaveSchedule, reached
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
@@ -89,6 +89,14 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
     train.loop(Config(), driver, learner, None, saver, Progress(after))
     assert kept == keeps
+
+
+def test_a_checkpoint_has_the_place_of_its_step_and_not_of_the_one_that_is_given_up() -> None:
+    driver = Driver.__new__(Driver)
+    driver._stop, driver._saves, driver._data = Any, SaveSchedule(CheckpointSection(every=1), None), "rows"
+    driver.position = 24  # behind the batch of step 2, which nothing was made of
+    about = driver.to_keep(Progress(1, position=16), {}, None, ending=True)
+    assert about is not None and about["driver"]["position"] == 16
 
 
 def test_when_to_evaluate_and_to_publish() -> None:
