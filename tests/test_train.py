@@ -99,6 +99,14 @@ def test_a_checkpoint_has_the_place_of_its_step_and_not_of_the_one_that_is_given
     assert about is not None and about["driver"]["position"] == 16
 
 
+def test_a_run_that_an_alarm_ends_has_time_to_leave_its_model() -> None:
+    driver: Any = Driver.__new__(Driver)
+    driver._stop = SimpleNamespace(reason=None, has_time=lambda: True)
+    driver.recorder = SimpleNamespace(alarms=SimpleNamespace(stop="alarm ess"))
+    assert driver.asked_to_stop() == "alarm ess"
+    assert driver.has_time()
+
+
 def test_when_to_evaluate_and_to_publish() -> None:
     recorder = SimpleNamespace(phase=lambda _: Part("phase", []))
     log: list[str] = []
