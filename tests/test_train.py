@@ -24,6 +24,7 @@ from megatron_rl.runs.progress import Progress, SaveSchedule, reached
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
+from megatron_rl.weight_sync.manifest import UpdateRefused
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,6 +106,19 @@ def test_a_run_that_an_alarm_ends_has_time_to_leave_its_model() -> None:
     driver.recorder = SimpleNamespace(alarms=SimpleNamespace(stop="alarm ess"))
     assert driver.asked_to_stop() == "alarm ess"
     assert driver.has_time()
+
+
+def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step() -> None:
+    def push(step: int) -> None:
+        raise UpdateRefused("corrupt tensor")
+
+    recorder = SimpleNamespace(phase=lambda _: nullcontext(), note=lambda _: None)
+    driver: Any = SimpleNamespace(recorder=recorder, syncing=nullcontext, goes_on_without=lambda step: step == 4)
+    learner: Any = SimpleNamespace(broadcast=lambda value: value, make_room=lambda: None)
+    given: Any = SyncSection(), driver, learner, SimpleNamespace(push=push)
+    assert train.sync_weights(3, 7, *given) == {"sync/refused": 1.0}
+    with pytest.raises(UpdateRefused):
+        train.sync_weights(4, 7, *given)
 
 
 def test_when_to_evaluate_and_to_publish() -> None:
