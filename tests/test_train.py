@@ -14,7 +14,7 @@ from helpers import lone_rank
 
 from megatron_rl import train
 from megatron_rl.batch import collate
-from megatron_rl.config import load
+from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import CheckpointSection, Config, EvalSection, LossConfig, Router, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.learner.modules import router_replay
@@ -106,6 +106,17 @@ def test_a_run_that_an_alarm_ends_has_time_to_leave_its_model() -> None:
     driver.recorder = SimpleNamespace(alarms=SimpleNamespace(stop="alarm ess"))
     assert driver.asked_to_stop() == "alarm ess"
     assert driver.has_time()
+
+
+def test_a_run_says_first_which_silence_ends_it(tmp_path: Path) -> None:
+    driver: Any = Driver.__new__(Driver)
+    said: list[str] = []
+    driver._config, driver.recorder = Config(), SimpleNamespace(note=said.append)
+    with pytest.raises(ConfigError):  # there is no model
+        driver._open(tmp_path)
+    assert said[0].startswith(
+        "patience silence ends the run after 600 s, or 5 times the phase's longest, at most 1800 s"
+    )
 
 
 def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step() -> None:
