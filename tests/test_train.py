@@ -14,6 +14,7 @@ from helpers import lone_rank
 
 from megatron_rl import train
 from megatron_rl.batch import collate
+<<<<<<< HEAD
 from megatron_rl.config import load
 from megatron_rl.config.schema import Config, CorrectionConfig, EvalSection, LossConfig, RejectRule, Router, SyncSection
 from megatron_rl.driver import Driver
@@ -21,9 +22,19 @@ from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
 from megatron_rl.runs.progress import Progress, reached
+=======
+from megatron_rl.config import ConfigError, load
+from megatron_rl.config.schema import CheckpointSection, Config, EvalSection, LossConfig, Router, SyncSection
+from megatron_rl.driver import Driver
+from megatron_rl.learner.modules import router_replay
+from megatron_rl.learner.shares import DataPlane
+from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
+from megatron_rl.runs.progress import Progress, SaveSchedule, reached
+>>>>>>> h_lot
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
+from megatron_rl.weight_sync.manifest import UpdateRefused
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,6 +100,46 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
     saver: Any = SimpleNamespace(close=lambda: None, newest=saved, kept="")
     train.loop(Config(), driver, learner, None, saver, Progress(after))
     assert kept == keeps
+
+
+def test_a_checkpoint_has_the_place_of_its_step_and_not_of_the_one_that_is_given_up() -> None:
+    driver = Driver.__new__(Driver)
+    driver._stop, driver._saves, driver._data = Any, SaveSchedule(CheckpointSection(every=1), None), "rows"
+    driver.position = 24  # behind the batch of step 2, which nothing was made of
+    about = driver.to_keep(Progress(1, position=16), {}, None, ending=True)
+    assert about is not None and about["driver"]["position"] == 16
+
+
+def test_a_run_that_an_alarm_ends_has_time_to_leave_its_model() -> None:
+    driver: Any = Driver.__new__(Driver)
+    driver._stop = SimpleNamespace(reason=None, has_time=lambda: True)
+    driver.recorder = SimpleNamespace(alarms=SimpleNamespace(stop="alarm ess"))
+    assert driver.asked_to_stop() == "alarm ess"
+    assert driver.has_time()
+
+
+def test_a_run_says_first_which_silence_ends_it(tmp_path: Path) -> None:
+    driver: Any = Driver.__new__(Driver)
+    said: list[str] = []
+    driver._config, driver.recorder = Config(), SimpleNamespace(note=said.append)
+    with pytest.raises(ConfigError):  # there is no model
+        driver._open(tmp_path)
+    assert said[0].startswith(
+        "patience silence ends the run after 600 s, or 5 times the phase's longest, at most 1800 s"
+    )
+
+
+def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step() -> None:
+    def push(step: int) -> None:
+        raise UpdateRefused("corrupt tensor")
+
+    recorder = SimpleNamespace(phase=lambda _: nullcontext(), note=lambda _: None)
+    driver: Any = SimpleNamespace(recorder=recorder, syncing=nullcontext, goes_on_without=lambda step: step == 4)
+    learner: Any = SimpleNamespace(broadcast=lambda value: value, make_room=lambda: None)
+    given: Any = SyncSection(), driver, learner, SimpleNamespace(push=push)
+    assert train.sync_weights(3, 7, *given) == {"sync/refused": 1.0}
+    with pytest.raises(UpdateRefused):
+        train.sync_weights(4, 7, *given)
 
 
 def test_when_to_evaluate_and_to_publish() -> None:

@@ -89,7 +89,9 @@ def test_conflicts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     found = loaded(tokenizer, path)
     assert [one.id for one in found.prompts] == [0, 4]
     assert found.describe() == "2 prompts of 6 rows (3 duplicates, 1 with two answers left out)"
-    assert len(loaded(tokenizer, path, needs_answer=False)) == 3
+    columns = written(tmp_path / "rows.parquet", [{"prompt": one, "answer": str(answer)} for one, answer in answers])
+    assert [len(loaded(tokenizer, each, needs_answer=False)) for each in (path, columns)] == [3, 3]
+    assert len(loaded(tokenizer, columns)) == 2
     written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": each} for each in "23"])
     with pytest.raises(ConfigError, match=r"leaves no prompts \(2 rows, 0 too long, 1 with two answers\)"):
         loaded(tokenizer, path)

@@ -9,8 +9,13 @@ from collectors import Script, collector
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
+<<<<<<< HEAD
 from megatron_rl.rollout.collect import MOST_DETAILS, Collected, RewardError, _verdicts
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
+=======
+from megatron_rl.rollout.collect import MOST_DETAILS, Collected, RewardError, _verdicts, sampling_params
+from megatron_rl.rollout_correction import correct, rollout_correction
+>>>>>>> h_lot
 from megatron_rl.types import Prompt, Rollout, Scored
 
 CORRECTION = CorrectionConfig()
@@ -77,3 +82,12 @@ def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() 
     metrics = _verdicts(scored)
     assert metrics["reward/part/style"] == 0.5
     assert sum(name.startswith("reward/own/") for name in metrics) == MOST_DETAILS - 1
+
+
+def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
+    keys = {"samples_per_prompt": 3, "max_response_tokens": 9, "temperature": 0.7, "top_k": 5, "top_p": 0.8}
+    asked = sampling_params(RolloutSection(**keys), (1, 2))
+    assert (asked.samples, asked.max_tokens, asked.temperature, asked.top_k, asked.top_p) == tuple(keys.values())
+    assert asked.stop_token_ids == (1, 2)
+    assert asked.candidates == RolloutSection(**keys).candidates > 5
+    assert sampling_params(RolloutSection(), ()).top_k == -1  # among all

@@ -135,6 +135,11 @@ def test_each_alarm_is_raised_by_its_case_alone(alarm: Alarm) -> None:
     assert said(Alarms({alarm: "off", **given}, [Format.int8]), [*before, *[bad] * 30]) == []
 
 
+def test_of_several_formats_the_worst_is_compared_with_bf16() -> None:
+    bad = {"rollout_corr/int8/k3_kl": 0.04, "rollout_corr/fp8/k3_kl": 0.002}
+    assert said(Alarms(), [bad] * 5) == [("mismatch_over_bf16", True, 5)]
+
+
 def test_what_is_no_number_is_beyond_every_bound() -> None:
     assert said(Alarms(), [{ESS: math.nan}] * 5) == [("ess", True, 5)]
     assert said(Alarms({"mismatch_jump": "off"}), [{K3: math.nan}] * 5) == [("mismatch", True, 5)]
@@ -177,6 +182,7 @@ def test_a_collapse_is_said_at_once_and_an_accuracy_below_its_start_at_the_secon
     assert evaluated(Alarms(), 0.36, 0.07, 0.12, n=100) == [("half_of_best", True, 1), ("below_start", True, 2)]
     assert evaluated(Alarms(), 0.5, 0.35, 0.35, 0.5, 0.5) == [("below_start", True, 2), ("below_start", False, 4)]
     assert evaluated(Alarms(), 0.2, 0.8, 0.35) == [("half_of_best", True, 2)]  # above its start
+    assert evaluated(Alarms(), 0.4, 0.1, n=40) == []  # a quarter of its best, by 3 standard errors
     aime = {"name": "eval/aime/accuracy", "n": 960}
     assert evaluated(Alarms(), 0.3, 0.1, 0.1, **aime) == [("half_of_best", True, 1), ("below_start", True, 2)]
 

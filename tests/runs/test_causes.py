@@ -145,6 +145,11 @@ def test_a_stuck_process_is_the_cause_of_what_follows_from_it() -> None:
     stuck = {"process": "rank 1", "pid": 7, "phase": "sync", "seconds": 61.0}
     found = explain("rank 1 has not gone on", process="rank 0", stuck=stuck)
     assert (found.name, found.process, found.phase) == (STUCK.name, "rank 1", "sync")
+    for follows in (describe_end(-9), "RuntimeError: Connection closed by peer", "SamplerError: it is gone", ""):
+        assert (explain(follows, stuck=stuck).name, explain(follows, stuck=stuck).process) == (
+            "stuck_process",
+            "rank 1",
+        )
     assert explain("OSError: [Errno 28] No space left on device", stuck=stuck).name == "disk_full"
     assert explain("x", stuck=["of somebody else's status.json"]).name == "unknown"
 

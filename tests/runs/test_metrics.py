@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 import reference_tables
+from helpers import write_lines
 
+<<<<<<< HEAD
 from megatron_rl.runs.metrics import METRICS, unknown
 from megatron_rl.runs.metrics_file import REDUCERS, combine
+=======
+from megatron_rl.runs.metrics import METRICS, REDUCERS, combine, unknown
+from megatron_rl.runs.metrics_file import numbers_of_file
+>>>>>>> h_lot
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python tools/reference_tables.py metrics > docs/metrics.md"
@@ -58,3 +64,14 @@ def test_every_name_that_the_source_spells_out_is_in_the_table():
     }
     assert len(found) > 20
     assert {name: found[name] for name in unknown(found)} == {}
+
+
+def test_what_a_run_comes_to(tmp_path: Path):
+    names = (
+        "progress/step",
+        "time/step",
+        *(f"rollout_corr/rollout_{name}" for name in ("is_eff_sample_size", "rs_masked_fraction")),
+    )
+    steps = [(0, 90.0, 0.1, 0.9), (1, 3.0, 0.8, 0.0), (2, 2.0, 0.9, 0.5), (3, 7.0, 1.0, 0.1)]
+    lines = write_lines(tmp_path / "metrics.jsonl", [dict(zip(names, step, strict=True)) for step in steps])
+    assert numbers_of_file(lines) == {"sample_size": 0.9, "rejected": pytest.approx(0.2), "step_s": 3.0}

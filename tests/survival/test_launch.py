@@ -252,7 +252,8 @@ from megatron_rl.config.schema import Config
 import megatron_rl.rank as rank
 def train(*_):
     exec(sys.argv[1])
-sys.modules["megatron_rl.learner"] = types.SimpleNamespace(host=types.SimpleNamespace(require=lambda device: None))
+host = types.SimpleNamespace(require=lambda device: None)
+sys.modules["megatron_rl.learner.modules"] = types.SimpleNamespace(host=host)
 sys.modules["megatron_rl.train"] = types.SimpleNamespace(train=train)
 rank.run_rank(Config(), Path("nowhere"))
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,11 @@ def test_a_receiver_that_has_just_started_takes_a_patch(tmp_path: Path) -> None:
     assert training.push(2)["sync/bytes"] == pytest.approx(before["sync/bytes"], rel=0.5)
     assert training.receiver.tensors[NAME].shape == training.weights.parameters[SHARD].shape
     assert whole > 0
+
+
+def test_no_version_takes_the_files_of_one_that_it_builds_on(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    transport = training.sync.transport
+    transport._sync = replace(transport._sync, dir=None)  # of one host: there the next version takes the last one's
+    assert [training.push(version)["sync/resent"] for version in range(6)] == [0] * 6
+    assert training.versions() == ["v00000004", "v00000005"]

@@ -172,3 +172,11 @@ def test_a_shard_of_another_shape_is_named() -> None:
     source = ShardSource(model, ShardGroups())
     list(source.buckets(shards | {name: shards[name][:-1]}))
     assert source.failure == f"{name} has the local shape (63,), the layout says (64,)"
+
+
+def test_a_bucket_is_closed_when_it_is_full() -> None:
+    source = ShardSource(Model.of(hf_config("llama"), Layout()), ShardGroups(), Format.int8, bucket_bytes=40_000)
+    *full, last = [sum(spec.nbytes for spec in specs or ()) for specs in source.bucket_tensors]
+    assert len(full) > 2
+    assert all(40_000 <= nbytes < 80_000 for nbytes in full)
+    assert 0 < last < 80_000
