@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,10 +67,23 @@ def program(code: str, *words: object, **environment: str) -> str:
 
 
 def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
+    """Looks that take long are few."""
+    begun = now = time.monotonic()
     while not happened():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
+        assert now - begun < seconds, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02 + 4 * (time.monotonic() - now))
+        now = time.monotonic()
+
+
+def http_status(port: int, key: str, path: str = "/health", method: str = "GET") -> int:
+    """Of an answer; with an empty key nothing is said of one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:
