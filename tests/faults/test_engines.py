@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deaf_receiver import MARKER
 from helpers import wait_for
-from test_tensor_parallel_engine import answers, has_ended
+from test_tensor_parallel_engine import has_ended
 from tiny_engine import PROMPTS, SAMPLING, make_live, make_model, make_settings, startable
 
 from megatron_rl.config.schema import FleetSection, Format
@@ -44,12 +44,12 @@ def test_both_workers_start_again(tmp_path: Path) -> None:
     try:
         live.restart()
         live.update(1)
-        first = answers(live)
+        first = live.answers()
         live.update(2)
         session = live.sampler.replicas[0].process.pid
         with startable():
             live.update(1, "second_worker_killed")
-        assert answers(live) == first
+        assert live.answers() == first
         assert live.sampler.replicas[0].process.pid != session
         wait_for(lambda: has_ended(session))
     finally:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from tiny_engine import PROMPTS, TinyModel, collecting, make_config, make_settings, until
+from helpers import wait_for
+from tiny_engine import PROMPTS, TinyModel, collecting, make_config, make_settings
 from transformers import Qwen3ForCausalLM
 
 from megatron_rl.config import to_yaml
@@ -125,7 +126,7 @@ class LiveFleet:
         return self.peers[seed]
 
     def until_ready(self) -> None:
-        until(lambda: all(replica.ready for replica in self.replicas))
+        wait_for(lambda: all(replica.ready for replica in self.replicas))
 
 
 def fleet_settings(**keys) -> EngineSettings:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers import wait_for
 from preloaded import forking
-from tiny_engine import PATIENCE_S, make_model, make_settings, until
+from tiny_engine import PATIENCE_S, make_model, make_settings
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
+from megatron_rl.processes.process import state_of
 from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.sampler import Sampler
 
@@ -68,11 +70,7 @@ def parent_of_an_engine(folder: Path) -> Iterator[tuple[subprocess.Popen, int]]:
 
 
 def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
+    return state_of(pid) not in ("", "Z", "X")
 
 
 @pytest.fixture
@@ -88,7 +86,7 @@ def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
         assert is_running(child)
         parent.kill()
         parent.wait(PATIENCE_S)
-        until(lambda: not is_running(child))
+        wait_for(lambda: not is_running(child))
 
 
 def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_proc):
@@ -97,7 +95,7 @@ def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_pr
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
         output, _ = parent.communicate(timeout=PATIENCE_S)
         assert "closed" in output
-        until(lambda: not is_running(child))
+        wait_for(lambda: not is_running(child))
 
 
 @pytest.mark.engine

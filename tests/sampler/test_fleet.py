@@ -8,8 +8,6 @@ import math
 import os
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -17,20 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_fleet import (
-    FORMATS,
-    KEY,
-    KEY_VARIABLE,
-    LONG,
-    MANY,
-    SAMPLING,
-    LiveFleet,
-    fleet_settings,
-    flip_a_byte,
-    serve,
-)
+from helpers import wait_for
+from live_fleet import FORMATS, KEY, KEY_VARIABLE, LONG, MANY, SAMPLING, LiveFleet, fleet_settings, flip_a_byte, serve
 from preloaded import forking
-from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings, until
+from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings
 
 from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.process import free_port
@@ -113,17 +101,6 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
         after = {r.group: r.token_ids for r in second if r.format == format and r.sample == 0}
         assert any(before[group] != after[group] for group in before.keys() & after.keys()), format
     assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
-
-
-@pytest.mark.parametrize("path", ["/engine", "/health", "/collective_rpc"])
-@pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic"])
-def test_no_route_answers_without_the_key(live, path, key):
-    headers = {} if key is None else {"Authorization": key}
-    for replica in live.replicas:
-        request = urllib.request.Request(replica.engine.line._address + path, data=b"{}", headers=headers)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=PATIENCE_S)
-        assert refused.value.code == 401
 
 
 def test_the_key_is_in_no_command_line_and_no_log(live):
@@ -210,7 +187,7 @@ def test_closing_ends_what_the_servers_work_on(live):
         answering.add(MANY, 0)
         assert all(one.running and one.load for one in live.replicas)
         answering.close()
-    until(lambda: live.open() == [0, 0])
+    wait_for(lambda: live.open() == [0, 0])
     assert answering.finished() == []
     assert not any(one.running or one.load for one in live.replicas)
 
