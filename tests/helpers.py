@@ -1,7 +1,5 @@
 """What tests of several rooms ask: the command line in this process, a program in another one, a refusal's words."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,8 +8,6 @@ with whoever asked for it. Tests of the start itself, and of what a user types, 
 `python preloaded.py KIND SOCKET_FD` is a parent.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc

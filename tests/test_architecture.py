@@ -4,8 +4,6 @@ A section is an example. Its blocks are edits, by what follows the word python (
 append=PATH, after="LINE" in=PATH, replace="LINE" in=PATH. The one called `try` fails before the edits and passes after.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

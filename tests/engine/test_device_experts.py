@@ -1,7 +1,5 @@
 """The experts that an engine on a GPU tells come out as chosen, through vLLM's own recorder, batches and store."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ The ranks and their jobs are those of tests/learner, in BF16, as attention over 
 what BF16 and FP8 should give, not what was measured.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ One process plays a learner of one rank (on the first GPU), the engine is the em
 bring the same answers as files do.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

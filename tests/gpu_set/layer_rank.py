@@ -3,8 +3,6 @@
 Weights lie in host memory; what is looked at is how the model, its optimizer and its sync are put together.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A GPU as torch and vLLM would describe it, on a machine without one. Nothing can be computed there."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

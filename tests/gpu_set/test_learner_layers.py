@@ -1,7 +1,5 @@
 """Transformer Engine's layers under the learner, of every family, on one rank and on two that share a sequence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

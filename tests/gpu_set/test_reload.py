@@ -2,8 +2,6 @@
 a pretended H100. No kernel runs; what they would read is compared.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """vLLM's own transports as far as they go without a device: settings, messages, the names that its third one needs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

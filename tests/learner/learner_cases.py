@@ -4,8 +4,6 @@ Ranks never run inside the test process: the host profile changes torch for the 
 B rows, S positions, T response positions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One rank: builds a Learner for each job in a list, runs it, and lets rank 0 write down what came out."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

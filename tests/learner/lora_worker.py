@@ -1,7 +1,5 @@
 """A learner with given adapters: logprobs, the gradient of each adapter, and what a sync makes of it all."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Choices of experts and checkpoints: test_router_replay.py, test_state.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

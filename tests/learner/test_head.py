@@ -1,7 +1,5 @@
 """Logits that never exist as a whole: the numbers of held ones, on every layout, and what they take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases

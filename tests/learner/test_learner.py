@@ -3,8 +3,6 @@
 The learner runs in two spawns of processes, one rank and two ranks, which do all the cases in turn.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`model.head_precision=fp32`: logits that nothing rounds, on every layout, and gradients of the plain output layer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

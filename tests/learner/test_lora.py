@@ -1,7 +1,5 @@
 """Adapters on every layout against PEFT on the same weights, and what a sync sends of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotary embeddings as the layers for GPUs have them: megatron-core's own, over packs."""
 
-from __future__ import annotations
-
 import json
 import sys
 

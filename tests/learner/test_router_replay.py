@@ -1,7 +1,5 @@
 """Router replay: the learner's tokens go where the sampler has sent them, on every layout, in every pass."""
 
-from __future__ import annotations
-
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any

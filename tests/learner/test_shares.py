@@ -1,7 +1,5 @@
 """What only the driver holds is passed and trained on as if every rank held it, and each replica gets its own rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases

@@ -1,7 +1,5 @@
 """A learner that reads what another one wrote goes on as that one would have, whatever their layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
