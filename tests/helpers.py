@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,16 @@ def http_status(port: int, key: str, path: str = "/health", method: str = "GET")
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def half_open(port: int, count: int) -> list[socket.socket]:
+    """Connections whose request does not end."""
+    found = []
+    for _ in range(count):
+        found.append(socket.create_connection(("127.0.0.1", port), 60))
+        with suppress(OSError):  # another one has taken its place already
+            found[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+    return found
 
 
 def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from helpers import http_status, wait_for
+from helpers import half_open, http_status, wait_for
 
 from megatron_rl.engine import server, server_access
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
@@ -20,7 +20,6 @@ from megatron_rl.engine.server_access import Key, RequireKey
 
 ENGINE = SimpleNamespace(vocabulary=101, longest=48, transport="file")
 KEY = "k" * 32
-HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: "
 PATIENCE_S = 60
 STATUS = {"id": 1, "method": "status", "arguments": {}}
 encode = msgspec.msgpack.encode
@@ -66,18 +65,6 @@ def port(monkeypatch, service) -> Iterator[int]:
     one.should_exit = one.force_exit = True
     thread.join(PATIENCE_S)
     Key.of_environment.cache_clear()
-
-
-def half_open(port: int, count: int) -> list[socket.socket]:
-    found = []
-    for _ in range(count):
-        one = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-        try:
-            one.sendall(HALF)
-        except OSError:
-            pass  # another one has taken its place already
-        found.append(one)
-    return found
 
 
 def is_open(one: socket.socket) -> bool:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from deaf_receiver import MARKER
 from helpers import wait_for
 from test_tensor_parallel_engine import has_ended
 from tiny_engine import PROMPTS, SAMPLING, make_live, make_model, make_settings, startable
@@ -19,10 +18,10 @@ from megatron_rl.sampler.sampler import Sampler
 )
 def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker, notes = tmp_path / "deaf", list[str]()
-    monkeypatch.setenv(MARKER, str(marker))
+    monkeypatch.setenv("MEGATRON_RL_TESTS_DEAF", str(marker))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     model, settings = make_model(tmp_path / "hf", True), make_settings(fleet=FleetSection(replicas=2))
-    extension = "deaf_receiver.DeafExtension"
+    extension = "faulty_receiver.FaultyExtension"
     with Sampler(settings, model.folder, tmp_path, note=notes.append, worker_extension=extension) as fleet:
 
         def noted(what: str) -> bool:

@@ -1,7 +1,6 @@
 """Fleets of real servers whose processes are stopped, and servers started by hand."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from box import MEGATRON_RL, ROOT, Box
-from helpers import http_status, wait_for
+from helpers import half_open, http_status, wait_for
 
 from megatron_rl.processes.process import free_port, state_of
 
@@ -91,14 +90,7 @@ def served(box: Box) -> Path:
 def test_half_open_connections(box: Box) -> None:
     _, port = serve(box, "--format", "int8")
     assert "Route:" not in served(box).read_text()
-    held = []
-    for _ in range(1200):
-        one = socket.create_connection(("127.0.0.1", port), 60)
-        try:
-            one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
-        except OSError:
-            pass  # cut off already
-        held.append(one)
+    held = half_open(port, 1200)
     assert [http_status(port, KEY) for _ in range(20)] == [200] * 20
     others = ("/engine", "/v1/models", "/metrics", "/docs", "/openapi.json", "/collective_rpc", "/", "/nothing")
     refused = {http_status(port, key, path) for key in ("", "wrong", KEY[:-1]) for path in ("/health", *others)}
