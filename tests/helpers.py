@@ -124,6 +124,14 @@ log: {{record_every: 1}}
 """
 
 
+def dapo_row(question: str, answer: str, index: int = 7) -> dict[str, object]:
+    """A row of DAPO's table."""
+    return {
+        "data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": str(index)},
+    }  # fmt: skip
+
+
 def small_recipes(folder: Path, **samples: int) -> None:
     """Recipes of those names that take two small steps, with so many answers to a prompt."""
     (folder / "recipes").mkdir()

@@ -19,12 +19,8 @@ from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 
 RANK, ALPHA = 4, 6.0
-TARGETS = {
-    "qwen3": ["all-linear"],
-    "qwen3_moe": ["all-linear"],
-    "phi3": ["all-linear"],
-    "qwen2": ["q_proj", "v_proj", "up_proj"],
-}
+TARGETS = {family: ["all-linear"] for family in ("qwen3", "qwen3_moe", "phi3")}
+TARGETS["qwen2"] = ["q_proj", "v_proj", "up_proj"]
 MODELS = {hf["model_type"]: hf for hf in (cases.QWEN3, cases.QWEN3_MOE, cases.PHI3, cases.QWEN2)}
 
 

@@ -73,14 +73,8 @@ def is_running(pid: int) -> bool:
     return state_of(pid) not in ("", "Z", "X")
 
 
-@pytest.fixture
-def needs_proc():
-    if not os.path.isdir("/proc/self"):
-        pytest.skip("reads process states from /proc")
-
-
 @pytest.mark.engine
-def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
+def test_the_child_dies_with_a_killed_parent(tmp_path):
     with parent_of_an_engine(tmp_path) as (parent, child):
         assert parent.stdout.readline() == "ready\n"
         assert is_running(child)
@@ -89,7 +83,7 @@ def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
         wait_for(lambda: not is_running(child))
 
 
-def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_proc):
+def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path):
     with parent_of_an_engine(tmp_path) as (parent, child):
         assert os.getpgid(child) != os.getpgid(parent.pid)
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
@@ -110,7 +104,7 @@ def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     assert sampler.replicas == []
 
 
-def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
+def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path):
     sampler = Sampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
     child = sampler.replicas[0].process.pid
