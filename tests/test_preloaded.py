@@ -1,6 +1,6 @@
 """Forks of a parent that has its imports done behave as fresh processes do.
 
-Their arguments, streams, descriptors and exit statuses are what every test that starts one relies on.
+Their arguments, streams and descriptors are what every test that starts one relies on.
 """
 
 import os
@@ -16,6 +16,21 @@ LIMIT_S = 120  # the first of a session waits for its parent's imports
 
 def program(text: str, *words: str) -> list[str]:
     return [sys.executable, "-c", text, *words]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit('error: in words')", 1, "error: in words\n"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_how_a_program_ends(text: str, code: int, words: str) -> None:
+    done = run("torch", program(text), timeout=LIMIT_S)
+    assert done.returncode == code
+    assert words in done.stderr
 
 
 def test_its_imports_are_done_and_its_state_is_its_own() -> None:
