@@ -42,17 +42,12 @@ def _jobs(at: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     wide = {**cases.QWEN2, "vocab_size": VOCAB, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    pack = {"batch": (ROWS, TOKENS), "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)}}
     one: list[dict[str, Any]] = [
         *_jobs("one"),
         {"name": "looked at", "kind": "looked_at", "hf": cases.QWEN3},
         {"name": "memory", "kind": "head_memory", "hf": {**wide, **LARGE}, "precision": "bf16"},
-        {
-            "name": "unseen",
-            "kind": "unseen",
-            "hf": wide,
-            "batch": (ROWS, TOKENS),
-            "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)},
-        },
+        {"name": "unseen", "kind": "unseen", "hf": wide, **pack},
     ]
     return cases.run(tmp_path_factory, one, [job for at in LAYOUTS[1:] for job in _jobs(at)])
 

@@ -23,11 +23,7 @@ SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "field": (
-        cases.QWEN3,
-        {"megatron": {"num_layer": 2}},
-        ("learner.megatron.num_layer", "learner.megatron.num_layers"),
-    ),
+    "field": (cases.QWEN3, {"megatron": {"num_layer": 2}}, ("learner.megatron.num_layer", "megatron.num_layers")),
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
     "chunks": (cases.QWEN3, {"megatron": cases.CHUNKS}, ("learner.megatron.virtual_pipeline_model_parallel_size: 2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
