@@ -23,7 +23,6 @@ from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings
 from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.process import free_port
 from megatron_rl.sampler.engine import RequestRefused, SamplerError
-from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync import file_transport as transport
@@ -104,7 +103,7 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
 
 
 def test_the_key_is_in_no_command_line_and_no_log(live):
-    process, (own, given) = live.replicas[0].process, (key_of(one) for one in live.replicas)
+    process, (own, given) = live.replicas[0].process, (one.engine.line._key for one in live.replicas)
     assert len(own) > 30
     assert own != KEY == given
     assert own not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -112,10 +111,6 @@ def test_the_key_is_in_no_command_line_and_no_log(live):
         assert not any(key in log.read_text(errors="replace") for key in (own, given))
     assert KEY not in Path(f"/proc/{process.pid}/environ").read_text()
     assert process.address.startswith("http://127.0.0.1:")
-
-
-def key_of(replica: Replica) -> str:
-    return replica.engine.line._key
 
 
 GENERATE = {"seed": 0, "max_tokens": 4}
@@ -259,7 +254,7 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     assert any("server 0 (int8) is out" in line for line in live.notes)
 
     request.getfixturevalue("embedded")
-    live.until_ready()
+    wait_for(lambda: all(replica.ready for replica in live.replicas))
     again = live.rollouts()
     assert victim.process.pid != pid
     assert {r.format for r in again} == {"none", "int8"}
