@@ -1,15 +1,16 @@
 """What tests of several rooms ask: the command line in this process, a program in another one, a refusal's words."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,10 +66,33 @@ def program(code: str, *words: object, **environment: str) -> str:
 
 
 def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
+    """Looks that take long are few."""
+    begun = now = time.monotonic()
     while not happened():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.02)
+        assert now - begun < seconds, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02 + 4 * (time.monotonic() - now))
+        now = time.monotonic()
+
+
+def http_status(port: int, key: str, path: str = "/health", method: str = "GET") -> int:
+    """Of an answer; with an empty key nothing is said of one."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def half_open(port: int, count: int) -> list[socket.socket]:
+    """Connections whose request does not end."""
+    found = []
+    for _ in range(count):
+        found.append(socket.create_connection(("127.0.0.1", port), 60))
+        with suppress(OSError):  # another one has taken its place already
+            found[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+    return found
 
 
 def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:
@@ -98,6 +122,14 @@ learner: {{n_minibatches: 1}}
 eval: {{max_prompts: 8}}
 log: {{record_every: 1}}
 """
+
+
+def dapo_row(question: str, answer: str, index: int = 7) -> dict[str, object]:
+    """A row of DAPO's table."""
+    return {
+        "data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": str(index)},
+    }  # fmt: skip
 
 
 def small_recipes(folder: Path, **samples: int) -> None:

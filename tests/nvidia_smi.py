@@ -1,7 +1,5 @@
 """A stand-in for nvidia-smi, of a node that is only pretended."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,8 +8,6 @@ with whoever asked for it. Tests of the start itself, and of what a user types, 
 `python preloaded.py KIND SOCKET_FD` is a parent.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc
@@ -149,9 +147,15 @@ def _descriptor(stream: int | IO[Any] | None, inherited: int, null: int) -> int:
 def found_by(kind: str, script: Path, folder: Path, *, timeout: float, **variables: str) -> Any:
     """What a script of cases has written, in a process of its own that is told this folder."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
-    done = run(kind, [sys.executable, script, folder], timeout=timeout, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said(kind, [script, folder], timeout=timeout, env=environment)
     return json.loads((folder / "found.json").read_text())
+
+
+def said(kind: str, words: Sequence[str | Path], *, timeout: float = 400, **options: Any) -> str:
+    """What a program prints that ends well. `words`: those behind `python`."""
+    done = run(kind, [sys.executable, *words], timeout=timeout, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def run(kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:

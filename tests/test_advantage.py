@@ -1,7 +1,5 @@
 """Advantages worked by hand, who counts in a baseline, and DAPO's filters."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

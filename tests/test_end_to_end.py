@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import wait_for
-from preloaded import run
+from helpers import typed, wait_for
+from preloaded import said
 
 from megatron_rl.data.toy import write_reasoning, write_toy
 from megatron_rl.runs.metrics_file import decode_line
@@ -37,12 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(place: Path, recipe: str, *overrides: str, fresh: bool = True) -> str:
     """`fresh`: from interpreters of its own, as a user starts it; else from forks that have their imports."""
     command = [*COMMAND, str(ROOT / "recipes" / recipe), *overrides]
-    if fresh:
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=BOUND_S, check=False)
-    else:
-        done = run("torch", command, cwd=place, timeout=BOUND_S)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return typed(place, shlex.join(command)) if fresh else said("torch", command[1:], cwd=place)
 
 
 def metrics(place: Path, run: str) -> list[dict[str, float]]:
@@ -85,7 +81,7 @@ def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
 def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     more = ["quantization.smoothing=0.5", "log.profile_steps=[2]"] if recipe == "quickstart_pp2" else []
     settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]
-    said = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
+    screen = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
     folder = warm_start / "runs" / recipe
     lines = metrics(warm_start, recipe)
     assert [line["progress/step"] for line in lines] == [0, 1, 2]
@@ -98,14 +94,14 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     assert table.num_rows == lines[-1]["rollout/n_trained"]
     assert table.column("prox_logprobs").null_count == 0
     assert (folder / "report.html").stat().st_size > 50_000
-    assert len(said.splitlines()) < 40  # a person reads this
+    assert len(screen.splitlines()) < 40  # a person reads this
     traces = sorted((folder / "dumps").glob("*/*"))
     assert {trace.name.partition("_pass_")[0] for trace in traces} == ({"rank_0", "rank_1"} if len(more) > 1 else set())
     if traces:
         assert {"rank_1_pass_1_forward.json.gz", "rank_1_pass_2_update.json.gz"} < {trace.name for trace in traces}
         events = json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
         assert any("Backward" in event["name"] for event in events)
-        assert f"step 2: traces are in {Path('runs') / recipe / 'dumps' / 'profile_2'}; open them in" in said
+        assert f"step 2: traces are in {Path('runs') / recipe / 'dumps' / 'profile_2'}; open them in" in screen
 
 
 IN_FLIGHT = ("rollout.ahead=1", "rollout.in_flight=continue", "rollout.max_gen_batches=2")
@@ -173,7 +169,7 @@ def test_ctrl_c_leaves_no_process_and_a_consistent_directory(endless: tuple[subp
     lines = [decode_line(line) for line in log.read_text().splitlines()]
     assert [line["progress/step"] for line in lines] == list(range(len(lines)))
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
-    said = process.stdout.read() if process.stdout else ""
-    assert "metrics.jsonl" in said
-    assert "Traceback" not in said
-    assert "resume" not in said
+    screen = process.stdout.read() if process.stdout else ""
+    assert "metrics.jsonl" in screen
+    assert "Traceback" not in screen
+    assert "resume" not in screen

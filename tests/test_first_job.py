@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import dapo_row
 
 from megatron_rl.data.toy import write_chat_tokenizer
 from megatron_rl.models.layout import Layout
@@ -19,6 +20,7 @@ from megatron_rl.preflight.files import read_card
 
 ROOT = Path(__file__).parent.parent
 HERE = ("conf", "recipes", "slurm", "tools", "megatron_rl", "pyproject.toml", "constraints", "Makefile")
+ASKED = "Solve step by step. Answer: $Answer last.\n\n"
 SHELL = re.compile(r"^```sh\n(make install\n.*?)^```$", re.DOTALL | re.MULTILINE)
 # says that it was called, and does what the job does first: its check, without the nodes
 SBATCH = """#!/usr/bin/env bash
@@ -40,9 +42,9 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / ".venv" / f".installed-{extra}").touch()
     downloads, model = tmp_path / "downloads", tmp_path / "models" / "Qwen3-8B"
     downloads.mkdir()
-    rows = [published(f"What is {n} + {n}?", str(2 * n), n) for n in range(1, 40)]
+    rows = [dapo_row(f"{ASKED}What is {n} + {n}?", str(2 * n), n) for n in range(1, 40)]
     pq.write_table(pa.Table.from_pylist(rows * 3), downloads / "dapo-math-17k.parquet")
-    pq.write_table(pa.Table.from_pylist([published("1 + 2?", "003", 0)]), downloads / "aime-2024.parquet")
+    pq.write_table(pa.Table.from_pylist([dapo_row(f"{ASKED}1 + 2?", "003")]), downloads / "aime-2024.parquet")
     write_chat_tokenizer(model, iter(["What is 1 + 2?"]))
     (model / "config.json").write_text(json.dumps(read_card("Qwen3-8B")))
     write_weights(model)
@@ -64,15 +66,6 @@ def write_weights(model: Path) -> None:
     with (model / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-
-
-def published(question: str, answer: str, index: int) -> dict[str, object]:
-    """A row of DAPO's table."""
-    asked = f"Solve step by step. Answer: $Answer last.\n\n{question}"
-    return {
-        "data_source": "math_dapo", "prompt": [{"role": "user", "content": asked}], "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": str(index)},
-    }  # fmt: skip
 
 
 def test_the_five_commands(place: Path) -> None:

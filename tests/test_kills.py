@@ -3,8 +3,6 @@
 Processes are forks here, which are known by the run's files that they hold open.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -16,7 +14,8 @@ from typing import Any
 import kills
 import psutil
 import pytest
-from box import ROOT, SMALL, Box, wait_for
+from box import ROOT, SMALL, Box
+from helpers import wait_for
 from preloaded import Process
 
 from megatron_rl.checkpoint.checkpoints import steps
@@ -82,8 +81,8 @@ def boxes(tmp_path: Path) -> Iterator[tuple[Forks, Forks]]:
     made = []
     for name in ("killed", "alone"):
         write_toy(tmp_path / name / "data" / "toy")
-        kills.prepare(tmp_path / name)
         made.append(Forks(tmp_path / name))
+        made[-1].reward()
     try:
         yield made[0], made[1]
     finally:
@@ -100,14 +99,14 @@ def test_a_killed_run_goes_on(boxes: tuple[Forks, Forks]) -> None:
     for step, number, victims in MOMENTS:
         process = box.train()
         reached = lambda step=step: box.kept() >= step or process.poll() is not None  # noqa: B023, E731
-        wait_for(reached, PATIENCE_S, f"the checkpoint of step {step}")
+        wait_for(reached, f"the checkpoint of step {step}")
         assert process.poll() is None, box.screen[-3000:]
         for pid in victims(box):
             os.kill(pid, number)
         assert process.wait(PATIENCE_S) != 0
-        wait_for(lambda: not box.holders(), PATIENCE_S, "the end of all processes")
+        wait_for(lambda: not box.holders(), "the end of all processes")
     process = box.train()
-    wait_for(lambda: box.step() >= 4 or process.poll() is not None, PATIENCE_S, "step 4")
+    wait_for(lambda: box.step() >= 4 or process.poll() is not None, "step 4")
     for pid in box.first("sampler.log"):
         os.kill(pid, signal.SIGKILL)
     if process.wait(PATIENCE_S):  # where the run ends with its engine, the next attempt does the rest

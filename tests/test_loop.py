@@ -3,11 +3,10 @@
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from preloaded import run
+from preloaded import said
 
 from megatron_rl.config.schema import Estimator, LossName
 from megatron_rl.data.toy import write_toy
@@ -67,10 +66,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     write_toy(folder / "toy")
     (folder / "loop.yaml").write_text(RECIPE.format(root=ROOT, folder=folder))
     (folder / "uneven_reward.py").write_text(REWARD)
-    command = [sys.executable, str(ROOT / "tests" / "loop_cases.py"), str(folder), json.dumps(cases())]
-    done = run("megatron", command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    words = [ROOT / "tests" / "loop_cases.py", folder, json.dumps(cases())]
+    printed = said("megatron", words, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, timeout=500)
+    found = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("CASE ")]
     return {case["name"]: case for case in found}
 
 

@@ -14,23 +14,22 @@ from helpers import lone_rank
 
 from megatron_rl import train
 from megatron_rl.batch import collate
-<<<<<<< HEAD
-from megatron_rl.config import load
-from megatron_rl.config.schema import Config, CorrectionConfig, EvalSection, LossConfig, RejectRule, Router, SyncSection
+from megatron_rl.config import ConfigError, load
+from megatron_rl.config.schema import (
+    CheckpointSection,
+    Config,
+    CorrectionConfig,
+    EvalSection,
+    LossConfig,
+    RejectRule,
+    Router,
+    SyncSection,
+)  # fmt: skip
 from megatron_rl.driver import Driver
 from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
-from megatron_rl.runs.progress import Progress, reached
-=======
-from megatron_rl.config import ConfigError, load
-from megatron_rl.config.schema import CheckpointSection, Config, EvalSection, LossConfig, Router, SyncSection
-from megatron_rl.driver import Driver
-from megatron_rl.learner.modules import router_replay
-from megatron_rl.learner.shares import DataPlane
-from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
 from megatron_rl.runs.progress import Progress, SaveSchedule, reached
->>>>>>> h_lot
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored

@@ -1,7 +1,5 @@
 """Case of test_device_experts.py: requests pass the parts of vLLM that tell experts on GPUs, which are plain torch."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

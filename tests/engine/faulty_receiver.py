@@ -6,6 +6,7 @@ the receiver as shipped. Found by the engine's workers through PYTHONPATH.
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from megatron_rl.engine.receiver import BACKEND, FileUpdateInfo, FileWeightTransferEngine, WorkerExtension
+
+DEAF = "MEGATRON_RL_TESTS_DEAF"
 
 
 class FaultyEngine(FileWeightTransferEngine):
@@ -94,7 +97,16 @@ def kernels_of(model: torch.nn.Module) -> list:
 
 
 class FaultyExtension(WorkerExtension):
-    pass
+    def weight_update_building(self) -> bool:
+        """One engine, the first that finds the file that DEAF names, answers nobody from then on: the thread that owns
+        it never comes back from this question; the others of its process go on.
+        """
+        try:
+            Path(os.environ[DEAF]).unlink()
+        except (KeyError, FileNotFoundError):
+            return super().weight_update_building()
+        threading.Event().wait()
+        return False
 
 
 WeightTransferEngineFactory._registry[BACKEND] = lambda: FaultyEngine

@@ -1,13 +1,10 @@
 """The experts that an engine on a GPU tells come out as chosen, through vLLM's own recorder, batches and store."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from preloaded import run
+from preloaded import said
 
 from megatron_rl.workshop.quickstart import write_experts
 
@@ -16,10 +13,7 @@ pytestmark = pytest.mark.engine
 
 def test_what_a_device_has_chosen_comes_with_the_answer(tmp_path: Path) -> None:
     write_experts(tmp_path)
-    done = run(
-        "vllm", [sys.executable, Path(__file__).with_name("device_experts_case.py"), tmp_path / "model"], timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    case = Path(__file__).with_name("device_experts_case.py")
+    found = json.loads(said("vllm", [case, tmp_path / "model"]).splitlines()[-1])
     assert [len(one) for one in found["chosen"]] == [59, 51, 40]
     assert found["told"] == found["chosen"]

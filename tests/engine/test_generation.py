@@ -1,7 +1,5 @@
 """What becomes of a sample's steps, as vLLM's core tells them; what top_k and top_p have kept."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

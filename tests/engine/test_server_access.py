@@ -5,9 +5,6 @@ import json
 import socket
 import struct
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from helpers import half_open, http_status, wait_for
 
 from megatron_rl.engine import server, server_access
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
@@ -22,7 +20,6 @@ from megatron_rl.engine.server_access import Key, RequireKey
 
 ENGINE = SimpleNamespace(vocabulary=101, longest=48, transport="file")
 KEY = "k" * 32
-HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: "
 PATIENCE_S = 60
 STATUS = {"id": 1, "method": "status", "arguments": {}}
 encode = msgspec.msgpack.encode
@@ -62,24 +59,12 @@ def port(monkeypatch, service) -> Iterator[int]:
     monkeypatch.setattr(server.uvicorn, "Server", Server)
     Key.of_environment.cache_clear()
     server.open_door(server.reserved("127.0.0.1", 0), ENGINE, service)
-    until(lambda: opened and opened[0][0].started)
+    wait_for(lambda: opened and opened[0][0].started)
     one, thread, place = opened[0]
     yield place
     one.should_exit = one.force_exit = True
     thread.join(PATIENCE_S)
     Key.of_environment.cache_clear()
-
-
-def half_open(port: int, count: int) -> list[socket.socket]:
-    found = []
-    for _ in range(count):
-        one = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
-        try:
-            one.sendall(HALF)
-        except OSError:
-            pass  # another one has taken its place already
-        found.append(one)
-    return found
 
 
 def is_open(one: socket.socket) -> bool:
@@ -100,23 +85,6 @@ def cut_off(one: socket.socket, content: bytes) -> bool:
     return False
 
 
-def ask(port: int, key: str = KEY, path: str = "/health", method: str = "GET") -> int:
-    headers = {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def until(happened) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def answered(one: socket.socket, request: bytes) -> bool:
     one.sendall(request)
     received = b""
@@ -129,12 +97,12 @@ def answered(one: socket.socket, request: bytes) -> bool:
 def test_strangers_are_few(port, monkeypatch):
     monkeypatch.setattr(server_access, "STRANGER_S", 2 * PATIENCE_S)
     strangers = half_open(port, 300)
-    assert ask(port) == 200
-    until(lambda: sum(map(is_open, strangers)) <= server_access.STRANGERS)
+    assert http_status(port, KEY) == 200
+    wait_for(lambda: sum(map(is_open, strangers)) <= server_access.STRANGERS)
     assert is_open(strangers[-1]), "the oldest go first"
     assert not is_open(strangers[0])
-    assert ask(port) == 200
-    assert ask(port, "wrong") == 401
+    assert http_status(port, KEY) == 200
+    assert http_status(port, "wrong") == 401
     for one in strangers:
         one.close()
 
@@ -143,8 +111,8 @@ def test_strangers_are_few(port, monkeypatch):
 def test_a_stranger_has_little_time(port, monkeypatch):
     monkeypatch.setattr(server_access, "STRANGER_S", 0.5)
     (stranger,) = half_open(port, 1)
-    until(lambda: not is_open(stranger))
-    assert ask(port) == 200
+    wait_for(lambda: not is_open(stranger))
+    assert http_status(port, KEY) == 200
     stranger.close()
 
 
@@ -152,8 +120,8 @@ def test_a_stranger_has_little_time(port, monkeypatch):
 def test_a_header_has_a_limit(port, monkeypatch):
     monkeypatch.setattr(server_access, "STRANGER_S", 2 * PATIENCE_S)
     (stranger,) = half_open(port, 1)
-    until(lambda: cut_off(stranger, b"a" * (1 << 16)))
-    assert ask(port) == 200
+    wait_for(lambda: cut_off(stranger, b"a" * (1 << 16)))
+    assert http_status(port, KEY) == 200
     stranger.close()
 
 
@@ -164,7 +132,7 @@ def test_the_owner_s_connection_stays(port, monkeypatch):
         line = b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n"
         assert answered(owner, line)
         strangers = half_open(port, 150)
-        until(lambda: not any(map(is_open, strangers)))
+        wait_for(lambda: not any(map(is_open, strangers)))
         assert answered(owner, line)
         for one in strangers:
             one.close()
@@ -246,7 +214,7 @@ def test_a_conversation(port, service):
     assert fine == {"id": 1, "value": "fine"}
     assert (refused["id"], refused["error"]["type"]) == (2, "Refused")
     assert service.asked == [STATUS], "written anew, without what does not fit"
-    until(lambda: len(service.left) == 1)
+    wait_for(lambda: len(service.left) == 1)
 
 
 @pytest.mark.fault("a conversation without the key", "it is refused before it begins")
@@ -274,9 +242,9 @@ def test_odd_transmissions_end_a_conversation(port, service, content, code):
         return connection.close_code
 
     assert converse(port, use) == code
-    until(lambda: len(service.left) == 1)
+    wait_for(lambda: len(service.left) == 1)
     assert service.asked == []
-    assert ask(port) == 200
+    assert http_status(port, KEY) == 200
 
 
 @pytest.mark.fault("another process takes a server's port before it listens", "the server ends, and says so")
@@ -288,15 +256,14 @@ def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
             server.open_door(place, ENGINE, service)
 
 
+OTHERS = [
+    ("GET", "/"), ("POST", "/collective_rpc"), ("POST", "/pause"), ("POST", "/update_weight_version"),
+    ("POST", "/v1/completions"), ("POST", "/inference/v1/generate"), ("OPTIONS", "/engine"), ("POST", "/engine"),
+    ("PUT", "/health"), ("POST", "/health"), ("GET", "/docs"), ("GET", "/openapi.json"),
+]  # fmt: skip
+
+
 @pytest.mark.fault("any other route, with the key", "404: a server answers what a sampler asks")
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/"), ("POST", "/collective_rpc"), ("POST", "/pause"), ("POST", "/update_weight_version"),
-        ("POST", "/v1/completions"), ("POST", "/inference/v1/generate"), ("OPTIONS", "/engine"), ("POST", "/engine"),
-        ("PUT", "/health"), ("POST", "/health"), ("GET", "/docs"), ("GET", "/openapi.json"),
-    ],
-)  # fmt: skip
-def test_other_routes_do_not_exist(port, service, method, path):
-    assert ask(port, path=path, method=method) == 404
+def test_other_routes_do_not_exist(port, service):
+    assert [one for one in OTHERS if http_status(port, KEY, one[1], one[0]) != 404] == []
     assert service.asked == []

@@ -1,12 +1,11 @@
 """vLLM's own look at the memory when an engine starts, against the plan's moment of that name."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from helpers import APART
-from preloaded import run
+from preloaded import said
 
 from megatron_rl.config import load
 from megatron_rl.preflight.files import read_card
@@ -15,6 +14,22 @@ from megatron_rl.workshop.planner.phases import SHARE, Memory, largest_share
 from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[2]
+# whether vLLM would start, of each share, free bytes and all bytes of a GPU
+ASKED = """
+import json, sys
+from types import SimpleNamespace
+from vllm.config import CacheConfig
+from vllm.v1.worker.utils import request_memory
+
+def answer(share, free, total):
+    snapshot = SimpleNamespace(total_memory=total, free_memory=free, device_="cuda:0")
+    try:
+        return request_memory(snapshot, CacheConfig(gpu_memory_utilization=share))
+    except ValueError as error:
+        return str(error)
+
+print(json.dumps([answer(*case) for case in json.loads(sys.argv[1])]))
+"""
 
 
 def engine_alone(recipe: str, overrides: list[str]) -> Memory:
@@ -35,10 +50,7 @@ def test_vllm_starts_with_the_largest_share_of_the_plan_and_not_with_the_next() 
     )
     total, free = int(memory.limit), int(memory.limit - sum(n for part, n in start.items() if part not in SHARE))
     cases = [[share, free, total], [round(share + 0.01, 2), free, total], [0.9, free, total]]
-    command = [sys.executable, str(ROOT / "tests" / "engine" / "startup_share.py"), json.dumps(cases)]
-    done = run("vllm", command, timeout=120)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")] or [done.stderr[-2000:]]
-    fits, refused, taken = json.loads(line.removeprefix("ANSWERS "))
+    fits, refused, taken = json.loads(said("vllm", ["-c", ASKED, json.dumps(cases)]).splitlines()[-1])
     assert fits == pytest.approx(share * total)
     assert "is less than desired GPU memory utilization" in refused
     assert taken == pytest.approx(sum(n for part, n in start.items() if part in SHARE))

@@ -25,9 +25,7 @@ def test_vllms_parser_reads_a_call_and_leaves_what_is_none(model: Path) -> None:
     tokenizer, parser = FolderTokenizer(model), ToolCallParser(str(model))
     stops, about = list(tokenizer.stop_token_ids), ("hermes", json.dumps(TOOLS))
     ids = tokenizer.encode(CALL)
-    found = parser.parsed(
-        [*ids, *tokenizer.stop_token_ids[:1]], list(tokenizer.stop_token_ids), "hermes", json.dumps(TOOLS)
-    )
+    found = parser.parsed([*ids, *stops[:1]], stops, *about)
     assert found["calls"] == [{"name": "calculate", "arguments": '{"expression": "317*999"}'}]
     assert found["content"] == ""
     for text in ("316683", CALL[:40]):

@@ -4,16 +4,17 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import wait_for
 from preloaded import forking
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -31,7 +32,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.engine_settings import EngineSettings, write_engine_folder
-from megatron_rl.sampler.sampler import Sampler
+from megatron_rl.sampler.sampler import Answering, Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -94,11 +95,20 @@ def collecting(
             collected.result(PATIENCE_S)
 
 
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def rest(answering: Answering) -> dict[int, list[Rollout]]:
+    """Every group that is still to come; none comes twice."""
+    groups: dict[int, list[Rollout]] = {}
+    while more := answering.finished():
+        for group in more:
+            assert [one.sample for one in group] == list(range(len(group)))
+            assert {one.group for one in group}.isdisjoint(groups)
+            groups[group[0].group] = group
+    return groups
+
+
+def essence(rollouts: Iterable[Rollout]) -> list[tuple]:
+    """What the same weights and seeds answer."""
+    return [(one.group, one.sample, one.token_ids, one.logprobs, one.finish_reason) for one in rollouts]
 
 
 @dataclass(frozen=True)
@@ -163,11 +173,15 @@ class Live:
         tensors = self.model.quantized(seed, self.format).items()
         return transport.write_version(self.directory, self.next_version, tensors, format=self.format).manifest
 
-    def load(self, version: int | None = None) -> None:
+    def stage(self, version: int | None = None) -> str:
+        """What is written is on its way; its name, by which it is loaded."""
         version = self.next_version if version is None else version
         self.sampler.start_weight_update()
         self.sampler.update_weights(transport.update_info(self.directory, version, 1, background=True))
-        self.sampler.finish_weight_update(str(version))
+        return str(version)
+
+    def load(self, version: int | None = None) -> None:
+        self.sampler.finish_weight_update(self.stage(version))
 
     def update(self, seed: int, fault: str | Callable[[Path], None] | None = None) -> None:
         """`fault`: one of faulty_receiver's, or what is done to the version before it is loaded."""
@@ -184,6 +198,9 @@ class Live:
     def rollouts(self, seed: int = 1, params: SamplingParams = SAMPLING) -> list[Rollout]:
         return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
 
+    def answers(self, **how: Any) -> list[tuple]:
+        return essence(self.rollouts(**how))
+
     def kill(self, engine: int = 0) -> None:
         process = self.sampler.replicas[engine].process
         assert process is not None
@@ -197,7 +214,7 @@ class Live:
 
     def until_open(self) -> None:
         """Until the engine works on something; see `collecting` for who asks it."""
-        until(lambda: self.sampler.health()["open"] > 0)
+        wait_for(lambda: self.sampler.health()["open"] > 0)
 
     def restart(self) -> None:
         with startable():

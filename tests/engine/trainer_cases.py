@@ -62,7 +62,7 @@ def run_trainer() -> dict[str, Any]:
             continue
         section, engine = SyncSection(transport=name), SamplerSection(tensor_parallel=2)
         small, large = (init_info(name, 2, 0, ("node7", 12345), largest) for largest in (1, 3 << 30))
-        found[f"{name} settings"] = [small.backend, small.is_sender]
+        found[f"{name} settings"] = [small.backend, small.is_sender, init_info(name, 2, 1, ("", 1), 1).is_sender]
         found[f"{name} buffers"] = [small.packed_buffer_size_bytes, large.packed_buffer_size_bytes]
         listener = Recorder()
         push = VllmPush(source(), listener, section, engine)

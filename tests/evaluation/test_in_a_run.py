@@ -9,6 +9,7 @@ from pathlib import Path
 import prepare_data
 import pyarrow.parquet as pq
 import pytest
+from helpers import write_lines
 from preloaded import run
 
 from megatron_rl.data.toy import write_toy
@@ -43,11 +44,10 @@ REWARD = """
 def by_first(row, answer_key, response):
     return {"score": float(response[:1] in "012345"), "pred": response[:1]}
 """
-COMMAND = (sys.executable, "-m", "megatron_rl.cli")
 
 
-def asked(place: Path, *words: str, **more) -> subprocess.CompletedProcess[str]:
-    done = run("torch", [*COMMAND, *words], cwd=place, timeout=400, **more)
+def asked(place: Path, *words: str, kind: str = "torch") -> subprocess.CompletedProcess[str]:
+    done = run(kind, [sys.executable, "-m", "megatron_rl.cli", *words], cwd=place, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -97,7 +97,7 @@ def test_the_last_model_and_the_best_one_are_left(place: Path) -> None:
 @pytest.mark.engine
 def test_the_command_repeats_the_run_s_numbers_and_writes_what_the_sanity_set_reads(place: Path) -> None:
     rows = [json.loads(line) for line in (place / "toy/test.jsonl").read_text().splitlines()]
-    (place / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:64]))
+    write_lines(place / "raw.jsonl", rows[:64])
     assert prepare_data.main(["aime_2024", str(place / "raw.jsonl"), "-o", str(place / "prepared.parquet")]) == 0
     words = ["eval.max_prompts=64", "--set", "again", "--set", "prepared.parquet", "--format", "bf16", "-o", "rates"]
     done = asked(place, "eval", "runs/run", *words, "eval.sets.again.max_prompts=24", "eval.samples=4")
@@ -129,8 +129,7 @@ def test_a_checkpoint_answers_in_another_format(place: Path) -> None:
 def test_where_learner_and_sampler_of_a_run_differ(place: Path) -> None:
     """FP8, which is the engine's alone: what differs enters in its linear layers."""
     words = ["mismatch", "runs/run", "--format", "fp8", "--prompts", "toy/test.jsonl", "-n", "2", "--tokens", "16"]
-    done = run("megatron", [*COMMAND, *words, "-o", "where"], cwd=place, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = asked(place, *words, "-o", "where", kind="megatron")
     found = json.loads((place / "where/mismatch.json").read_text())
     assert (found["format"], found["forward"], found["sequences"]) == ("fp8", "bf16", 2)
     assert found["kl"] > 0

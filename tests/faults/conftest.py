@@ -16,10 +16,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/toy, and runs/toy_sft with a model that has learnt a little."""
     folder = tmp_path_factory.mktemp("toy")
     write_toy(folder / "data" / "toy")
-    box = Box(folder)
     settings = ["run.name=toy_sft", "run.steps=10", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=1"]
-    done = box.train(*settings, recipe="toy_sft.yaml").wait(WARM_START_S)
-    assert done == 0, box.screen
+    with Box(folder) as box:
+        assert box.train(*settings, recipe="toy_sft.yaml").wait(WARM_START_S) == 0, box.screen
     return folder
 
 
@@ -29,8 +28,5 @@ def box(toy: Path, tmp_path: Path) -> Iterator[Box]:
     (tmp_path / "data" / "toy").symlink_to(toy / "data" / "toy")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "toy_sft").symlink_to(toy / "runs" / "toy_sft")
-    box = Box(tmp_path)
-    try:
+    with Box(tmp_path) as box:
         yield box
-    finally:
-        box.close()

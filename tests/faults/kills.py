@@ -1,8 +1,5 @@
 """Kills a run at random moments, lets it go on, and counts from its files alone what came of it."""
 
-from __future__ import annotations
-
-import json
 import random
 import re
 import signal
@@ -14,25 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from box import Box, wait_for
+from box import Box, lines
+from helpers import wait_for
 
 from megatron_rl.checkpoint.checkpoints import steps
 
 STEPS = 12
-START_S, END_S, STEPS_S = 400.0, 180.0, 600.0
+START_S, END_S = 400.0, 180.0
 RECIPE = (
     *(f"run.steps={STEPS}", "run.if_exists=resume", "checkpoint.every=2", "checkpoint.keep_last=2", "eval.every=4"),
     *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
     "reward.name=chance:score",
 )
-# answers of a model that knows nothing differ in it, so that every step has something to learn; steps of a second or so
-# leave time to be killed in
-REWARD = """
-import time, zlib
-def score(row, key, response):
-    time.sleep(0.02)
-    return zlib.crc32(response.encode()) % 7 / 6
-"""
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
 REPLACED = ("engine", "reward worker")  # the run goes on with another one
 UNEQUAL = ("time/", "perf/", "rollout/restarts")  # what differs between two runs that are the same
@@ -70,7 +60,7 @@ def strike(
     def there() -> bool:
         return _step(box, begun) >= moment.line or process.poll() is not None
 
-    wait_for(there, START_S, f"line {moment.line}")
+    wait_for(there, f"line {moment.line}", START_S)
     time.sleep(moment.delay_s)
     for pid, number in _targets(box, moment.victim, process.pid):
         try:
@@ -80,7 +70,7 @@ def strike(
     if moment.victim in REPLACED and process.poll() is None:
         return process
     process.wait(START_S)
-    wait_for(lambda: not box.processes(), END_S, "processes are left")
+    box.until_over(END_S)
     return None
 
 
@@ -121,14 +111,10 @@ def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
     return [(pid, number) for pid in chosen]
 
 
-def prepare(folder: Path) -> None:
-    (folder / "chance.py").write_text(REWARD)
-
-
 def differences(run: Path, undisturbed: Path) -> list[str]:
     """What is not the same in two runs: lines of metrics (times aside), the ledger, the weights' bytes."""
     found = []
-    mine, theirs = (_lines(each / "metrics.jsonl") for each in (run, undisturbed))
+    mine, theirs = (lines(each / "metrics.jsonl") for each in (run, undisturbed))
     if len(mine) != len(theirs):
         found.append(f"{len(mine)} lines of metrics, not {len(theirs)}")
     for one, other in zip(mine, theirs, strict=False):
@@ -148,13 +134,6 @@ def repeated(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [key for key in sorted(one.keys() | other.keys()) if not key.startswith(UNEQUAL) and not key.endswith("_s")]
 
 
-def goes_on(box: Box, steps: int = 4) -> None:
-    """Until so many more steps are recorded."""
-    before = box.steps()
-    wait_for(lambda: box.steps() > before + steps or not box.processes("cli train"), STEPS_S, "steps after it")
-    assert box.steps() > before + steps, box.screen
-
-
 def whole(box: Box, most: int = 2) -> None:
     """Of a run that goes on: each prompt drawn once, and nothing older than it may be."""
     assert not too_old(box.run, most)
@@ -164,7 +143,7 @@ def whole(box: Box, most: int = 2) -> None:
 def miscounted(run: Path, count: int = STEPS) -> list[str]:
     """Each prompt of the order is drawn by one step, and trained on by no other."""
     found, expected, trained = [], 0, []
-    for line in _lines(run / "ledger.jsonl"):
+    for line in lines(run / "ledger.jsonl"):
         first, end = line["drawn"]
         if first != expected:
             found.append(f"step {line['step']} drew from {first}, not from {expected}")
@@ -173,7 +152,7 @@ def miscounted(run: Path, count: int = STEPS) -> list[str]:
         expected, trained = end, trained + line["trained"]
     if len(set(trained)) != len(trained):
         found.append("a prompt was trained on twice")
-    steps = [line["step"] for line in _lines(run / "ledger.jsonl")]
+    steps = [line["step"] for line in lines(run / "ledger.jsonl")]
     if steps != list(range(1, count + 1)):
         found.append(f"the ledger holds the steps {steps}")
     return found
@@ -181,9 +160,29 @@ def miscounted(run: Path, count: int = STEPS) -> list[str]:
 
 def too_old(run: Path, most: int) -> list[str]:
     """Steps with an answer of a policy that more updates have gone by since than may."""
-    stale = {line["progress/step"]: line.get("rollout/staleness_max", 0) for line in _lines(run / "metrics.jsonl")}
+    stale = {line["progress/step"]: line.get("rollout/staleness_max", 0) for line in lines(run / "metrics.jsonl")}
     return [f"step {step}: {age} updates" for step, age in stale.items() if age > most]
 
 
-def _lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def flip_versions(box: Box, until: str, *overrides: str, resent: bool = False, **how: Any) -> None:
+    """A bit of every complete version of a run, as soon as it is there, until the screen says what comes of it; with
+    `resent` also of what is sent once more.
+    """
+    folder, seen = box.folder / "sync", set[tuple[Path, int]]()
+    folder.mkdir()
+    process = box.begin(*overrides, f"sync.dir={folder}", **how)
+    begun = time.monotonic()
+    while until not in box.screen:
+        assert process.poll() is None and time.monotonic() - begun < 2 * START_S, box.screen
+        for manifest in folder.glob("**/manifest-000.json"):
+            try:
+                version = manifest, resent and manifest.stat().st_mtime_ns
+                if version not in seen:
+                    seen.add(version)
+                    with (manifest.parent / "bucket-000-0000.bin").open("r+b") as bucket:
+                        byte = bucket.read(1)[0]
+                        bucket.seek(0)
+                        bucket.write(bytes([byte ^ 1]))
+            except OSError:  # taken away meanwhile
+                continue
+        time.sleep(0.0005)

@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from box import Box, wait_for
+from box import Box
+from helpers import wait_for
 
 from megatron_rl.checkpoint import checkpoints
 
@@ -35,8 +36,8 @@ def ended(box: Box, launcher: subprocess.Popen[str], number: signal.Signals) -> 
     assert launcher.wait(START_S) == ENDS_WITH[number], box.screen
     assert box.status()["state"] == "stopped", box.status()
     assert number.name in box.status()["reason"]
-    wait_for(lambda: not box.processes(), START_S, "processes are left")
-    assert not list(box.tmp.iterdir())
+    box.until_over()
+    box.left_nothing()
 
 
 @pytest.mark.fault("USR1, TERM or Ctrl-C in the start of a run", "it ends within seconds, and its name is free")
@@ -49,14 +50,10 @@ def test_the_start(box: Box, moment: str) -> None:
 
 def asked_in_the_start(box: Box, moment: str, number: signal.Signals) -> None:
     launcher = box.train(*SETTINGS)
-    if moment == "a rank is there":
-        wait_for(lambda: box.processes("megatron_rl.rank"), START_S, "a rank")
-    elif moment == "the engine starts":
-        wait_for(lambda: box.processes("megatron_rl.engine.child"), START_S, "an engine")
-    else:
-        wait_for(lambda: box.processes("megatron_rl.engine.child"), START_S, "this start's engine")
+    wait_for(lambda: box.processes("megatron_rl.rank" if moment == "a rank is there" else "megatron_rl.engine.child"))
+    if moment == "it answers":
         log = box.run / "logs" / "attempt_1" / "sampler.log"
-        wait_for(lambda: log.exists() and "reset prefix cache" in log.read_text(), START_S, "an engine that answers")
+        wait_for(lambda: log.exists() and "reset prefix cache" in log.read_text(), "an engine that answers")
     launcher.send_signal(number)
     ended(box, launcher, number)
     assert box.steps() <= 1
@@ -66,8 +63,8 @@ def asked_in_the_start(box: Box, moment: str, number: signal.Signals) -> None:
 @pytest.mark.fault("USR1 before the launcher can act on it", "it is kept, and the run ends in its start")
 def test_at_once(box: Box) -> None:
     launcher = box.train(*SETTINGS)
-    wait_for(lambda: box.processes("megatron_rl.cli"), START_S, "the launcher")
-    wait_for(lambda: blocks(launcher.pid, signal.SIGUSR1), START_S, "it cannot act on it yet")
+    wait_for(lambda: box.processes("megatron_rl.cli"), "the launcher")
+    wait_for(lambda: blocks(launcher.pid, signal.SIGUSR1), "it cannot act on it yet")
     launcher.send_signal(signal.SIGUSR1)
     ended(box, launcher, signal.SIGUSR1)
 
@@ -75,8 +72,7 @@ def test_at_once(box: Box) -> None:
 @pytest.mark.fault("USR1, TERM or Ctrl-C in a short step", "it is finished and kept, the model exported")
 @pytest.mark.parametrize("number", ASKS, ids=lambda number: number.name)
 def test_a_short_step(box: Box, number: signal.Signals) -> None:
-    launcher = box.train(*SETTINGS, "checkpoint.every=1")
-    wait_for(lambda: box.steps() >= 4 or launcher.poll() is not None, START_S, "three steps")
+    launcher = box.begin(*SETTINGS, "checkpoint.every=1", steps=4)
     launcher.send_signal(number)
     ended(box, launcher, number)
     status = box.status()
@@ -91,12 +87,11 @@ def test_a_short_step(box: Box, number: signal.Signals) -> None:
 def test_a_long_step(box: Box, number: signal.Signals) -> None:
     (box.folder / "slow.py").write_text(SLOW)
     settings = ("reward.name=slow:score", "reward.workers=1", "rollout.prompts_per_step=64")  # 256 s
-    launcher = box.train(*SETTINGS, *settings)
-    wait_for(lambda: box.steps() >= 2 or launcher.poll() is not None, START_S, "a step")
+    launcher = box.begin(*SETTINGS, *settings, steps=2)
     (box.folder / "slow").touch()
-    wait_for((box.folder / "begun").exists, START_S, "a slow reward")
+    wait_for((box.folder / "begun").exists, "a slow reward")
     launcher.send_signal(number)
-    wait_for(lambda: (box.status().get("stopping") or {}).get("said"), START_S, "that it is noticed")
+    wait_for(lambda: (box.status().get("stopping") or {}).get("said"), "that it is noticed")
     ended(box, launcher, number)
     status, made = box.status(), box.steps() - 1
     assert f"of step {made + 1}" in status["reason"], status
@@ -106,8 +101,7 @@ def test_a_long_step(box: Box, number: signal.Signals) -> None:
 
 @pytest.mark.fault("USR1 reaches every process of a run", "the engine and the rewards go on until the step is finished")
 def test_usr1_to_everybody(box: Box) -> None:
-    launcher = box.train(*SETTINGS)
-    wait_for(lambda: box.steps() >= 2, START_S, "two steps")
+    launcher = box.begin(*SETTINGS, steps=2)
     for process in box.processes():
         process.send_signal(signal.SIGUSR1)
     assert launcher.wait(START_S) == 0, box.screen

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from box import ROOT, Box, wait_for
+from box import ROOT, Box
+from helpers import wait_for
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.data.toy import write_toy
@@ -38,7 +39,7 @@ def test_an_interrupted_import(tmp_path: Path, number: signal.Signals) -> None:
     source, target = model(tmp_path / "toy"), tmp_path / "out"
     running = subprocess.Popen(convert("import", source, target), stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: partial_of(target).exists() or running.poll() is not None, 240, "the beginning")
+        wait_for(lambda: partial_of(target).exists() or running.poll() is not None, "the beginning")
         running.send_signal(number)
         _, said = running.communicate(timeout=60)
     finally:
@@ -57,33 +58,22 @@ def test_an_interrupted_import(tmp_path: Path, number: signal.Signals) -> None:
 def test_a_run_from_an_import(tmp_path: Path) -> None:
     origin, imported = model(tmp_path / "data" / "toy"), tmp_path / "imported"
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
-    box = Box(tmp_path)
-    try:
+    with Box(tmp_path) as box:
         done = box.train("run.steps=1", f"model.path={imported}", "log.export=true").wait(600)
         assert done == 0, box.screen
-    finally:
-        box.close()
     int8 = tmp_path / "int8"
     subprocess.run(convert("quantize", box.run, int8, "--format", "int8"), check=True, timeout=300, cwd=tmp_path)
     (tmp_path / "texts.txt").write_text("1+2=3\n12+30=42\n")
     words = ("verify", box.run, int8, "--logprobs", tmp_path / "texts.txt", "--report", tmp_path / "parity.json")
     subprocess.run(convert(*words), check=True, timeout=900, cwd=tmp_path)
     exported = {path.name for path in (box.run / "model").iterdir()}
-    assert exported == {
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        INDEX,
-        "model-00001-of-00001.safetensors",
-    }
+    of_a_tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert exported == {"config.json", *of_a_tokenizer, INDEX, "model-00001-of-00001.safetensors"}
 
 
 LAYOUTS = {
-    "PP2": ("Qwen3-8B", ["learner.tensor_parallel=1", "learner.pipeline_parallel=2"]),
-    "EP2": (
-        "Qwen3-30B-A3B",
-        ["learner.tensor_parallel=1", "learner.data_parallel=2", "learner.expert_parallel=2", "quantization=none"],
-    ),
+    "PP2": ("Qwen3-8B", ["learner.pipeline_parallel=2"]),
+    "EP2": ("Qwen3-30B-A3B", ["learner.data_parallel=2", "learner.expert_parallel=2", "quantization=none"]),
 }
 
 
@@ -93,13 +83,11 @@ def test_an_import_under_another_layout(tmp_path: Path, layout: str) -> None:
     like, words = LAYOUTS[layout]
     origin, imported = model(tmp_path / "data" / "toy", like), tmp_path / "imported"
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
-    box = Box(tmp_path)
-    try:
+    with Box(tmp_path) as box:
         ended = ("run.steps=1", "checkpoint.every=1", "rollout.samples_per_prompt=1", "model.init=pretrained")
+        words = ["learner.tensor_parallel=1", *words]
         trained = box.train(*ended, f"model.path={imported}", *words, recipe="toy_sft.yaml")
         assert trained.wait(900) == 0, box.screen
-    finally:
-        box.close()
     subprocess.run(convert("export", f"{box.run}@1", tmp_path / "out"), check=True, timeout=300)
     ours, its, before = (HfFolder(folder) for folder in (tmp_path / "out", box.run / "model", origin))
     assert sorted(ours.names) == sorted(its.names) == sorted(before.names)

@@ -1,30 +1,17 @@
 """However a whole run ends: status.json is true, the last line on the screen is the reason, the one above says why."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 
 import pytest
-from box import Box, wait_for
+from box import Box, lines
+from helpers import file_system, wait_for
 from markupsafe import escape
 
 PATIENCE_S = 400
 ALONE = "learner.tensor_parallel=1"  # where it does not matter how many ranks there are
-
-
-def begun(box: Box, *overrides: str, steps: int = 2) -> subprocess.Popen[str]:
-    process = box.train("run.steps=100000", *overrides)
-    wait_for(lambda: box.steps() > steps or process.poll() is not None, PATIENCE_S, "the first steps")
-    assert process.poll() is None, box.screen
-    return process
-
-
-def goes_on(box: Box, process: subprocess.Popen[str]) -> None:
-    before = box.steps()
-    wait_for(lambda: box.steps() > before + 2 or process.poll() is not None, PATIENCE_S, "steps after it")
-    assert process.poll() is None, box.screen
 
 
 def last_line(box: Box) -> str:
@@ -59,11 +46,8 @@ def test_a_pipe_that_is_closed(box: Box) -> None:
 @pytest.mark.fault("a rank of a whole run is killed", "it is named with its signal, last")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(box: Box, rank: int) -> None:
-    process = begun(box)
-    (victim,) = [
-        one for one in box.processes("megatron_rl.rank") if one.environ().get("RANK") == str(rank) and one.is_running()
-    ]
-    victim.kill()
+    process = box.begin()
+    box.rank(rank).kill()
     assert process.wait(PATIENCE_S) == 137, box.screen
     reason = f"rank {rank}: ended by SIGKILL (out of memory?)"
     assert (box.status()["state"], box.status()["reason"]) == ("failed", reason)
@@ -74,36 +58,31 @@ def test_a_killed_rank(box: Box, rank: int) -> None:
 @pytest.mark.fault("the engine, or a worker of it, is killed", "another takes its place; after three, the run says why")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_engine(box: Box, workers: int) -> None:
-    process = begun(box, f"sampler.tensor_parallel={workers}", ALONE)
+    process = box.begin(f"sampler.tensor_parallel={workers}", ALONE)
     for kill in range(4):
         engine = min(box.processes("engine.child"), key=lambda one: one.create_time())
-        of_two = [one for one in engine.children() if "Worker_TP1" in str(one.cmdline())]
-        (engine if workers == 1 else of_two[0]).kill()
+        second = [one for one in engine.children() if "Worker_TP1" in str(one.cmdline())]
+        (engine if workers == 1 else second[0]).kill()
         if kill < 3:
-            goes_on(box, process)
+            box.goes_on(3)
     assert process.wait(PATIENCE_S) != 0, box.screen
     assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) == 3
     assert box.status()["state"] == "failed"
     assert "given up after 3 restarts" in box.status()["reason"]
     # vLLM may have seen that its worker is gone before the system says how it ended
-    ends = (
-        "its process ended (exit status -9): ended by SIGKILL",
-        "VllmWorker-1 was ended by SIGKILL",
-        "VllmWorker-1 was gone",
-    )
-    assert any(end in last_line(box) for end in (ends[:1] if workers == 1 else ends[1:]))
+    of_two = ("VllmWorker-1 was ended by SIGKILL", "VllmWorker-1 was gone")
+    ends = ("its process ended (exit status -9): ended by SIGKILL",) if workers == 1 else of_two
+    assert any(end in last_line(box) for end in ends)
     assert not box.processes("engine")
     assert cause(box)[:2] == ("dead_process", "the sampler's engine")
 
 
 REWARDS = """
-import subprocess, zlib
+import subprocess
 left, asked = [], []
 def later(row, answer_key, response):  # a start asks it for a few rows
     asked.append(response)
     return 1 / (len(asked) <= 8)
-def by_chance(row, answer_key, response):  # every group has something to learn from
-    return zlib.crc32(response.encode()) % 7 / 6
 def leaves(row, answer_key, response):
     if not left:
         left.append(subprocess.Popen(["sleep", "10000"], start_new_session=True))
@@ -112,7 +91,7 @@ def leaves(row, answer_key, response):
 WRONG = {
     "reward": (("reward.name=broken:later",), ("reward", "the reward workers", "rollout")),
     "non_finite": (
-        ("reward.name=broken:by_chance", "optim.lr=1e30", "optim.warmup_steps=0", "learner.n_minibatches=4"),
+        ("reward.name=chance:score", "optim.lr=1e30", "optim.warmup_steps=0", "learner.n_minibatches=4"),
         ("non_finite", "rank 0", "update"),
     ),
     "probe": (("sync.probe_budget=1e-9",), ("probe", "the sampler's engine", "sync")),
@@ -125,6 +104,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_why(box: Box, what: str) -> None:
     overrides, expected = WRONG[what]
+    box.reward(0)
     (box.folder / "broken.py").write_text(REWARDS)
     assert box.train("run.steps=10", *overrides).wait(PATIENCE_S) == 1, box.screen
     if box.steps():
@@ -149,66 +129,56 @@ def test_an_alarm_that_stops(box: Box) -> None:
 )
 def test_a_killed_reward_worker(box: Box) -> None:
     (box.folder / "broken.py").write_text(REWARDS)
-    process = begun(box, "reward.workers=2", "reward.name=broken:leaves", "log.wandb=offline", ALONE)
+    process = box.begin("reward.workers=2", "reward.name=broken:leaves", "log.wandb=offline", ALONE)
     for _ in range(3):
         box.processes("rewards.worker")[0].kill()
-        goes_on(box, process)
+        box.goes_on(3)
     assert len(box.processes("rewards.worker")) == 2
     assert sum(line.get("reward/errors", 0) for line in box.metrics()) <= 3
     assert len(box.processes("sleep 10000")) == 5
     assert box.processes("wandb-core")
     for one in box.processes("wandb-core"):
         one.kill()
-    goes_on(box, process)
+    box.goes_on(3)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(PATIENCE_S) == 0, box.screen
-    wait_for(lambda: not box.processes(), 60, "processes are left")
+    box.until_over(60)
 
 
 @pytest.mark.fault("the disk of a whole run is full, and has room again", "the run goes on, and says what is missing")
 def test_a_full_disk(box: Box) -> None:
-    folder = box.folder / "small"
-    folder.mkdir()
-    if os.system(f"mount -t tmpfs -o size=16m tmpfs {folder}"):
-        pytest.skip("needs the right to mount")
-    try:
-        settings = (f"run.root={folder}", "run.name=run", "checkpoint.every=2", "checkpoint.keep_last=1")
-        process = begun(box, *settings, steps=-1)
+    with file_system(box.folder / "small", "16m") as folder:
+        if not folder.is_mount():
+            pytest.skip("needs the right to mount")
         run = folder / "run"
-        wait_for(lambda: (run / "metrics.jsonl").exists(), PATIENCE_S, "the first lines")
-        filler = (folder / "filler").open("wb", buffering=0)
-        filler.write(b"x" * shutil.disk_usage(folder).free)
-        filler.close()
-        wait_for(
-            lambda: box.screen.count("\nstep ") > 8 or process.poll() is not None, PATIENCE_S, "steps without room"
-        )
-        assert process.poll() is None, box.screen
+        process = box.begin(f"run.root={folder}", "checkpoint.every=2", "checkpoint.keep_last=1", steps=0)
+        box.until((run / "metrics.jsonl").exists, "the first lines")
+        with (folder / "filler").open("wb", buffering=0) as filler:
+            filler.write(b"x" * shutil.disk_usage(folder).free)
+        box.until(lambda: box.screen.count("\nstep ") > 8, "steps without room")
         assert box.screen.count("has no room. The run goes on") <= 2
         assert "was not saved" in box.screen
         (folder / "filler").unlink()
-        wait_for(lambda: "has room again: lines" in box.screen, PATIENCE_S, "room")
+        wait_for(lambda: "has room again: lines" in box.screen, "room")
         process.send_signal(signal.SIGUSR1)
         assert process.wait(PATIENCE_S) == 0, box.screen
         status = json.loads((run / "status.json").read_text())
         assert status["state"] == "stopped"
         assert status["unrecorded"]["lines"] == 0
         assert status["unrecorded"]["rollouts"] > 0
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [line["progress/step"] for line in lines] == [*range(len(lines))]
-    finally:
-        os.system(f"umount -l {folder}")
+        steps = [line["progress/step"] for line in lines(run / "metrics.jsonl")]
+        assert steps == [*range(len(steps))]
 
 
 @pytest.mark.fault("a second start has the name of a whole run that goes on", "it is refused, the first goes on")
 def test_a_second_start(box: Box) -> None:
-    process = begun(box)
+    process = box.begin()
     other = Box(box.folder)
     shutil.copy(box.folder / "screen", box.folder / "screen_1")
     for mode in ("refuse", "archive", "resume"):
         assert other.train(f"run.if_exists={mode}").wait(PATIENCE_S) == 2
         assert "goes on" in other.screen
-    before = box.steps()
-    wait_for(lambda: box.steps() > before, PATIENCE_S, "a step after that")
+    box.goes_on(1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 143
     assert "SIGTERM" in box.status()["reason"]

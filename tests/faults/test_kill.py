@@ -3,8 +3,6 @@
 With AHEAD=2 its rollouts are ahead of the learner: then its prompts are counted, and how old its answers were.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -26,8 +24,8 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path | N
     folder = tmp_path_factory.mktemp("undisturbed")
     for name in ("data", "runs"):
         shutil.copytree(toy / name, folder / name)
-    kills.prepare(folder)
     box = Box(folder)
+    box.reward()
     assert box.train(*kills.RECIPE).wait(kills.START_S) == 0, box.screen
     assert not kills.miscounted(box.run)
     return box.run
@@ -39,7 +37,7 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path | N
 )
 @pytest.mark.parametrize("chain", range(-(-KILLS // EACH)))
 def test_a_killed_run_goes_on(box: Box, undisturbed: Path | None, chain: int) -> None:
-    kills.prepare(box.folder)
+    box.reward()
     count = min(EACH, KILLS - chain * EACH)
     goes_on = None
     for moment in kills.moments(SEED + chain, count):

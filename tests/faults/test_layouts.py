@@ -1,36 +1,24 @@
 """A whole run goes on under one layout after the other: the next step's loss and gradient norm stay the same."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 
 import pytest
-from box import Box
+from box import PATIENCE_S, Box
 
-from megatron_rl.runs.metrics_file import read_metrics
-
-PATIENCE_S = 600
 SETTINGS = (
     *("run.if_exists=resume", "checkpoint.every=1", "learner.precision=fp32", "model.path=data/toy/model"),
     *("model.init=random", "reward.name=chance:score"),
 )
-# the answers of a model that knows nothing differ in it
-REWARD = "import zlib\n\n\ndef score(row, key, response):\n    return zlib.crc32(response.encode()) % 7 / 6\n"
+KINDS = ("tensor", "pipeline", "context", "data")  # of parallelism
 CHAIN = {"tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "cp2": (1, 1, 2, 1), "dp2": (1, 1, 1, 2), "one": (1, 1, 1, 1)}
 
 
 def go_on(box: Box, layout: str, steps: int) -> dict[str, float]:
     """The line of the last step."""
-    tensor, pipeline, context, data = CHAIN[layout]
-    sizes = (
-        f"learner.tensor_parallel={tensor}",
-        f"learner.pipeline_parallel={pipeline}",
-        f"learner.context_parallel={context}",
-        f"learner.data_parallel={data}",
-    )
+    sizes = [f"learner.{kind}_parallel={size}" for kind, size in zip(KINDS, CHAIN[layout], strict=True)]
     assert box.train(*SETTINGS, *sizes, f"run.steps={steps}").wait(PATIENCE_S) == 0, box.screen
-    lines = read_metrics(box.run / "metrics.jsonl")
+    lines = box.metrics()
     assert [line["progress/step"] for line in lines] == list(range(steps + 1))
     return lines[-1]
 
@@ -40,17 +28,14 @@ def go_on(box: Box, layout: str, steps: int) -> dict[str, float]:
     "a run goes on as TP2, PP2, CP2, DP2 and on one rank", "loss and gradient norm are those of the layout before"
 )
 def test_a_chain_of_layouts(box: Box) -> None:
-    (box.folder / "chance.py").write_text(REWARD)
+    box.reward(0)
     go_on(box, "tp2", 2)
     for steps, (before, after) in enumerate(pairwise(CHAIN), 3):
-        copy = Box(box.folder / before)  # goes on from the same checkpoint as it was
-        try:
+        with Box(box.folder / before) as copy:  # goes on from the same checkpoint as it was
             for name in ("data", "runs"):
                 shutil.copytree(box.folder / name, copy.folder / name, symlinks=True)
-            (copy.folder / "chance.py").write_text(REWARD)
+            copy.reward(0)
             expected = go_on(copy, before, steps)
-        finally:
-            copy.close()
         found = go_on(box, after, steps)
         for name in ("loss/total", "optim/grad_norm", "reward/mean"):
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), (before, after, name)

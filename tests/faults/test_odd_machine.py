@@ -1,25 +1,27 @@
-"""What a shell may give a run: few files, little address space, variables of nonsense, folders of strangers."""
+"""What a shell may give a run: few files, little address space, variables of nonsense, folders of strangers and without
+room.
+"""
 
 import os
 import shutil
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
 
 import pytest
-from box import Box, wait_for
+from box import PATIENCE_S, Box
 
 from megatron_rl.processes.environment import cache_home
 
 pytestmark = pytest.mark.timeout(1200)
-END_S = 600
 
 
 def refused(box: Box, *said: str, under: Sequence[str] = ()) -> None:
     """The run ends by itself, with these words and no traceback before the ranks' own; nothing is left."""
-    assert box.train("run.steps=2", under=under).wait(END_S) not in (0, None), box.screen
+    assert box.train("run.steps=2", under=under).wait(PATIENCE_S) not in (0, None), box.screen
     last = box.screen.rstrip().splitlines()[-1]
     assert last.startswith(("error: ", "failed: ")), box.screen
     assert any(word in box.screen for word in said), box.screen
-    wait_for(lambda: not box.processes(), 60, "processes are left")
+    box.until_over(60)
 
 
 @pytest.mark.fault("`ulimit -n 64`, `ulimit -v` of 1 GiB", "the run ends by itself, and says what it lacks")
@@ -31,18 +33,14 @@ def test_limits(box: Box, limit: str, said: str) -> None:
 
 
 NONSENSE = {"HOME": "/proc/none", "LANG": "xx_YY.nonsense", "LC_ALL": "none", "TZ": "No/Where", "TERM": "none"}
-NONSENSE |= {
-    "OMP_NUM_THREADS": "many",
-    "COLUMNS": "-5",
-    "TMPDIR": "/proc/none",
-    "XDG_CACHE_HOME": str(cache_home()),  # it has what is compiled
-}
+NONSENSE |= {"OMP_NUM_THREADS": "many", "COLUMNS": "-5", "TMPDIR": "/proc/none"}
+NONSENSE |= {"XDG_CACHE_HOME": str(cache_home())}  # it has what is compiled
 
 
 @pytest.mark.fault("HOME, TMPDIR, LANG, TZ, OMP_NUM_THREADS, ... of nonsense", "the run finishes without them")
 def test_variables_of_nonsense(box: Box) -> None:
     box.env |= NONSENSE
-    assert box.train("run.steps=2").wait(END_S) == 0, box.screen
+    assert box.train("run.steps=2").wait(PATIENCE_S) == 0, box.screen
     assert box.status()["state"] == "finished"
     assert box.steps() == 3
 
@@ -57,3 +55,27 @@ def test_a_cache_of_another_user(box: Box) -> None:
     box.env["XDG_CACHE_HOME"] = str(foreign.parent)
     refused(box, f"{foreign} is of user 65533")
     assert not (box.run / "metrics.jsonl").exists()
+
+
+@pytest.fixture
+def tiny(box: Box, request: pytest.FixtureRequest) -> Iterator[Box]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", str(box.tmp)], check=True)
+    try:
+        yield box
+    finally:
+        box.close()
+        subprocess.run(["umount", str(box.tmp)], check=True)
+
+
+@pytest.mark.fault("a temporary folder of a few KiB", "the run ends, with a sentence that names it")
+@pytest.mark.parametrize("tiny", [8, 12], indirect=True)  # no room for the engine's files; for the ranks' meeting
+def test_a_run_ends_where_nothing_can_be_written(tiny: Box) -> None:
+    launcher = tiny.train("run.steps=3", "learner.tensor_parallel=2")
+    assert launcher.wait(PATIENCE_S) not in (0, None), tiny.screen
+    assert "No space left" in tiny.screen
+    assert tiny.status()["state"] == "failed"
+    assert "No space left" in tiny.status()["reason"]
+    assert "TMPDIR" in tiny.status()["reason"]
+    assert not tiny.processes()

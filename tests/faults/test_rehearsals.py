@@ -4,49 +4,32 @@
 """
 
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kills
 import pytest
-from box import ROOT, SMALL, Box
+from box import ROOT, SMALL, Box, needs_slurm
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.data.toy import write_toy
 
-SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, SLURM)), reason="needs root and slurm-wlm"),
-    pytest.mark.timeout(1500),
-]
+pytestmark = [needs_slurm, pytest.mark.timeout(1500)]
 END_S = 1200
 STEPS = 6
 RUN = (
-    *SMALL,
-    *(f"run.steps={STEPS}", "checkpoint.every=2", "log.export=true", "model.init=random", "reward.name=slow:score"),
+    *(f"run.steps={STEPS}", "checkpoint.every=2", "log.export=true", "model.init=random", "reward.name=chance:score"),
     "reward.workers=1",
 )
-REWARD = """
-import pathlib, time, zlib
-def score(row, key, response):
-    time.sleep(float(pathlib.Path(__file__).with_name("delay").read_text()))
-    return zlib.crc32(response.encode()) % 7 / 6
-"""
-QUICK, SLOW = "0.02", "0.15"
+SLOW = 0.15
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Box]:
     write_toy(tmp_path / "data" / "toy")
-    (tmp_path / "slow.py").write_text(REWARD)
-    (tmp_path / "delay").write_text(QUICK)
-    box = Box(tmp_path, env={"PYTHONPATH": str(tmp_path)})
-    try:
+    with Box(tmp_path, env={"PYTHONPATH": str(tmp_path)}) as box:
+        box.reward()
         yield box
-    finally:
-        box.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +41,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         if quantization not in made:
             folder = tmp_path_factory.mktemp(quantization)
             write_toy(folder / "data" / "toy")
-            (folder / "slow.py").write_text(REWARD)
-            (folder / "delay").write_text("0")
-            box = Box(folder, env={"PYTHONPATH": str(folder)})
-            status = box.train("model.path=data/toy/model", f"quantization={quantization}", *RUN).wait(END_S)
-            box.close()
+            with Box(folder) as box:
+                box.reward(0)
+                status = box.train("model.path=data/toy/model", f"quantization={quantization}", *RUN).wait(END_S)
             assert status == 0, box.screen
             made[quantization] = box.run
         return made[quantization]
@@ -72,27 +53,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 def rehearse(box: Box, script: str, *settings: str, event: str = "", **environment: str) -> tuple[int, str]:
     """Exit status, and what the rehearsal and its job said."""
-    toy = box.folder / "data" / "toy"
-    places = [f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl", f"model.path={toy}/model"]
-    words = ["recipes/quickstart.yaml", "run.name=run", f"run.root={box.folder}/runs", *places, *RUN, *settings]
-    own = {"TMPDIR": str(box.tmp), "REHEARSE_NODES": "2", "REHEARSE_EVENT": event, **box.env, **environment}
-    with (box.folder / "screen").open("w") as screen:
-        job = subprocess.Popen(
-            ["slurm/rehearse.sh", f"slurm/{script}.sbatch", *words], cwd=ROOT, stdin=subprocess.DEVNULL,
-            stdout=screen, stderr=screen, env=os.environ | own, start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = job.wait(END_S)
-        finally:
-            job.terminate()
-            job.wait(120)
+    around = {"REHEARSE_NODES": "2", "REHEARSE_EVENT": event, **environment}
+    job = box.rehearse(script, f"model.path={box.folder}/data/toy/model", *RUN, *settings, **around)
+    try:
+        status = job.wait(END_S)
+    finally:
+        job.terminate()
+        job.wait(120)
     print(box.screen)
     return status, box.screen
-
-
-def left_nothing(box: Box) -> None:
-    assert not box.processes()
-    assert not list(box.tmp.iterdir())
 
 
 @pytest.mark.fault("a job on two nodes is asked to stop", "its step ends, it is queued again; as if left alone")
@@ -123,7 +92,7 @@ def test_requeue(place: Box, undisturbed: Callable[[str], Path]) -> None:
 
 @pytest.mark.fault("the daemon of a job's node dies", "Slurm queues the job again, and it goes on; as if left alone")
 def test_a_lost_node(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    (place.folder / "delay").write_text(SLOW)
+    place.reward(SLOW)
     status, said = rehearse(place, "dapo_int8", event="daemon")
     assert status == 0, said
     _ended_as(place, undisturbed("int8"))
@@ -137,7 +106,7 @@ def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
     assert "queued again" not in said
     assert place.status()["state"] == "stopped"
     assert max(checkpoints.steps(place.run / "checkpoints")) == place.status()["step"]
-    left_nothing(place)
+    place.left_nothing()
     status, said = rehearse(place, "dapo_int8")
     assert status == 0, said
     _ended_as(place, undisturbed("int8"), restarts=None, before="stopped")
@@ -145,7 +114,7 @@ def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
 
 @pytest.mark.fault("a job reaches its time limit", "it is queued again and goes on; as if left alone")
 def test_time_limit(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    (place.folder / "delay").write_text(SLOW)
+    place.reward(SLOW)
     status, said = rehearse(place, "dapo_int8", event="limit", REHEARSE_SIGNAL_S="100")
     assert status == 0, said
     assert "is queued again: the run" in said
@@ -181,7 +150,7 @@ def test_a_bad_node(place: Box) -> None:
     assert (status, said.count(named)) == (0, 1), said
     assert "it leaves out n2" in said
     assert "ranks on n1,n3" in said
-    left_nothing(place)
+    place.left_nothing()
 
 
 COMPARE = """
@@ -196,21 +165,23 @@ exit 1
 def test_a_comparison(place: Box) -> None:
     toy, runs = place.folder / "data" / "toy", place.folder / "runs"
     words = ["recipes/quickstart.yaml", "--corrections", "none", "tis", "--steps", "1", "--root", str(runs)]
-    words += ["--slurm", "slurm/dapo_int8.sbatch", "--sbatch=--gres=none --cpus-per-task=1 --time=01:00:00", *RUN]
+    words += [
+        "--slurm",
+        "slurm/dapo_int8.sbatch",
+        "--sbatch=--gres=none --cpus-per-task=1 --time=01:00:00",
+        *SMALL,
+        *RUN,
+    ]
     words += [f"model.path={toy}/model", f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
     words += ["cluster=1n8g", "run.device=cpu", "sampler.vllm.gpu_memory_utilization=0.3"]
-    own = {"TMPDIR": str(place.tmp), "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", **place.env}
-    with (place.folder / "screen").open("w") as screen:
-        done = subprocess.run(
-            ["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=os.environ | own, stdout=screen, stderr=screen,
-            timeout=END_S,
-        )  # fmt: skip
-    assert done.returncode == 0, place.screen
+    own = {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
+    done = place.launch(["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=own).wait(END_S)
+    assert done == 0, place.screen
     assert place.screen.count("job ") == 3
     page = (runs / "quickstart_corrections.html").read_text()
     assert "quickstart_corrections_none" in page
     assert "quickstart_corrections_tis" in page
-    left_nothing(place)
+    place.left_nothing()
 
 
 def _servers(box: Box) -> list[str]:
@@ -222,10 +193,10 @@ def _ended_as(box: Box, undisturbed: Path, restarts: str | None = "1", before: s
     assert (status["state"], status.get("restarts") or None) == ("finished", restarts)
     assert before in (None, status["before"]["state"])
     assert not kills.differences(box.run, undisturbed)
-    left_nothing(box)
+    box.left_nothing()
 
 
 def _counted(box: Box) -> None:
     assert box.status()["state"] == "finished"
     assert not kills.miscounted(box.run, STEPS)
-    left_nothing(box)
+    box.left_nothing()

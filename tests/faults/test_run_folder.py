@@ -4,25 +4,17 @@ import shutil
 import subprocess
 
 import pytest
-from box import Box, wait_for
+from box import PATIENCE_S, Box
 
 pytestmark = pytest.mark.timeout(1800)
-PATIENCE_S = 600
 AS_OTHERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # root, to whom modes of files apply
-
-
-def begun(box: Box, *overrides: str, under: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    process = box.train("run.steps=100000", *overrides, under=under)
-    wait_for(lambda: box.steps() > 2 or process.poll() is not None, PATIENCE_S, "the first steps")
-    assert process.poll() is None, box.screen
-    return process
 
 
 def ended(box: Box, process: subprocess.Popen[str]) -> str:
     """The last words of a run that ends by itself and leaves nothing."""
     assert process.wait(PATIENCE_S) not in (0, None), box.screen
-    wait_for(lambda: not box.processes(), 60, "processes are left")
-    assert not list(box.tmp.iterdir())
+    box.until_over(60)
+    box.left_nothing()
     last = box.screen.rstrip().splitlines()[-1]
     assert last.startswith("failed: "), box.screen
     return last
@@ -30,7 +22,7 @@ def ended(box: Box, process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.fault("the folder of a whole run is removed in mid-run", "the run ends with a sentence, and makes none")
 def test_it_is_removed(box: Box) -> None:
-    process = begun(box, "checkpoint.every=2")
+    process = box.begin("checkpoint.every=2")
     shutil.rmtree(box.run, ignore_errors=True)
     assert "runs/run was removed or moved while the run went on" in ended(box, process)
     assert "(run_directory)" in box.screen
@@ -43,7 +35,7 @@ def test_it_is_removed(box: Box) -> None:
 def test_it_can_only_be_read(box: Box) -> None:
     if shutil.which("setpriv") is None:
         pytest.skip("needs util-linux's setpriv")
-    process = begun(box, "checkpoint.every=2", under=AS_OTHERS)
+    process = box.begin("checkpoint.every=2", under=AS_OTHERS)
     folders = [box.run, *(path for path in box.run.rglob("*") if path.is_dir())]
     files = [path for path in box.run.rglob("*") if path.is_file()]
     for path in (*files, *folders):

@@ -1,19 +1,15 @@
 """Runs of conversations with what happens to runs: kills between turns, updates between them, attempts that go on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import kills
 import pytest
-from box import Box, wait_for
+from box import PATIENCE_S, Box
 
 from megatron_rl.runs.rollout_file import read_rollouts
 from megatron_rl.workshop.toy_tools import write_tools
 
-SECONDS = 600
 # a policy that knows nothing stops after any token: sessions of one turn to three
 TALK = """
 import time, zlib
@@ -31,24 +27,19 @@ RECIPE = (
     *("environment.name=talk:Talk", "model.path=data/tools/model", "model.init=random", "learner.tensor_parallel=2"),
     *("rollout.max_response_tokens=24", "rollout.max_context_tokens=128", "reward.overlong_filter=false"),
 )
-ENDLESS = ("run.steps=100000", "checkpoint.every=2", "checkpoint.keep_last=2")
 
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:
     write_tools(tmp_path / "data" / "tools")
     (tmp_path / "talk.py").write_text(TALK)
-    kills.prepare(tmp_path)
-    box = Box(tmp_path)
-    try:
+    with Box(tmp_path) as box:
+        box.reward()
         yield box
-    finally:
-        box.close()
 
 
 def begin(box: Box, *overrides: str) -> None:
-    box.train(*RECIPE, *ENDLESS, *overrides, recipe="tools.yaml")
-    wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
+    box.begin(*RECIPE, "checkpoint.every=2", "checkpoint.keep_last=2", *overrides, recipe="tools.yaml", steps=4)
 
 
 @pytest.mark.fault("an engine or the environments die between two turns", "they come back; no session is lost")
@@ -58,7 +49,7 @@ def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
     for words in ("megatron_rl.engine.child", "environments.worker", "megatron_rl.engine.child"):
         for process in box.processes(words):
             process.kill()
-        kills.goes_on(box)
+        box.goes_on(5)
     lines = box.metrics()
     assert sum(line.get("rollout/restarts", 0) for line in lines) == 2, box.screen
     assert not any(line.get("session/errors", 0) for line in lines)
@@ -69,7 +60,7 @@ def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
 @pytest.mark.fault("weights are updated between the turns of a session", "each token knows its version; it goes on")
 def test_updated_between_two_turns(box: Box) -> None:
     begin(box, "rollout.ahead=2", "rollout.in_flight=continue", "environment.sessions=16")
-    kills.goes_on(box, 8)
+    box.goes_on(9)
     files = sorted((box.run / "rollouts").glob("step_*.parquet"))
     rows = [row for path in files for row in read_rollouts(path).to_pylist()]
     assert any(len(set(row["versions"] or ())) > 1 for row in rows), "updates came in the middle of sessions"
@@ -81,13 +72,13 @@ def test_updated_between_two_turns(box: Box) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.fault("a run of sessions is killed at random moments and goes on", "as one left alone, but for rounding")
 def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with closing(Box(tmp_path_factory.mktemp("undisturbed"))) as other:
+    with Box(tmp_path_factory.mktemp("undisturbed")) as other:
         for name in ("data", "talk.py", "chance.py"):
             (other.folder / name).symlink_to(box.folder / name)
-        assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, other.screen
+        assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, other.screen
     for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
         assert kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml") is None
-    assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(SECONDS) == 0, box.screen
+    assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, box.screen
     assert not kills.miscounted(box.run)
     assert (box.run / "ledger.jsonl").read_text() == (other.run / "ledger.jsonl").read_text()
     for mine, theirs in zip(box.metrics(), other.metrics(), strict=True):

@@ -1,53 +1,32 @@
-"""What a scheduler sends, on a cluster made for the occasion; and Ctrl-C of the rehearsal."""
+"""What a scheduler sends, on a cluster made for the occasion; a rank that is killed there; Ctrl-C of the rehearsal."""
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from box import ROOT, SMALL, Box, wait_for
+from box import Box, needs_slurm
+from helpers import wait_for
 
 from megatron_rl.checkpoint import checkpoints
+from megatron_rl.runs.status import known_status
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),
-    reason="needs root and Debian's slurm-wlm and munge",
-)
+pytestmark = needs_slurm
 END_S = 400
-LISTENING = (
-    "env",
-    "--default-signal=INT",
-)  # what is started in the background ignores it, and a shell cannot undo that
+LISTENING = ("env", "--default-signal=INT")  # what is started in the background ignores it, and no shell undoes that
 
 
 class Rehearsal:
-    """`slurm/rehearse.sh` in the repository's folder, with the box's data and run directory."""
+    """A run without an end under `slurm/rehearse.sh`, with the box's data and run directory."""
 
     def __init__(self, box: Box) -> None:
         self.box = box
-        toy = box.folder / "data" / "toy"
-        settings = [
-            "run.name=run",
-            f"run.root={box.folder / 'runs'}",
-            "run.steps=100000",
-            "log.export=true",
-            "checkpoint.every=2",
-            *SMALL,
-        ]
-        settings += [f"model.path={box.folder / 'runs' / 'toy_sft' / 'model'}", f"data.train={toy / 'train.jsonl'}"]
-        settings += [f"data.eval={toy / 'test.jsonl'}"]
-        with (box.folder / "screen").open("w") as screen:
-            self.process = subprocess.Popen(
-                [*LISTENING, "slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/quickstart.yaml", *settings],
-                cwd=ROOT, env=os.environ | {"TMPDIR": str(box.tmp)}, stdout=screen, stderr=screen,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        self.below: list[psutil.Process] = []
+        settings = ("run.steps=100000", "log.export=true", "checkpoint.every=2")
+        model = f"model.path={box.folder}/runs/toy_sft/model"
+        self.process = box.rehearse("dapo_int8", *settings, model, under=LISTENING)
 
     @property
     def job(self) -> str:
@@ -84,8 +63,7 @@ class Rehearsal:
 
     def left_nothing(self) -> None:
         assert self.box.steps() < 1000
-        assert not self.box.processes()
-        assert not list(self.box.tmp.iterdir())
+        self.box.left_nothing()
 
 
 @pytest.fixture
@@ -103,31 +81,31 @@ def rehearsal(box: Box) -> Iterator[Rehearsal]:
 )
 def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
     # how long a save takes is known from one that was made: before that, nothing is begun that may not end in time
-    wait_for(lambda: checkpoints.steps(rehearsal.box.run / "checkpoints"), END_S, "a checkpoint")
+    wait_for(lambda: checkpoints.steps(rehearsal.box.run / "checkpoints"), "a checkpoint")
     saved = rehearsal.box.steps()
-    wait_for(lambda: rehearsal.box.steps() >= saved + 2, END_S, "steps after it")
+    wait_for(lambda: rehearsal.box.steps() >= saved + 2, "steps after it")
     assert rehearsal.scancel(rehearsal.job)
     rehearsal.ended_well()
 
 
 @pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept; the run ends before its first step")
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: rehearsal.job, END_S, "the job")
-    wait_for(lambda: f"job {rehearsal.job}, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
-    wait_for(lambda: (step := rehearsal.step()) and rehearsal.scancel(step), 60, "a step that can be signalled")
+    wait_for(lambda: rehearsal.job, "the job")
+    wait_for(lambda: f"job {rehearsal.job}, start 1" in rehearsal.box.screen, "the prologue's last word")
+    wait_for(lambda: (step := rehearsal.step()) and rehearsal.scancel(step), "a step that can be signalled")
     rehearsal.ended_in_the_start()
 
 
 @pytest.mark.fault("USR1 reaches a batch script that still checks the recipe", "the job ends, and is not queued again")
 def test_usr1_in_the_prologue(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: rehearsal.job, END_S, "the job")
-    wait_for(lambda: rehearsal.scancel("--batch", rehearsal.job), 60, "a batch script that can be signalled")
+    wait_for(lambda: rehearsal.job, "the job")
+    wait_for(lambda: rehearsal.scancel("--batch", rehearsal.job), "a batch script that can be signalled")
     rehearsal.ended_in_the_start()
 
 
 @pytest.mark.fault("Ctrl-C of a rehearsal", "the job ends, and the daemons after it")
 def test_an_interrupted_rehearsal_leaves_nothing(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: rehearsal.box.steps() >= 2, END_S, "the first steps")
+    wait_for(lambda: rehearsal.box.steps() >= 2, "the first steps")
     started = rehearsal.daemons()
     os.killpg(rehearsal.process.pid, signal.SIGINT)  # as a terminal does
     assert rehearsal.process.wait(120) != 0
@@ -135,4 +113,26 @@ def test_an_interrupted_rehearsal_leaves_nothing(rehearsal: Rehearsal) -> None:
     assert not [one for one in started if one.is_running()]
     assert not rehearsal.box.processes()
     assert rehearsal.box.status()["state"] == "stopped"
-    assert not Path(rehearsal.box.tmp).exists() or not list(rehearsal.box.tmp.iterdir())
+    assert not list(rehearsal.box.tmp.glob("*"))
+
+
+def task(rank: int, runs: str) -> psutil.Process:
+    """By the words of its command: what srun starts has not the environment by which a box knows its processes."""
+    for process in psutil.process_iter(["cmdline", "environ", "name"]):
+        words, environ = " ".join(process.info["cmdline"] or []), process.info["environ"] or {}
+        mine = f"run.root={runs}" in words and "--ranks slurm" in words and process.info["name"] != "srun"
+        if mine and environ.get("SLURM_PROCID") == str(rank):
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.fault("a rank is killed under srun", "the run is known to have failed, not to go on or be interrupted")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(rehearsal: Rehearsal, rank: int) -> None:
+    box = rehearsal.box
+    wait_for(lambda: box.steps() > 2, "the first steps")
+    task(rank, f"{box.folder}/runs").kill()
+    assert rehearsal.process.wait(END_S) != 0
+    status = known_status(box.run)
+    assert status["state"] == "failed", status
+    assert ("is gone" if rank == 0 else "another rank") in status["reason"]

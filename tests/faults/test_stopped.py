@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import kills
 import psutil
 import pytest
-from box import Box, wait_for
+from box import Box
+from helpers import wait_for
 from test_fleet import engines, running_fleet
 
 from megatron_rl.sampler.supervisor import MAX_RESTARTS
@@ -20,17 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 START_S, STEP_S = 600, 300
 NAMED_S = 60  # the promise
 RECIPE = ("model.init=random", "model.path=data/toy/model", "reward.name=chance:score", "checkpoint.minutes=0")
-RECIPE += ("sync.probe_budget=1000", "run.steps=100000")
-REWARD = """
-import time, zlib
-from pathlib import Path
-
-
-def score(row, key, response):
-    while Path("wait here").exists():
-        time.sleep(0.1)
-    return zlib.crc32(response.encode()) % 7 / 6
-"""
+RECIPE += ("sync.probe_budget=1000",)
 # In the place of a defect of a rank: from a moment on, its updates do not return.
 SLEEPS = """
 import os, sys, threading, time
@@ -52,18 +42,15 @@ if os.environ.get("RANK") == "1" and "SLEEPS_FROM" in os.environ:
 
 
 def begun(box: Box, *overrides: str) -> subprocess.Popen[str]:
-    (box.folder / "chance.py").write_text(REWARD)
-    process = box.train(*RECIPE, *overrides)
-    wait_for(lambda: box.steps() > 2 or process.poll() is not None, START_S, "the first steps")
-    assert process.poll() is None, box.screen
-    return process
+    box.reward(0)
+    return box.begin(*RECIPE, *overrides)
 
 
 def victim(box: Box, kind: str, launcher: int) -> psutil.Process:
     if kind == "the launcher":
         return psutil.Process(launcher)
     if kind.startswith("rank"):
-        return next(one for one in box.processes("megatron_rl.rank") if one.environ().get("RANK") == kind[-1])
+        return box.rank(int(kind[-1]))
     return box.processes({"engine": "engine.child", "reward worker 0": "rewards.worker"}[kind])[0]
 
 
@@ -76,7 +63,7 @@ def ends_well(box: Box, process: subprocess.Popen[str]) -> None:
     assert process.wait(STEP_S) == 0, box.screen
     assert box.status()["state"] == "stopped"
     assert box.status()["stuck"] is None
-    wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
+    box.until_over()
 
 
 KINDS = ["rank 1", "rank 0", "engine", "reward worker 0", "the launcher"]
@@ -88,16 +75,16 @@ TRIES = int(os.environ.get("TRIES", "1"))  # of each kind
 def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
     process = begun(box, *more)
     for attempt, kind in itertools.product(range(TRIES), KINDS):
-        one, before, start = victim(box, kind, process.pid), box.steps(), time.monotonic()
+        one, start = victim(box, kind, process.pid), time.monotonic()
         one.suspend()
         name = f"stuck    {kind} (process {one.pid} on "
-        wait_for(lambda name=name, n=attempt: log(box).count(name) > n, NAMED_S, f"{kind} is named")
+        wait_for(lambda name=name, n=attempt: log(box).count(name) > n, f"{kind} is named", NAMED_S)
         print(f"{kind}: named after {time.monotonic() - start:.0f} s", flush=True)
         stuck = lambda: (box.status().get("stuck") or {}).get("process")  # noqa: E731
-        wait_for(lambda stuck=stuck, kind=kind: stuck() == kind, NAMED_S, f"status.json names {kind}")
+        wait_for(lambda stuck=stuck, kind=kind: stuck() == kind, f"status.json names {kind}", NAMED_S)
         one.resume()
-        wait_for(lambda at=before: box.steps() >= at + 2, STEP_S, f"steps after {kind}")
-        wait_for(lambda: box.status().get("stuck") is None, NAMED_S, "nobody is stuck any more")
+        box.goes_on()
+        wait_for(lambda: box.status().get("stuck") is None, "nobody is stuck any more", NAMED_S)
         assert log(box).count(name) == attempt + 1
     ends_well(box, process)
     assert not kills.miscounted(box.run, box.status()["step"])
@@ -105,12 +92,12 @@ def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
 
 @pytest.mark.fault("a server of a whole run's fleet is stopped", "it is named; it is started again; the run ends well")
 def test_a_stopped_server(box: Box) -> None:
-    process = running_fleet(box, 1000)
+    process = running_fleet(box)
     server = engines(box)[0]
     server.suspend()
     named = re.compile(rf"stuck    server 0 \(\w+\) \(process {server.pid} on ")
-    wait_for(lambda: named.search(log(box)), NAMED_S, "it is named")
-    wait_for(lambda: "is back with policy version" in box.screen, START_S, "it starts again")
+    wait_for(lambda: named.search(log(box)), "it is named", NAMED_S)
+    wait_for(lambda: "is back with policy version" in box.screen, "it starts again", START_S)
     assert engines(box)
     ends_well(box, process)
 
@@ -119,13 +106,12 @@ def test_a_stopped_server(box: Box) -> None:
 def test_a_stuck_reward(box: Box) -> None:
     process = begun(box, "reward.timeout_s=1000")
     (box.folder / "wait here").touch()
-    wait_for(lambda: "stuck    reward worker 0" in log(box), NAMED_S, "it is named")
+    wait_for(lambda: "stuck    reward worker 0" in log(box), "it is named", NAMED_S)
     said = log(box).partition("stuck    reward worker 0")[2]
     assert "rank 0 waits for it" in said
     assert "chance.py" in said
-    before = box.steps()
     (box.folder / "wait here").unlink()
-    wait_for(lambda: box.steps() >= before + 2, STEP_S, "steps after that")
+    box.goes_on()
     ends_well(box, process)
 
 
@@ -137,7 +123,7 @@ def test_a_stuck_rank(box: Box) -> None:
     box.env |= {"PYTHONPATH": os.pathsep.join(paths), "SLEEPS_FROM": str(marker)}
     process = begun(box, "run.patience_s=45")
     marker.touch()
-    wait_for(lambda: "stuck    rank 1" in log(box), NAMED_S, "it is named")
+    wait_for(lambda: "stuck    rank 1" in log(box), "it is named", NAMED_S)
     assert "in `update`" in log(box)
     assert "forget_to_come" in log(box)
     assert "stuck    rank 0" not in log(box)
@@ -163,17 +149,16 @@ def test_an_engine_that_stays_stopped(box: Box) -> None:
     for stop in range(MAX_RESTARTS + 1):
         one = victim(box, "engine", process.pid)
         one.suspend()
-        wait_for(lambda one=one: not one.is_running(), STEP_S, "it is ended")
+        wait_for(lambda one=one: not one.is_running(), "it is ended", STEP_S)
         if stop < MAX_RESTARTS:
             back = lambda n=stop + 1: box.screen.count("is back with policy version") >= n  # noqa: E731
-            wait_for(back, START_S, "it is started again")
-            before = box.steps()
-            wait_for(lambda at=before: box.steps() >= at + 2, STEP_S, "steps after it")
+            wait_for(back, "it is started again", START_S)
+            box.goes_on()
     assert "within sampler.request_timeout_s=15" in box.screen
     assert process.wait(STEP_S) == 1, box.screen
     assert f"given up after {MAX_RESTARTS} restarts" in box.status()["reason"]
     assert "sampler.request_timeout_s=15" in box.status()["reason"]
-    wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
+    box.until_over()
 
 
 def ended(box: Box, who: str, key: str) -> None:
@@ -183,5 +168,5 @@ def ended(box: Box, who: str, key: str) -> None:
     assert key in status["reason"]
     assert status["stuck"]["process"] == who
     assert box.screen.rstrip().splitlines()[-1] == f"failed: {status['reason']}"
-    wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
-    assert not list(Path(box.tmp).glob("megatron-rl-run-*"))
+    box.until_over()
+    assert not list(box.tmp.glob("megatron-rl-run-*"))

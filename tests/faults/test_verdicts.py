@@ -1,12 +1,6 @@
 """Every case of `tests/rewards/verdict_cases.py` under math-verify, whose parser takes a minute for them."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "rewards"))
-
 from test_verifiers import differing
 
 

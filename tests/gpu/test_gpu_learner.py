@@ -5,8 +5,6 @@ The ranks and their jobs are those of tests/learner, in BF16, as attention over 
 what BF16 and FP8 should give, not what was measured.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +60,7 @@ def _once(scored: bool, **layout: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random models in BF16, written by transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    made = {}
-    for family, hf in MODELS.items():
-        torch.manual_seed(0)
-        made[family] = tmp_path_factory.mktemp(family)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.bfloat16).save_pretrained(made[family])
-    return made
+    return cases.folders_of(tmp_path_factory, MODELS, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +129,7 @@ def test_what_a_format_does_is_expected_and_nothing_of_it_stays(model: str, form
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logprobs_are_those_of_transformers(family: str, one: dict[str, Any], folders: dict[str, Path]) -> None:
-    from test_learner import transformers_logprobs
-
-    _close(cases.matrix(one[f"folder_{family}"]), transformers_logprobs(folders[family]), 0.02)
+    _close(cases.matrix(one[f"folder_{family}"]), cases.transformers_logprobs(folders[family]), 0.02)
 
 
 def test_packs_of_one_row_and_recomputing_change_nothing(one: dict[str, Any]) -> None:

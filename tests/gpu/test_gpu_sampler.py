@@ -4,8 +4,6 @@ One process plays a learner of one rank (on the first GPU), the engine is the em
 bring the same answers as files do.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_engine
 import torch
 from pretended import SIZES
 from simulated import hf_config, local_parameters, random_hf
@@ -25,9 +24,7 @@ from megatron_rl.config.schema import (
     Format,
     KvCache,
     QuantizationSection,
-    RolloutSection,
     RunSection,
-    SamplerSection,
     Sleep,
     SyncSection,
     Transport,
@@ -108,17 +105,10 @@ class Run:
 
 
 def make_config(transport: Transport = Transport.file, format: Format = Format.fp8, **changes: Any) -> Config:
-    config = Config(
-        run=RunSection(device=Device.cuda),
-        quantization=QuantizationSection(format=format),
-        rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
-        sampler=SamplerSection(
-            devices="1" if transport == Transport.nccl else "0",
-            vllm={"max_num_seqs": 16, "gpu_memory_utilization": 0.2, "enforce_eager": True},
-        ),
-        sync=SyncSection(transport=transport),
-    )
-    return replace(config, **changes)
+    vllm = {"max_num_seqs": 16, "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    config = tiny_engine.make_config(format, devices="1" if transport == Transport.nccl else "0", vllm=vllm)
+    there = {"run": RunSection(device=Device.cuda), "sync": SyncSection(transport=transport)}
+    return replace(config, **there | changes)
 
 
 @pytest.fixture

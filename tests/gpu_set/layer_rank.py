@@ -3,8 +3,6 @@
 Weights lie in host memory; what is looked at is how the model, its optimizer and its sync are put together.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -38,18 +36,13 @@ from megatron_rl.models.table import Split
 from megatron_rl.quantization.quantize import dequantize, quantize
 from megatron_rl.weight_sync.source import ShardSource
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 17, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "intermediate_size": 512, "hidden_act": "silu", "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+SIZES = pretended.SIZES | {"vocab_size": 17, "num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
     "llama": {"tie_word_embeddings": False},
-    "qwen3_moe": {"tie_word_embeddings": False, **EXPERTS},
-    "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"tie_word_embeddings": False, **pretended.EXPERTS["qwen3_moe"]},
+    "mixtral": {"tie_word_embeddings": False, **pretended.EXPERTS["mixtral"]},
 }
 MEETINGS, STORE = count(), sys.argv[3]
 

@@ -1,7 +1,5 @@
 """A GPU as torch and vLLM would describe it, on a machine without one. Nothing can be computed there."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -22,6 +20,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
     "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
 }  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, of any function
 CONSTRUCTORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 

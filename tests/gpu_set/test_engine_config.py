@@ -1,7 +1,5 @@
 """What vLLM makes of every recipe's engine, on a pretended H100 and B200: nothing is computed, all is decided."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Transformer Engine's layers under the learner, of every family, on one rank and on two that share a sequence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import pretended
 import pytest
 
 HERE = Path(__file__).parent
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
+FAMILIES = ("qwen3", "qwen2", "llama", *pretended.EXPERTS)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2_sp"])
@@ -39,7 +37,7 @@ def test_every_weight_is_in_the_table_and_marked(family: str, ranks: list[dict[s
         assert (about["missing"], about["extra"]) == ([], [])
         assert "TELayerNormColumnParallelLinear" in about["kinds"]
         assert "TEDotProductAttention" in about["kinds"]
-        assert ("TEGroupedMLP" in about["kinds"]) == (family in ("qwen3_moe", "mixtral"))
+        assert ("TEGroupedMLP" in about["kinds"]) == (family in pretended.EXPERTS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,8 +2,6 @@
 a pretended H100. No kernel runs; what they would read is compared.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from typing import Any
 import pretended
 import pytest
 import torch
-from pretended import SIZES
+from pretended import EXPERTS, SIZES
 from simulated import hf_config, local_parameters, random_hf
 from vllm.config import set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
@@ -35,16 +33,7 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 
 HOST = torch.device("cpu")
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3ForCausalLM", {}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "llama": ("LlamaForCausalLM", {}),
-    "qwen3_moe": (
-        "Qwen3MoeForCausalLM",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
-    ),
-    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
+NAMES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 CASES = [
     ("qwen3", Format.none), ("qwen3", Format.int8), ("qwen3", Format.fp8), ("qwen3", Format.fp8_block),
     ("qwen2", Format.int8), ("llama", Format.fp8), ("qwen3_moe", Format.none), ("qwen3_moe", Format.int8),
@@ -93,8 +82,7 @@ def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch)
     patch.setenv("VLLM_USE_DEEP_GEMM", engine_environment()["VLLM_USE_DEEP_GEMM"])
     pretended.pretend(patch, pretended.H100)
     pretended.tensors_on_host(patch)
-    architecture, more = FAMILIES[family]
-    hf = hf_config(family, architectures=[architecture], **{**SIZES, **more})
+    hf = hf_config(family, architectures=[f"{NAMES[family]}ForCausalLM"], **SIZES | EXPERTS.get(family, {}))
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(hf))
     config = Config(

@@ -1,7 +1,5 @@
 """What lies in the environment: the versions of the lock, one owner of every file, names that parts ask of others."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Jobs of the learner's workers on a device: all that a run does with a learner, once; and what a device refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

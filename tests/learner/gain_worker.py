@@ -1,7 +1,5 @@
 """Jobs of `learner_worker.py` about what updates gain the learner and the sampler, and about taking them back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

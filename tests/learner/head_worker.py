@@ -3,8 +3,6 @@
 N response tokens, H hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

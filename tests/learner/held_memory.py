@@ -1,7 +1,5 @@
 """What a learner's rank really holds: bytes of storages, and of tensors that autograd saves, at their peak."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

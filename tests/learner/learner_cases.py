@@ -4,15 +4,13 @@ Ranks never run inside the test process: the host profile changes torch for the 
 B rows, S positions, T response positions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,8 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_ep2": WHOLE_EXPERTS,
     **{name: LAYOUTS[name] for name in ("tp2_sp", "pp2", "dp2")},
 }
-ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+CP2: dict[str, Any] = {"context_parallel": 2, "tokens_per_microbatch": 80}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {"cp2": CP2}
 
 
 def make_batch(rows: int = 14, seed: int = 0) -> Batch:
@@ -171,6 +170,52 @@ def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Target
         mask_BT=batch.mask_BT,
         denominator_mask_BT=batch.mask_BT,
     )
+
+
+def folders_of(
+    temporary: Any, models: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32, moved: bool = False
+) -> dict[str, Path]:
+    """Random models written by transformers. `moved`: with norms and biases away from their trivial starts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+    for family, hf in models.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=dtype)
+        for name, parameter in model.named_parameters() if moved else ():
+            if "norm" in name or name.endswith("bias"):
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+        made[family] = temporary.mktemp(family)
+        model.save_pretrained(made[family])
+    return made
+
+
+def reference(folder: Path) -> Any:
+    """transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.Tensor:
+    """Of the answers, by another implementation, with gradients; among the kept tokens, where the batch has them."""
+    batch = batch or make_batch()
+    kept, counts = (iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N))
+    rows = []
+    for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
+        tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
+        logits_SV = model(tokens_1S).logits[0] / 0.8
+        for column in range(response if batch.kept_counts_N is not None else 0):
+            among = torch.tensor(list(islice(kept, next(counts))))
+            logits_SV[prompt - 1 + column, ~torch.isin(torch.arange(VOCAB), among)] = -torch.inf
+        picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
+        rows.append(torch.nn.functional.pad(picked_S[prompt - 1 :], (0, batch.mask_BT.shape[1] - int(response))))
+    return torch.stack(rows)
+
+
+def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return logprobs_by(reference(folder), batch)
 
 
 def most_memory(work: Callable[[], object]) -> int:

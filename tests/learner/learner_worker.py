@@ -1,7 +1,5 @@
 """One rank: builds a Learner for each job in a list, runs it, and lets rank 0 write down what came out."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json
@@ -22,7 +20,7 @@ from gain_worker import again, gains
 from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
-from lora_worker import adapted, merged_twin
+from lora_worker import adapted, merged_twin, write_state
 from pretended_device import on_device
 from replicas_worker import replicas
 from routing_worker import faulty, mixture, routed, routed_forward
@@ -32,7 +30,6 @@ from shares_worker import shared
 
 from megatron_rl.batch import Targets
 from megatron_rl.checkpoint.torch_dist.reader import Reader
-from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import AdvantageConfig, Config, ModelSection, Precision
 from megatron_rl.distributed import exchange
@@ -357,11 +354,7 @@ def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     else:
         for _ in range(2):
             learner.update(targets)
-        folder.mkdir(parents=True, exist_ok=True)
-        written = write_blocks(folder / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks())
-        everything = exchange(written)
-        if learner.is_driver:
-            write_index(folder, [block for part in everything for block in part])
+        write_state(learner, folder)
         tensors, text = state.LearnerState(learner).own()
         save_file(tensors, folder / f"own_{learner.rank}.safetensors")
         (folder / f"own_{learner.rank}.json").write_text(json.dumps(text))

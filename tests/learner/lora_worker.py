@@ -1,7 +1,5 @@
 """A learner with given adapters: logprobs, the gradient of each adapter, and what a sync makes of it all."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,6 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     learner.optimizer.reload_model_params()
     before_BT = learner.logprobs(batch)
     sent = {format.value: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)}
-    if learner.is_driver:
-        out.mkdir(parents=True)
     merged = _whole(learner, Format.none)
     expected_BT = learner.expected_logprobs(batch)
     floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
@@ -47,9 +43,8 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     still = [weight for _, weight in learner.named_parameters() if not weight.requires_grad]
     assert all(map(torch.equal, frozen, still)), "what is frozen has moved"
     assert all(getattr(weight, "main_grad", None) is None for weight in still), "a gradient has room and no use"
-    blocks = exchange(write_blocks(out / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks()))
+    write_state(learner, out)
     if learner.is_driver:
-        write_index(out, [block for part in blocks for block in part])
         write_folder(out / "merged", merged, learner.model.hf_config)
         save_file(_gradients(learner, Reader(out)), out / "gradients.safetensors")
     after_BT = learner.logprobs(batch)
@@ -75,6 +70,14 @@ def merged_twin(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     assert expected_BT is not None
     floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
     return {"expected": expected_BT.tolist(), "floor": None if floor_BT is None else floor_BT.tolist()}
+
+
+def write_state(learner: Learner, folder: Path) -> None:
+    """A checkpoint's tensors, without what each rank keeps of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks = exchange(write_blocks(folder / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks()))
+    if learner.is_driver:
+        write_index(folder, [block for part in blocks for block in part])
 
 
 def _whole(learner: Learner, format: Format) -> dict[str, torch.Tensor]:

@@ -1,7 +1,5 @@
 """What replicas do with their gradients in an update: the sums, and when they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 mixture's layer beside vLLM's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

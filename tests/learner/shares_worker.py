@@ -1,7 +1,5 @@
 """A rank whose batch the driver alone holds: the same passes and updates as with the batch on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

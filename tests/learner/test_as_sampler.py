@@ -3,8 +3,6 @@
 That the outputs are the engine's own: tests/engine/test_host_kernels.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases

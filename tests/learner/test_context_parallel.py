@@ -1,9 +1,9 @@
-"""Ranks that share sequences: the logprobs, losses, gradients and choices of experts of one rank alone."""
+"""Ranks that share sequences: the logprobs, losses and gradients of one rank alone.
 
-from __future__ import annotations
+Choices of experts and checkpoints: test_router_replay.py, test_state.py.
+"""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import learner_cases as cases
@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_
 from megatron_rl.learner.modules.packing import Pack, pack
 
 pytestmark = pytest.mark.ranks
-CP2 = {"context_parallel": 2, "tokens_per_microbatch": 80}
+CP2 = cases.CP2
 SP = {**CP2, **cases.LAYOUTS["tp2_sp"]}
 # name -> (ranks, config.json, learner section, what else the job says)
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -37,8 +37,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "cp2_ep2_dp2": (4, cases.QWEN3_MOE, {**CP2, "expert_parallel": 2, "data_parallel": 2}, {}),
     "cp2_ep2_tp2": (4, cases.QWEN3_MOE, {**CP2, **cases.WHOLE_EXPERTS}, {}),
 }
-ROUTED = {"cp2": (2, CP2), "cp2_ep2": (2, {**CP2, "expert_parallel": 2}), "cp2_tp2_sp": (4, SP)}
-ROUTED["cp2_recompute"] = (2, {**CP2, "megatron": cases.RECOMPUTE})
 SEEN = {"cp2": CP2, "cp2_tp2_sp": SP}
 STEPS = 3
 
@@ -48,34 +46,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 4: []}
 
     def both(name: str, ranks: int, layout: dict[str, Any], **job: Any) -> None:
-        kept = {key: layout[key] for key in ("router",) if key in layout}
-        jobs[1].append({"name": f"{name} alone", "layout": kept, **job})
+        jobs[1].append({"name": f"{name} alone", **job})
         jobs[ranks].append({"name": name, "layout": layout, **job})
 
     for name, (ranks, hf, layout, more) in CASES.items():
         both(name, ranks, layout, hf=hf, steps=STEPS, **more)
-    for name, (ranks, layout) in ROUTED.items():
-        both(f"told {name}", ranks, {**layout, "router": "replay"}, hf=cases.QWEN3_MOE, kind="routed")
-        passed = {**layout, "router": "replay_forward"}
-        both(f"passed {name}", ranks, passed, hf=cases.QWEN3_MOE, kind="routed_forward", lr=1e-2)
     for name, layout in SEEN.items():
         seen = {"kind": "activations", "hf": cases.QWEN3_MOE, "smoothing": 0.5, "kv_cache": "fp8"}
         both(f"seen {name}", 4 if "tensor_parallel" in layout else 2, layout, **seen)
     results: dict[str, Any] = {}
     for ranks, mine in jobs.items():
         results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp(f"ranks_{ranks}"))
-    stored = tmp_path_factory.mktemp("stored")
-    for reads in (False, True):
-        for ranks in (1, 2):
-            mine = [_stored(stored, ranks, wrote, reads) for wrote in ((1, 2) if reads else (ranks,))]
-            results |= cases.run_ranks(ranks, mine, tmp_path_factory.mktemp("states"))
     return results
-
-
-def _stored(folder: Path, ranks: int, wrote: int, reads: bool) -> dict[str, Any]:
-    job: dict[str, Any] = {"reads": reads, "wrote": wrote, "checkpoint": str(folder / f"{wrote}")}
-    job |= {"name": f"{ranks} {'reads' if reads else 'wrote'} {wrote}", "kind": "checkpoint", "hf": cases.QWEN3_MOE}
-    return {**job, "layout": CP2 if ranks > 1 else {}}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,37 +71,6 @@ def test_it_is_the_same_step(case: str, found: dict[str, Any]) -> None:
     assert here["steps"][0].keys() == one["steps"][0].keys() and one["steps"][0]["optim/grad_norm"] > 0
     for name, value in one["steps"][0].items():
         assert here["steps"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-@pytest.mark.parametrize(("ranks", "wrote"), [(1, 2), (2, 1), (2, 2)])
-def test_a_checkpoint_is_any_learner_s(ranks: int, wrote: int, found: dict[str, Any]) -> None:
-    here, there = found[f"{ranks} reads {wrote}"], found[f"{wrote} wrote {wrote}"]
-    if ranks == wrote:
-        assert here == there
-    for ours, theirs in zip(here["steps"], there["steps"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(there, "after"), rtol=0, atol=3e-4)
-
-
-@pytest.mark.parametrize("case", ROUTED)
-def test_tokens_go_where_they_are_told(case: str, found: dict[str, Any]) -> None:
-    here, one = found[f"told {case}"], found[f"told {case} alone"]
-    for part in ("logprobs", "reference"):
-        torch.testing.assert_close(cases.matrix(here, part), cases.matrix(one, part), rtol=0, atol=1e-4)
-    assert (cases.matrix(one, "own") - cases.matrix(one)).abs().max() > 0.1, "the given experts are others"
-    for part in ("scored", "trained"):
-        assert here[part]["router/replayed"] == 1.0
-        assert here[part] == pytest.approx(one[part], abs=0.01)
-    assert here["steps"][0] == pytest.approx(one["steps"][0], rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("case", ROUTED)
-def test_choices_of_a_pass_are_kept(case: str, found: dict[str, Any]) -> None:
-    here, one = found[f"passed {case}"], found[f"passed {case} alone"]
-    assert (torch.tensor(here["chosen"]) != torch.tensor(one["chosen"])).float().mean() < 1e-3
-    torch.testing.assert_close(cases.matrix(here, "again"), cases.matrix(here), rtol=0, atol=1e-4)
-    assert here["trained"]["router/replayed"] == 1.0
-    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3)
 
 
 @pytest.mark.parametrize("case", SEEN)

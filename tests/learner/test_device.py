@@ -1,7 +1,5 @@
 """What goes to a device goes in one copy and is the same there; a rank whose engine sleeps can return its memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packs, rows, micro-batches, replicas and batches with nothing in them: alike on every layout, at every budget."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logits that never exist as a whole: the numbers of held ones, on every layout, and what they take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases
@@ -21,16 +19,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {}, "bf16": {"precision": "bf16"}, "fp32 head": {"precision": "bf16", "head": "fp32"},
 }  # fmt: skip
 LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "vp2", "dp2")
+CASES = [(at, "tied", asked) for at in LAYOUTS for asked in ASKED] + [("one", "own", asked) for asked in ASKED]
+# which weight it is and what is asked of it have nothing to do with each other on any layout
+CASES += [(at, "own", asked) for at in LAYOUTS[1:] for asked in ("plain", "both")]
 
 
 def _jobs(at: str) -> list[dict[str, Any]]:
     layout = PACKS | cases.LAYOUTS.get(at, {})
     jobs: list[dict[str, Any]] = []
-    for model, hf in MODELS.items():
-        for asked, more in ASKED.items():
-            job = {"hf": hf, "layout": layout, "steps": STEPS, **more}
-            for columns in (None, 7):
-                jobs.append({**job, "name": f"{at} {model} {asked} {columns}", "columns": columns})
+    for model, asked in ((model, asked) for where, model, asked in CASES if where == at):
+        job = {"hf": MODELS[model], "layout": layout, "steps": STEPS, **ASKED[asked]}
+        for columns in (None, 7):
+            jobs.append({**job, "name": f"{at} {model} {asked} {columns}", "columns": columns})
     if at in ("one", "tp2", "tp2_sp"):
         for precision, fields in PRECISIONS.items():
             for kept in (False, True):
@@ -42,24 +42,17 @@ def _jobs(at: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     wide = {**cases.QWEN2, "vocab_size": VOCAB, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    pack = {"batch": (ROWS, TOKENS), "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)}}
     one: list[dict[str, Any]] = [
         *_jobs("one"),
         {"name": "looked at", "kind": "looked_at", "hf": cases.QWEN3},
         {"name": "memory", "kind": "head_memory", "hf": {**wide, **LARGE}, "precision": "bf16"},
-        {
-            "name": "unseen",
-            "kind": "unseen",
-            "hf": wide,
-            "batch": (ROWS, TOKENS),
-            "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)},
-        },
+        {"name": "unseen", "kind": "unseen", "hf": wide, **pack},
     ]
     return cases.run(tmp_path_factory, one, [job for at in LAYOUTS[1:] for job in _jobs(at)])
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("at", LAYOUTS)
+@pytest.mark.parametrize(("at", "model", "asked"), CASES)
 def test_every_layout_learns_what_it_learns_with_held_logits(
     at: str, model: str, asked: str, found: dict[str, Any]
 ) -> None:

@@ -1,13 +1,16 @@
-"""The host profile: what it changes stays as it should be for what else runs in its process."""
+"""The host profile: what it changes stays as it should be for what else runs in its process. Rotary embeddings as the
+layers for GPUs have them: megatron-core's own, over packs.
+"""
 
+import json
 import os
-import sys
 from importlib import metadata
 from pathlib import Path
 
+import learner_cases as cases
 import pytest
 from nvidia_smi import nvidia_smi
-from preloaded import run
+from preloaded import said
 
 DEVICE_CONTEXT = """
 import megatron_rl.learner.modules.host
@@ -25,8 +28,7 @@ on_hosts = pytest.mark.skipif("__import__('torch').cuda.is_available()", reason=
 @on_hosts
 def test_a_device_context_still_places_tensors() -> None:
     """transformers builds its models under torch.device("meta"); elsewhere their buffers stay uninitialised."""
-    done = run("megatron", [sys.executable, "-c", DEVICE_CONTEXT], timeout=240)
-    assert done.returncode == 0, done.stderr
+    said("megatron", ["-c", DEVICE_CONTEXT])
 
 
 EXCHANGES = """
@@ -55,8 +57,7 @@ for exchange in (dist.reduce_scatter_tensor, dist.all_gather_into_tensor):
 
 @on_hosts
 def test_a_rank_alone_exchanges_only_what_lies_elsewhere() -> None:
-    done = run("megatron", [sys.executable, "-c", EXCHANGES], timeout=240)
-    assert done.returncode == 0, done.stderr
+    said("megatron", ["-c", EXCHANGES])
 
 
 UNSEEN = """
@@ -82,7 +83,45 @@ def test_where_cuda_is_wanted_no_learner_runs_on_the_host(gpus: int, tmp_path: P
     """A rank before it opens anything, and whatever else builds a learner."""
     nvidia_smi(tmp_path, gpus, "550.127.08")
     environment = {**os.environ, "RANK": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = run("megatron", [sys.executable, "-c", UNSEEN, str(tmp_path)], timeout=60, env=environment)
+    lines = said("megatron", ["-c", UNSEEN, tmp_path], env=environment).splitlines()
     found = "the NVIDIA driver is 550.127.08" if gpus else "nvidia-smi lists no GPU"
-    said = f"run.device: cuda, but torch {metadata.version('torch')} sees no CUDA device; {found}, and torch, built "
-    assert [line.startswith(f"{said}for CUDA 13, needs 580") for line in done.stdout.splitlines()] == [True] * 2, done
+    why = f"run.device: cuda, but torch {metadata.version('torch')} sees no CUDA device; {found}, and torch, built "
+    assert [line.startswith(f"{why}for CUDA 13, needs 580") for line in lines] == [True] * 2, lines
+
+
+ON_A_GPU = """
+import json, sys
+from types import SimpleNamespace
+from megatron_rl.learner.modules import model as model_module  # before megatron
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron_rl.config.schema import LearnerSection
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
+
+model_module.host = SimpleNamespace(ON_HOST=False)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group, (pairs, halves) = dist.group.WORLD, json.loads(sys.argv[1])
+try:
+    fused = model_module.transformer_config(Model.of(halves, Layout()), LearnerSection()).apply_rope_fusion
+except ValueError as error:  # asked for, and Transformer Engine is not here
+    fused = "apply_rope_fusion" in str(error)
+config = model_module.transformer_config(Model.of(pairs, Layout()), LearnerSection())
+starts, width = torch.tensor([0, 2, 6], dtype=torch.int32), config.kv_channels
+embedding = RotaryEmbedding(
+    width, 1.0, rotary_interleaved=config.rotary_interleaved, use_cpu_initialization=True, cp_group=group
+)
+given = torch.randn(6, 2, width)
+turned = apply_rotary_pos_emb(given, embedding(4, packed_seq=True), config, cu_seqlens=starts, cp_group=group)
+angles = torch.tensor([0, 1, 0, 1, 2, 3])[:, None, None] * embedding.inv_freq
+wanted = torch.view_as_complex(given.view(6, 2, -1, 2)) * torch.polar(torch.ones(()), angles)
+print(json.dumps({"fused": fused, "off": float((turned - torch.view_as_real(wanted).flatten(2)).abs().max())}))
+"""
+
+
+def test_neighbouring_channels_are_turned_as_pairs_and_only_halves_by_the_fused_kernel() -> None:
+    families = json.dumps([cases.ERNIE, cases.QWEN3])
+    found = json.loads(said("megatron", ["-c", ON_A_GPU, families]).splitlines()[-1])
+    assert found["fused"] and found["off"] < 1e-5, found

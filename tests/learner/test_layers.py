@@ -1,7 +1,5 @@
 """The learner's host layers, against the same written plainly."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

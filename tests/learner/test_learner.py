@@ -3,11 +3,8 @@
 The learner runs in two spawns of processes, one rank and two ranks, which do all the cases in turn.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.batch import Batch
 from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
 
@@ -27,11 +23,7 @@ SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "field": (
-        cases.QWEN3,
-        {"megatron": {"num_layer": 2}},
-        ("learner.megatron.num_layer", "learner.megatron.num_layers"),
-    ),
+    "field": (cases.QWEN3, {"megatron": {"num_layer": 2}}, ("learner.megatron.num_layer", "megatron.num_layers")),
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
     "chunks": (cases.QWEN3, {"megatron": cases.CHUNKS}, ("learner.megatron.virtual_pipeline_model_parallel_size: 2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
@@ -71,20 +63,7 @@ def _flips(folder: Path, at: str = "one") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random models written by transformers, with norms and biases away from their trivial starts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    made = {}
-    for family, hf in cases.FAMILIES.items():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(**hf)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
-        made[family] = tmp_path_factory.mktemp(family)
-        model.save_pretrained(made[family])
-    return made
+    return cases.folders_of(tmp_path_factory, cases.FAMILIES, moved=True)
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +125,12 @@ def test_logprobs_are_those_of_transformers(
     case: str, one: dict[str, Any], two: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     found, family = (one[case], case) if case in cases.FAMILIES else (two[case], "qwen2")
-    torch.testing.assert_close(cases.matrix(found), transformers_logprobs(folders[family]), rtol=0, atol=3e-5)
+    torch.testing.assert_close(cases.matrix(found), cases.transformers_logprobs(folders[family]), rtol=0, atol=3e-5)
 
 
 def test_logprobs_among_kept_tokens_are_those_of_transformers(one: dict[str, Any], folders: dict[str, Path]) -> None:
     batch = cases.with_kept(cases.make_batch())
-    wanted, plain = transformers_logprobs(folders["qwen2"], batch), transformers_logprobs(folders["qwen2"])
+    wanted, plain = cases.transformers_logprobs(folders["qwen2"], batch), cases.transformers_logprobs(folders["qwen2"])
     found = cases.matrix(one["kept_qwen2"])
     torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
     assert (found - plain).abs().max() > 1
@@ -164,26 +143,6 @@ def test_what_the_policy_would_not_have_kept_is_counted(one: dict[str, Any], two
             assert [step[name] for step in same] == pytest.approx([same[0][name]] * len(same), rel=1e-3)
     assert 0.5 < steps[0][0]["rollout_corr/outside_support"] < 1  # answers at random
     assert steps[0][0]["rollout_corr/kept_log_mass"] < -1
-
-
-def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = batch or cases.make_batch()
-    kept, counts = (iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N))
-    wanted_BT = torch.zeros(batch.mask_BT.shape)
-    for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
-        tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
-        with torch.no_grad():
-            logits_SV = model(tokens_1S).logits[0] / 0.8
-        for column in range(response if batch.kept_counts_N is not None else 0):
-            among = list(islice(kept, next(counts)))
-            outside = ~torch.isin(torch.arange(cases.VOCAB), torch.tensor(among))
-            logits_SV[prompt - 1 + column, outside] = -torch.inf
-        picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
-        wanted_BT[row, :response] = picked_S[prompt - 1 :]
-    return wanted_BT
 
 
 # (ranks, case, what it is like on one rank in one pack, to what)
@@ -223,8 +182,6 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Te
 
     [layer, norm, channel] and [layer, (key, value)].
     """
-    from transformers import AutoModelForCausalLM
-
     from megatron_rl.learner.weights import random_tensors
     from megatron_rl.models.hf_folder import write_folder
     from megatron_rl.models.layout import Layout
@@ -235,7 +192,7 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Te
     shape, get = model.shape, random_tensors(model, 7)
     tensors = {name: get(name) for param in params(shape) for name in param.hf}
     write_folder(folder, tensors, hf)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = cases.reference(folder)
     amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
     cache_L2 = torch.zeros(shape.layers, 2)
 
@@ -287,10 +244,7 @@ def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
 
 def transformers_experts(folder: Path) -> torch.Tensor:
     """[row, position, layer, expert]: what each token is sent to; -1 where there is none."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = cases.make_batch()
+    model, batch = cases.reference(folder), cases.make_batch()
     chosen = torch.full((*batch.tokens_BS.shape, 4, 2), -1)
     for row, length in enumerate((batch.prompt_lengths_B + batch.response_lengths_B).tolist()):
         with torch.no_grad():

@@ -1,7 +1,5 @@
 """What Transformer Engine's FP8 products ask of packs, and which kinds of scales the learner takes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Logprobs and entropy, chunked, among all tokens and among kept ones, against torch's own softmax in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from learner_cases import most_memory

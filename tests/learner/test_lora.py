@@ -1,8 +1,5 @@
 """Adapters on every layout against PEFT on the same weights, and what a sync sends of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,8 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
 
 RANK, ALPHA = 4, 6.0
-TARGETS = {
-    "qwen3": ["all-linear"],
-    "qwen3_moe": ["all-linear"],
-    "phi3": ["all-linear"],
-    "qwen2": ["q_proj", "v_proj", "up_proj"],
-}
+TARGETS = {family: ["all-linear"] for family in ("qwen3", "qwen3_moe", "phi3")}
+TARGETS["qwen2"] = ["q_proj", "v_proj", "up_proj"]
 MODELS = {hf["model_type"]: hf for hf in (cases.QWEN3, cases.QWEN3_MOE, cases.PHI3, cases.QWEN2)}
 
 
@@ -50,14 +43,9 @@ def _given(family: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    made = {}
-    for family, hf in MODELS.items():
-        torch.manual_seed(0)
-        made[family] = tmp_path_factory.mktemp(family)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.float32).save_pretrained(made[family])
-        save_file(_given(family), made[family].with_suffix(".adapters"))
+    made = cases.folders_of(tmp_path_factory, MODELS)
+    for family, folder in made.items():
+        save_file(_given(family), folder.with_suffix(".adapters"))
     return made
 
 
@@ -105,18 +93,6 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return cases.run(tmp_path_factory, one, two)
 
 
-def _logprobs(model: Callable[..., Any]) -> Tensor:
-    """With gradients, of the batch that the jobs have."""
-    batch = cases.make_batch()
-    rows = []
-    for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
-        tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
-        logits_SV = model(tokens_1S).logits[0] / 0.8
-        picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
-        rows.append(torch.nn.functional.pad(picked_S[prompt - 1 :], (0, batch.mask_BT.shape[1] - int(response))))
-    return torch.stack(rows)
-
-
 def _loss(logprobs_BT: Tensor) -> Tensor:
     """The jobs' loss, by the formula that the learner has (tests/loss)."""
     batch = cases.make_batch()
@@ -140,18 +116,17 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[Tensor, dict[str, Tensor
 
 def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     targets = "all-linear" if TARGETS[family] == ["all-linear"] else TARGETS[family]
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM"))
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(cases.reference(folder), config)
     given, held = load_file(folder.with_suffix(".adapters")), {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             short = name.removeprefix("base_model.model.").replace(".default", "")
             held[short] = parameter
             parameter.data.copy_(given[short])
-    logprobs_BT = _logprobs(model)
+    logprobs_BT = cases.logprobs_by(model)
     _loss(logprobs_BT).backward()
     gradients = {name: parameter.grad for name, parameter in held.items()}
     merged = dict(model.merge_and_unload().named_parameters())
@@ -160,9 +135,7 @@ def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict
 
 def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """weight + alpha / rank * B A in transformers' model, which joins experts to tensors that PEFT has no layer for."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = cases.reference(folder)
     given = {name: one.requires_grad_() for name, one in load_file(folder.with_suffix(".adapters")).items()}
 
     def added(layer: str) -> Tensor:
@@ -184,7 +157,7 @@ def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tens
         else:
             layer = name.removesuffix(".weight")
             merged[name] = stored[name] = weight + added(layer) if f"{layer}.lora_A.weight" in given else weight
-    logprobs_BT = _logprobs(lambda tokens: torch.func.functional_call(model, merged, (tokens,)))
+    logprobs_BT = cases.logprobs_by(lambda tokens: torch.func.functional_call(model, merged, (tokens,)))
     _loss(logprobs_BT).backward()
     return logprobs_BT.detach(), {n: one.grad for n, one in given.items()}, {n: w.detach() for n, w in stored.items()}
 
@@ -233,11 +206,8 @@ def test_merged_weights_are_those_of_peft_to_one_rounding(
 def test_without_its_adapters_it_is_the_reference(
     family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     case, mask_BT = found[f"{family}_{at}"], cases.make_batch().mask_BT
-    with torch.no_grad():
-        base_BT = _logprobs(AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32))
+    base_BT = cases.transformers_logprobs(folders[family])
     torch.testing.assert_close(cases.matrix(case, "base") * mask_BT, base_BT * mask_BT, rtol=1e-6, atol=1e-5)
     assert (cases.matrix(case, "base") - cases.matrix(case)).abs().max() > 0.1
 

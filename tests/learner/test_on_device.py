@@ -3,8 +3,6 @@
 Weights, gradients, optimizer, packs and loss are there (pretended_device.py); syncs and checkpoints are made of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases

@@ -1,7 +1,10 @@
-"""Warmup and decay of the learning rate."""
+"""Warmup and decay of the learning rate; an optimizer that makes room for an engine: the same bytes to the last bit, on
+every layout, also in a checkpoint.
+"""
 
-from __future__ import annotations
+from typing import Any
 
+import learner_cases as cases
 import pytest
 
 from megatron_rl.config.schema import Decay, OptimSection
@@ -13,6 +16,10 @@ RATES = {
     Decay.linear: [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2],
     Decay.cosine: [1, 0.969552, 0.882843, 0.753073, 0.6, 0.446927, 0.317157, 0.230448, 0.2, 0.2],
 }
+PLACES = [
+    *((at, "dense", "bf16") for at in ("one", "tp2", "pp2", "vp2", "dp2")),
+    *(("one", "dense", "fp32"), ("dp2", "dense", "fp32"), ("ep2", "experts", "bf16"), ("tp2_ep2", "experts", "bf16")),
+]
 
 
 @pytest.mark.parametrize("decay", Decay)
@@ -20,7 +27,25 @@ def test_a_warmup_reaches_the_rate_on_its_last_step_and_a_decay_the_minimum(deca
     optim = OptimSection(lr=1.0, min_lr=0.2, warmup_steps=4, decay=decay)
     rates = [learning_rate(optim, step, 12) for step in range(14)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, *RATES[decay]], abs=1e-5)
-
-
-def test_no_warmup() -> None:
     assert learning_rate(OptimSection(lr=1.0, warmup_steps=0), 0, 10) == 1.0
+
+
+def _job(at: str, model: str, precision: str, offload: str) -> dict[str, Any]:
+    job = {"name": f"{at} {model} {precision} {offload}", "kind": "aside", "hf": cases.MODELS[model]}
+    return {**job, "layout": cases.ALL_LAYOUTS.get(at, {}), "precision": precision, "offload": offload}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = [_job(*place, offload) for place in PLACES for offload in ("none", "optimizer")]
+    one = [job for job in jobs if job["name"].startswith("one")]
+    return cases.run(tmp_path_factory, one, [job for job in jobs if job not in one])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("place", PLACES, ids=" ".join)
+def test_updates_and_checkpoints_are_what_they_are_without(place: tuple[str, str, str], found: dict[str, Any]) -> None:
+    name = " ".join(place)
+    plain, offloaded = found[f"{name} none"], found[f"{name} optimizer"]
+    assert len(plain["steps"]) == 3 and plain["steps"][0]["optim/grad_norm"] > 0
+    assert offloaded == plain

@@ -1,7 +1,5 @@
 """Gradients that travel while backward goes on: the same sums, no earlier than they are whole."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Router replay: the learner's tokens go where the sampler has sent them, on every layout, in every pass."""
 
-from __future__ import annotations
-
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +12,19 @@ from routing_worker import routed_batch
 
 pytestmark = pytest.mark.ranks
 PACKS = {"tokens_per_microbatch": 80}
-LAYOUTS = {**cases.EXPERT_LAYOUTS, "vp2": cases.LAYOUTS["vp2"]}
+LAYOUTS = {
+    **cases.EXPERT_LAYOUTS,
+    "vp2": cases.LAYOUTS["vp2"],
+    "vp2_recompute": {"pipeline_parallel": 2, "megatron": cases.CHUNKS | cases.RECOMPUTE},
+    "cp2": cases.CP2,
+    "cp2_ep2": {**cases.CP2, "expert_parallel": 2},
+    "cp2_recompute": {**cases.CP2, "megatron": cases.RECOMPUTE},
+    "cp2_tp2_sp": cases.CP2 | cases.LAYOUTS["tp2_sp"],
+}
 FORWARD = {"router": "replay_forward"}
 BF16 = {"precision": "bf16", "router": "own"}
-KEPT = ("tp2_sp", "tp2_ep2", "pp2", "dp2")
+KEPT = ("tp2_sp", "tp2_ep2", "pp2", "dp2", "vp2_recompute", "cp2", "cp2_ep2", "cp2_recompute", "cp2_tp2_sp")
+FOUR = ("cp2_tp2_sp",)  # ranks
 HOT = 1e-2  # routers choose otherwise after an update
 WRONG = {"wrong_layer": "elsewhere", "wrong_token": "elsewhere", "recompute": "not computed again"}
 LOST = ("cache_hit", "first_pack", "layers")
@@ -31,15 +38,7 @@ def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], **more: Any) -> 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    made = {}
-    for hf in (cases.QWEN3_MOE, cases.MIXTRAL):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.float32)
-        made[hf["model_type"]] = tmp_path_factory.mktemp(hf["model_type"])
-        model.save_pretrained(made[hf["model_type"]])
-    return made
+    return cases.folders_of(tmp_path_factory, {hf["model_type"]: hf for hf in (cases.QWEN3_MOE, cases.MIXTRAL)})
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +62,11 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     ]
     forward = {"kind": "routed_forward", "lr": HOT, **folder}
     one.append(_job("forward", cases.QWEN3_MOE, PACKS | FORWARD, **forward))
-    two = [_job(name, cases.QWEN3_MOE, {**PACKS, **layout}, **folder) for name, layout in LAYOUTS.items()]
-    again = {**PACKS, **cases.LAYOUTS["vp2"], "megatron": {**cases.CHUNKS, **cases.RECOMPUTE}}
-    two.append(_job("vp2_recompute", cases.QWEN3_MOE, again, **folder))
-    kept = {name: LAYOUTS[name] for name in KEPT} | {"vp2_recompute": again}
-    two += [
-        _job(f"forward_{name}", cases.QWEN3_MOE, PACKS | layout | FORWARD, **forward) for name, layout in kept.items()
-    ]
-    return cases.run(tmp_path_factory, one, two)
+    more = [_job(name, cases.QWEN3_MOE, PACKS | layout, **folder) for name, layout in LAYOUTS.items()]
+    more += [_job(f"forward_{at}", cases.QWEN3_MOE, PACKS | LAYOUTS[at] | FORWARD, **forward) for at in KEPT]
+    four = [job for job in more if job["name"].endswith(FOUR)]
+    results = cases.run(tmp_path_factory, one, [job for job in more if job not in four])
+    return results | cases.run_ranks(4, four, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
@@ -83,32 +79,24 @@ def told(found: dict[str, Any], folders: dict[str, Path], tmp_path_factory: pyte
 
 def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logprobs, and the gradient of their mean in the routers' weights, with the choice of experts patched."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch, topk = routed_batch(), torch.topk
+    model, batch, topk, rows = cases.reference(folder), routed_batch(), torch.topk, count()
     experts_BSLK = cases.experts_of(batch)
-    found_BT = torch.zeros(batch.mask_BT.shape)
-    rows = zip(batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist(), strict=True)
-    for row, (prompt, response) in enumerate(rows):
-        length, layers = prompt + response, cycle(range(4))
 
-        def chosen(values: torch.Tensor, k: int, dim: int, at: Any = layers, row: int = row) -> Any:
-            given_SK = experts_BSLK[row, : len(values), next(at)].long()
-            own_SK = topk(values, k, dim=dim).indices
-            taken_SK = torch.where(given_SK < 0, own_SK, given_SK)
+    def routed(tokens_1S: torch.Tensor) -> Any:
+        row, layers = next(rows), cycle(range(4))
+
+        def chosen(values: torch.Tensor, k: int, dim: int) -> Any:
+            given_SK = experts_BSLK[row, : len(values), next(layers)].long()
+            taken_SK = torch.where(given_SK < 0, topk(values, k, dim=dim).indices, given_SK)
             return values.gather(dim, taken_SK), taken_SK
 
         with mock.patch("torch.topk", chosen):
-            logits_SV = model(batch.tokens_BS[row : row + 1, :length]).logits[0] / 0.8
-        logprobs_S = logits_SV.log_softmax(-1)[prompt - 1 : length - 1]
-        labels_T = batch.tokens_BS[row, prompt:length, None]
-        if response:
-            logprobs_T = logprobs_S.gather(1, labels_T).squeeze(1)
-            (-(logprobs_T * batch.mask_BT[row, :response]).sum() / batch.mask_BT.sum()).backward()
-            found_BT[row, :response] = logprobs_T.detach()
+            return model(tokens_1S)
+
+    found_BT = cases.logprobs_by(routed, batch)
+    (-(found_BT * batch.mask_BT).sum() / batch.mask_BT.sum()).backward()
     gradients = {name: value.grad for name, value in model.named_parameters() if name.endswith("mlp.gate.weight")}
-    return found_BT, gradients
+    return found_BT.detach(), gradients
 
 
 def test_a_layer_of_experts_rounds_as_vllm_s(found: dict[str, Any]) -> None:
@@ -132,7 +120,7 @@ def test_logprobs_and_the_routers_gradients_are_those_of_transformers(
         torch.testing.assert_close(found_gradient, wanted, rtol=0, atol=1e-5 * largest, msg=name)
 
 
-@pytest.mark.parametrize("case", ["packs", "recompute", *LAYOUTS, "vp2_recompute"])
+@pytest.mark.parametrize("case", ["packs", "recompute", *LAYOUTS])
 def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None:
     here, one = found[case], found["one"]
     for part in ("logprobs", "reference"):
@@ -173,7 +161,7 @@ def test_updates_go_where_the_pass_before_them_went(found: dict[str, Any], told:
     assert (cases.matrix(forward, "after") - cases.matrix(forward, "own")).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("case", [*KEPT, "vp2_recompute"])
+@pytest.mark.parametrize("case", KEPT)
 def test_every_layout_keeps_the_choices_of_its_pass(case: str, found: dict[str, Any]) -> None:
     here, one = found[f"forward_{case}"], found["forward"]
     chosen, wanted = torch.tensor(here["chosen"]), torch.tensor(one["chosen"])

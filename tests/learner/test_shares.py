@@ -1,7 +1,5 @@
 """What only the driver holds is passed and trained on as if every rank held it, and each replica gets its own rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases
@@ -26,13 +24,8 @@ REPLICAS = {"dp2", "experts_ep2"}
 
 def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     router = {"router": "replay"} if more.get("experts") else {}
-    return {
-        "kind": "shared",
-        "name": name,
-        "hf": hf,
-        "layout": {"tokens_per_microbatch": 60, **layout, **router},
-        **more,
-    }
+    layout = {"tokens_per_microbatch": 60, **layout, **router}
+    return {"kind": "shared", "name": name, "hf": hf, "layout": layout, **more}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """What an update gains the sampler: a plain step survives INT8, one that turns around there is found and taken back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases

@@ -1,7 +1,5 @@
 """One rounding more on every weight: as large as one, the same wherever a weight lies, and gone afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import learner_cases as cases

@@ -1,7 +1,5 @@
 """A collector of answers and scores that a test has written."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

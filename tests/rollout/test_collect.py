@@ -9,13 +9,8 @@ from collectors import Script, collector
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
-<<<<<<< HEAD
-from megatron_rl.rollout.collect import MOST_DETAILS, Collected, RewardError, _verdicts
-from megatron_rl.rollout_correction.correction import correct, rollout_correction
-=======
 from megatron_rl.rollout.collect import MOST_DETAILS, Collected, RewardError, _verdicts, sampling_params
-from megatron_rl.rollout_correction import correct, rollout_correction
->>>>>>> h_lot
+from megatron_rl.rollout_correction.correction import correct, rollout_correction
 from megatron_rl.types import Prompt, Rollout, Scored
 
 CORRECTION = CorrectionConfig()

@@ -8,13 +8,8 @@ import pytest
 import reference_tables
 from helpers import write_lines
 
-<<<<<<< HEAD
 from megatron_rl.runs.metrics import METRICS, unknown
-from megatron_rl.runs.metrics_file import REDUCERS, combine
-=======
-from megatron_rl.runs.metrics import METRICS, REDUCERS, combine, unknown
-from megatron_rl.runs.metrics_file import numbers_of_file
->>>>>>> h_lot
+from megatron_rl.runs.metrics_file import REDUCERS, combine, numbers_of_file
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python tools/reference_tables.py metrics > docs/metrics.md"

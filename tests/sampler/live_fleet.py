@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from tiny_engine import PROMPTS, TinyModel, collecting, make_config, make_settings, until
+from tiny_engine import PROMPTS, TinyModel, collecting, make_config, make_settings
 from transformers import Qwen3ForCausalLM
 
 from megatron_rl.config import to_yaml
@@ -81,18 +81,13 @@ class LiveFleet:
     @contextmanager
     def paused(self, one: Replica) -> Iterator[None]:
         """It takes requests, and answers none before the end."""
-        pid = one.process.pid if one.process else self.given_pid
+        (given,) = psutil.Process(self.given.pid).children()  # the server that `serve` has started
+        pid = one.process.pid if one.process else given.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
-
-    @property
-    def given_pid(self) -> int:
-        """The process of the server that `serve` has started."""
-        (server,) = psutil.Process(self.given.pid).children()
-        return server.pid
 
     def answers_of(self, one: Replica, prompts: list[Prompt]) -> list[Rollout]:
         """As a fleet of one server would give them."""
@@ -123,9 +118,6 @@ class LiveFleet:
             peer.load_state_dict(self.model.weights(seed), strict=False)
             self.peers[seed] = peer
         return self.peers[seed]
-
-    def until_ready(self) -> None:
-        until(lambda: all(replica.ready for replica in self.replicas))
 
 
 def fleet_settings(**keys) -> EngineSettings:

@@ -1,7 +1,5 @@
 """An engine that answers from a table, serves versions, and dies, hangs, refuses or lies as it is told."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers import wait_for
 from preloaded import forking
-from tiny_engine import PATIENCE_S, make_model, make_settings, until
+from tiny_engine import PATIENCE_S, make_model, make_settings
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
+from megatron_rl.processes.process import state_of
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.sampler import Sampler
 
@@ -68,36 +70,26 @@ def parent_of_an_engine(folder: Path) -> Iterator[tuple[subprocess.Popen, int]]:
 
 
 def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
-
-
-@pytest.fixture
-def needs_proc():
-    if not os.path.isdir("/proc/self"):
-        pytest.skip("reads process states from /proc")
+    return state_of(pid) not in ("", "Z", "X")
 
 
 @pytest.mark.engine
-def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
+def test_the_child_dies_with_a_killed_parent(tmp_path):
     with parent_of_an_engine(tmp_path) as (parent, child):
         assert parent.stdout.readline() == "ready\n"
         assert is_running(child)
         parent.kill()
         parent.wait(PATIENCE_S)
-        until(lambda: not is_running(child))
+        wait_for(lambda: not is_running(child))
 
 
-def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_proc):
+def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path):
     with parent_of_an_engine(tmp_path) as (parent, child):
         assert os.getpgid(child) != os.getpgid(parent.pid)
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
         output, _ = parent.communicate(timeout=PATIENCE_S)
         assert "closed" in output
-        until(lambda: not is_running(child))
+        wait_for(lambda: not is_running(child))
 
 
 @pytest.mark.engine
@@ -112,7 +104,7 @@ def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     assert sampler.replicas == []
 
 
-def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
+def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path):
     sampler = Sampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
     child = sampler.replicas[0].process.pid

@@ -11,6 +11,7 @@ from scripted_engine import replica, until
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.dispatch import TRIES, Dispatcher, Done, Job
 from megatron_rl.sampler.replica import Replica
+from megatron_rl.sampler.sampler import request_seed
 from megatron_rl.types import Prompt, SamplingParams
 
 PARAMS = SamplingParams(samples=2, max_tokens=4)
@@ -332,3 +333,10 @@ def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(de
         return done
 
     assert tokens(run(replicas, use=use, max_sequences=max_sequences)) == expected(sum(added))
+
+
+def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():
+    seeds = {request_seed(seed, group) + sample for seed in range(20) for group in range(200) for sample in range(8)}
+    assert len(seeds) == 32000
+    assert max(seeds) < 2**62
+    assert request_seed(3, 5) == request_seed(3, 5)

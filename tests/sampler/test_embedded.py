@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import PROMPTS, SAMPLING, Live, start_live, until
+from helpers import wait_for
+from tiny_engine import PROMPTS, SAMPLING, Live, rest, start_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.readiness import CACHE, WEIGHTS
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.sampler.supervisor import POLL_S
-from megatron_rl.types import Rollout, SamplingParams
+from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -28,10 +29,6 @@ LONG = SamplingParams(samples=2, max_tokens=24)
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     yield from start_live(tmp_path_factory.mktemp("several"), Format.int8, tied=True, seed=1, engines=2)
-
-
-def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
-    return {group: [one for one in rollouts if one.group == group] for group in {one.group for one in rollouts}}
 
 
 def served_by_each(live: Live) -> list[int]:
@@ -60,20 +57,6 @@ def test_each_prompt_is_answered_once_by_one_of_them(live: Live) -> None:
         assert list(rollout.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-2)
 
 
-def test_what_is_asked_for_meanwhile_is_answered_too(live: Live) -> None:
-    answering = live.sampler.answering(LONG, seed=7)
-    answering.add(PROMPTS, 0)
-    groups, added = {}, False
-    while more := answering.finished():
-        groups |= {group[0].group: group for group in more}
-        if not added:
-            answering.add(PROMPTS[:1], 6)
-            answering.add(PROMPTS[1:2], 7)
-            added = True
-    assert sorted(groups) == list(range(8))
-    answering.close()
-
-
 def test_a_version_that_one_of_them_refuses_is_served_by_none(live: Live, tmp_path: Path) -> None:
     served = live.sampler.policy_version
     before = live.rollouts()
@@ -100,16 +83,12 @@ def test_a_version_that_one_of_them_refuses_is_served_by_none(live: Live, tmp_pa
 
 @pytest.mark.fault("one of several engines is killed while it answers", "it comes back; every prompt is answered")
 def test_one_of_them_is_killed(live: Live) -> None:
-    wanted = by_group(live.sampler.generate(PROMPTS, LONG, seed=3, first_group=0, step=0))
+    wanted = live.sampler.generate(PROMPTS, LONG, seed=3, first_group=0, step=0)
     answering = live.sampler.answering(LONG, seed=3)
     answering.add(PROMPTS, 0)
     live.kill(1)
-    groups = {}
-    while more := answering.finished():
-        groups |= {group[0].group: group for group in more}
-    assert {number: [list(one.token_ids) for one in group] for number, group in groups.items()} == {
-        number: [list(one.token_ids) for one in group] for number, group in wanted.items()
-    }
+    groups = rest(answering)
+    assert [one.token_ids for number in sorted(groups) for one in groups[number]] == [one.token_ids for one in wanted]
     assert live.sampler.stats.restarts == 1
 
 
@@ -120,11 +99,11 @@ def test_they_sleep_and_wake_together(live: Live) -> None:
     with pytest.raises(SamplerError, match="asleep"):
         live.rollouts()
     live.kill(0)
-    until(lambda: not live.sampler.replicas[0].up)
+    wait_for(lambda: not live.sampler.replicas[0].up)
     time.sleep(2 * POLL_S)
     assert live.sampler.stats.restarts == before
     live.sampler.wake([WEIGHTS])
     live.sampler.wake([CACHE])
-    until(lambda: all(one.ready for one in live.sampler.replicas))
+    wait_for(lambda: all(one.ready for one in live.sampler.replicas))
     assert live.sampler.stats.restarts == before + 1
     assert live.rollouts() == wanted

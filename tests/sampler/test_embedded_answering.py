@@ -4,11 +4,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tiny_engine import PROMPTS, Live, start_live
+from tiny_engine import PROMPTS, Live, essence, rest, start_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.client.interface import SamplerError
-from megatron_rl.sampler.sampler import Answering
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -22,23 +21,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     yield from start_live(tmp_path_factory.mktemp("answering"), Format.none, tied=True, seed=1)
 
 
-def rest(answering: Answering) -> dict[int, list[Rollout]]:
-    """Every group that is still to come; none comes twice."""
-    groups: dict[int, list[Rollout]] = {}
-    while more := answering.finished():
-        for group in more:
-            assert [one.sample for one in group] == list(range(len(group)))
-            assert {one.group for one in group}.isdisjoint(groups)
-            groups[group[0].group] = group
-    return groups
-
-
 def versions_of(rollouts: list[Rollout]) -> set[int]:
     return {one.policy_version for one in rollouts}
-
-
-def essence(rollouts: list[Rollout]) -> list[tuple]:
-    return [(one.group, one.sample, one.token_ids, one.logprobs, one.policy_version) for one in rollouts]
 
 
 def test_groups_come_as_the_list_has_them(live: Live) -> None:
@@ -81,7 +65,7 @@ def test_what_is_given_up_leaves_the_engine(live: Live) -> None:
 def test_another_thread_is_answered_meanwhile(live: Live) -> None:
     with live.collecting():
         live.until_open()
-    assert essence(live.rollouts()) == essence(live.rollouts())
+    assert live.answers() == live.answers()
 
 
 def test_an_update_comes_between_two_tokens(live: Live) -> None:
@@ -142,8 +126,7 @@ def test_a_new_engine_without_weights_answers_nothing(live: Live) -> None:
     live.write(3)
     with live.collecting() as rollouts:
         live.until_open()
-        live.sampler.start_weight_update()
-        live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
+        live.stage()
         live.kill()
         assert live.sampler.health()["policy_version"] == -1
         assert live.sampler.stats.restarts == restarts + 1

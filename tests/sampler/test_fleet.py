@@ -8,8 +8,6 @@ import math
 import os
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -17,25 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_fleet import (
-    FORMATS,
-    KEY,
-    KEY_VARIABLE,
-    LONG,
-    MANY,
-    SAMPLING,
-    LiveFleet,
-    fleet_settings,
-    flip_a_byte,
-    serve,
-)
+from helpers import wait_for
+from live_fleet import FORMATS, KEY, KEY_VARIABLE, LONG, MANY, SAMPLING, LiveFleet, fleet_settings, flip_a_byte, serve
 from preloaded import forking
-from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings, until
+from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings
 
 from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.process import free_port
 from megatron_rl.sampler.client.interface import RequestRefused, SamplerError
-from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync import file_transport as transport
@@ -115,19 +102,8 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
     assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
 
 
-@pytest.mark.parametrize("path", ["/engine", "/health", "/collective_rpc"])
-@pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic"])
-def test_no_route_answers_without_the_key(live, path, key):
-    headers = {} if key is None else {"Authorization": key}
-    for replica in live.replicas:
-        request = urllib.request.Request(replica.engine.line._address + path, data=b"{}", headers=headers)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=PATIENCE_S)
-        assert refused.value.code == 401
-
-
 def test_the_key_is_in_no_command_line_and_no_log(live):
-    process, (own, given) = live.replicas[0].process, (key_of(one) for one in live.replicas)
+    process, (own, given) = live.replicas[0].process, (one.engine.line._key for one in live.replicas)
     assert len(own) > 30
     assert own != KEY == given
     assert own not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -135,10 +111,6 @@ def test_the_key_is_in_no_command_line_and_no_log(live):
         assert not any(key in log.read_text(errors="replace") for key in (own, given))
     assert KEY not in Path(f"/proc/{process.pid}/environ").read_text()
     assert process.address.startswith("http://127.0.0.1:")
-
-
-def key_of(replica: Replica) -> str:
-    return replica.engine.line._key
 
 
 GENERATE = {"seed": 0, "max_tokens": 4}
@@ -210,7 +182,7 @@ def test_closing_ends_what_the_servers_work_on(live):
         answering.add(MANY, 0)
         assert all(one.running and one.load for one in live.replicas)
         answering.close()
-    until(lambda: live.open() == [0, 0])
+    wait_for(lambda: live.open() == [0, 0])
     assert answering.finished() == []
     assert not any(one.running or one.load for one in live.replicas)
 
@@ -282,7 +254,7 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     assert any("server 0 (int8) is out" in line for line in live.notes)
 
     request.getfixturevalue("embedded")
-    live.until_ready()
+    wait_for(lambda: all(replica.ready for replica in live.replicas))
     again = live.rollouts()
     assert victim.process.pid != pid
     assert {r.format for r in again} == {"none", "int8"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tiny_engine import Live, make_model, make_settings, startable
+from tiny_engine import Live, make_model, make_settings, rest, startable
 
 from megatron_rl.config.schema import Cache, Format
 from megatron_rl.sampler.sampler import Sampler
@@ -62,19 +62,18 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
     live.until_open()
     live.update(2)
     new = ask(live)
-    begun = [one for group in iter(answering.finished, []) for part in group for one in part]
+    begun = [one for group in rest(answering).values() for one in group]
     live.update(2)
     assert [one.token_ids for one in new] == [one.token_ids for one in ask(live)]
     assert {one.policy_version for one in new} == {live.sampler.policy_version - 1}
     assert [one.token_ids for one in new] != [one.token_ids for one in old]
     live.update(2)
-    whole = {one.group: one for one in ()}
     late = [one for one in begun if one.versions is None and one.policy_version == live.sampler.policy_version - 2]
     assert late, "some had not begun"
     fresh = live.sampler.answering(PARAMS, seed=5)
     fresh.add([PROMPT] * 4, 0)
-    whole = {(one.group, one.sample): one for part in iter(fresh.finished, []) for group in part for one in group}
-    same = [one.token_ids == whole[one.group, one.sample].token_ids for one in late]
+    whole = rest(fresh)
+    same = [one.token_ids == whole[one.group][one.sample].token_ids for one in late]
     assert sum(same) > 0.8 * len(same), "but for rounding"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import PROMPTS, Live, start_live
+from tiny_engine import PROMPTS, Live, essence, rest, start_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.client.interface import SamplerError
@@ -23,14 +23,6 @@ def live(tmp_path: Path) -> Iterator[Live]:
     yield from start_live(tmp_path, Format.int8, tied=True, seed=1)
 
 
-def answers(live: Live) -> list[tuple]:
-    return [essence(one) for one in live.rollouts(params=LONG)]
-
-
-def essence(one: Rollout) -> tuple:
-    return one.token_ids, one.logprobs, one.policy_version
-
-
 @pytest.mark.engine
 @pytest.mark.fault(
     "the embedded engine is killed: idle, in mid-generation, in mid-update; and once more",
@@ -39,9 +31,9 @@ def essence(one: Rollout) -> tuple:
 def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     monkeypatch.setattr(live.sampler, "_note", notes.append)
-    first = answers(live)
+    first = live.answers(params=LONG)
     live.kill()
-    assert answers(live) == first
+    assert live.answers(params=LONG) == first
     assert (live.sampler.stats.restarts, len(notes)) == (1, 3)
     assert "SIGKILL" in notes[1]
     assert "1 of 3 restarts" in notes[1]
@@ -50,19 +42,17 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     answering = live.sampler.answering(LONG, seed=1)
     answering.add(PROMPTS, 0)
     live.kill()
-    groups = sorted((group for more in iter(answering.finished, []) for group in more), key=lambda one: one[0].group)
-    assert [essence(one) for group in groups for one in group] == first
+    groups = rest(answering)
+    assert essence(one for number in sorted(groups) for one in groups[number]) == first
     assert live.sampler.stats.restarts == 2
 
     live.write(2)
-    version = live.next_version
-    live.sampler.start_weight_update()
-    live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
-    transport.remove_version(live.directory, version - 1)  # its files may have been written over
+    version = live.stage()
+    transport.remove_version(live.directory, int(version) - 1)  # its files may have been written over
     live.kill()
-    live.sampler.finish_weight_update(str(version))
-    assert answers(live)[0][2] == version
-    assert answers(live) != first
+    live.sampler.finish_weight_update(version)
+    assert {one.policy_version for one in live.rollouts()} == {int(version)}
+    assert live.answers(params=LONG) != first
     assert live.sampler.stats.restarts == MAX_RESTARTS
 
     live.kill()
@@ -76,18 +66,16 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     "the engine dies ahead of the learner, as a version is written over the old one", "it comes back with the new one"
 )
 def test_it_does_not_read_what_is_written_over(live: Live) -> None:
-    found: list[list[tuple]] = []
+    found: list[Rollout] = []
     with live.sampler.updating():
         live.kill()
-        ahead = threading.Thread(target=lambda: found.append(answers(live)))
+        ahead = threading.Thread(target=lambda: found.extend(live.rollouts(params=LONG)))
         ahead.start()
         live.write(2)
         version = live.next_version
         transport.remove_version(live.directory, version - 1)
         ahead.join(5)  # is to be missed: no engine is there to be had
-        live.sampler.start_weight_update()
-        live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
-        live.sampler.finish_weight_update(str(version))
+        live.load(version)
     ahead.join(300)
-    assert [one[2] for one in found[0]] == [version] * len(found[0])
+    assert {one.policy_version for one in found} == {version}
     assert live.sampler.stats.restarts == 1

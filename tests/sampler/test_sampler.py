@@ -1,18 +1,11 @@
-"""Seeds, which make two samplers answer alike; and what becomes of an engine's answer."""
+"""What becomes of an engine's answer."""
 
 from array import array
 
 from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.sampler.dispatch import Done, Job
-from megatron_rl.sampler.sampler import _rollouts, request_seed
+from megatron_rl.sampler.sampler import _rollouts
 from megatron_rl.types import Prompt
-
-
-def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():
-    seeds = {request_seed(seed, group) + sample for seed in range(20) for group in range(200) for sample in range(8)}
-    assert len(seeds) == 32000
-    assert max(seeds) < 2**62
-    assert request_seed(3, 5) == request_seed(3, 5)
 
 
 def test_an_answer_that_an_update_came_into_is_as_old_as_its_first_token():

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import Live, make_live, until
+from helpers import wait_for
+from tiny_engine import make_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.scratch import SHARED_MEMORY, segments_of_session
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.manifest import WeightSyncError
-
-
-def answers(live: Live) -> list[tuple]:
-    return [(rollout.token_ids, rollout.logprobs) for rollout in live.rollouts()]
 
 
 def leftovers() -> set[str]:
@@ -46,11 +43,11 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         kinds = {"psm", "vllm"} if torch.cpu._is_avx512_supported() else {"psm"}  # all-reduces of its own kernels
         assert {name.partition("_")[0] for name in made} >= kinds, "what an engine leaves has other names now"
         live.update(1)
-        first = answers(live)
+        first = live.answers()
         live.update(2)
-        assert answers(live) != first
+        assert live.answers() != first
         live.update(1)
-        assert answers(live) == first
+        assert live.answers() == first
         manifest = live.write(2)
         content = manifests.read(manifest)
         tensors = list(content.tensors)
@@ -59,17 +56,17 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         manifest.write_bytes(manifests.encode(replace(content, tensors=tensors)))
         with pytest.raises(WeightSyncError, match=f"corrupt tensor {tensors[3].name}"):
             live.load()
-        assert answers(live) == first
+        assert live.answers() == first
         with live.collecting() as written:
             for step in (2, 1, 2):  # answers begin and end together: an update can find none under way
                 live.update(step)
         spanning = [one for one in written if one.versions is not None]
         assert spanning, "an update came between two tokens"
         assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) > 1 for one in spanning)
-        assert answers(live) != first
+        assert live.answers() != first
         session = live.sampler.replicas[0].process.pid
         made |= segments_of_session(session)
     finally:
         live.sampler.close()
-    until(lambda: has_ended(session))
+    wait_for(lambda: has_ended(session))
     assert not (leftovers() - others) & made

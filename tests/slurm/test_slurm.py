@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from box import needs_slurm
 
 from megatron_rl.config import load
 from megatron_rl.data.toy import write_toy
@@ -51,10 +51,7 @@ def test_slurm_may_queue_a_job_again_and_asks_it_before_its_time_is_up(script: P
 
 @pytest.mark.engine
 @pytest.mark.ranks
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),
-    reason="needs root and Debian's slurm-wlm and munge",
-)
+@needs_slurm
 @pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "megatron-rl").exists(), reason="the scripts run what .venv holds")
 def test_a_job_trains_under_srun(tmp_path: Path) -> None:
     write_toy(tmp_path / "toy")

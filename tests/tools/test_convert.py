@@ -1,7 +1,5 @@
 """Hugging Face folder -> torch_dist -> Hugging Face folder gives the same bytes; Megatron itself loads and saves it."""
 
-from __future__ import annotations
-
 import filecmp
 import pickle
 import signal

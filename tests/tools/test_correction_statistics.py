@@ -1,7 +1,5 @@
 """Bias and variance where they are known exactly: a table of logits whose every sequence can be listed."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -7,7 +7,7 @@ import prepare_data
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import write_lines
+from helpers import dapo_row, write_lines
 
 from megatron_rl.config.schema import DataSection
 from megatron_rl.data.prompts import load_dataset
@@ -17,20 +17,12 @@ from megatron_rl.rewards.functions import resolve
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
-
-def verl(question: str, answer: str) -> dict:
-    return {
-        "data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": "7"},
-    }  # fmt: skip
-
-
 TABLES = {  # kind: rows as published, and what becomes of them
     "dapo_math_17k": (
-        [verl("1+1?", "2")] * 100 + [verl("2+2?", "4")] * 3 + [verl("3+3?", "6"), verl("3+3?", "7")],
+        [dapo_row("1+1?", "2")] * 100 + [dapo_row("2+2?", "4")] * 3 + [dapo_row("3+3?", "6"), dapo_row("3+3?", "7")],
         [("1+1?", "2"), ("2+2?", "4")],
     ),
-    "aime_2024": ([verl("How many?", "033")] * 32 + [{"problem": "And now?", "answer": "204.0"}],
+    "aime_2024": ([dapo_row("How many?", "033")] * 32 + [{"problem": "And now?", "answer": "204.0"}],
                   [("How many?", "33"), ("And now?", "204")]),
     "aime_2025": ([{"problem_idx": 1, "problem": "How many?", "answer": 70, "problem_type": ["Algebra"]}],
                   [("How many?", "70")]),
@@ -70,7 +62,7 @@ def test_published_tables(kind: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_was_prepared_is_read_without_keys(tmp_path: Path) -> None:
-    write_lines(tmp_path / "rows.jsonl", [verl("1+1", "2")])
+    write_lines(tmp_path / "rows.jsonl", [dapo_row("1+1", "2")])
     prepared("dapo_math_17k", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet")
     write_toy(tmp_path / "toy")
     section = DataSection(train=str(tmp_path / "made.parquet"))
@@ -79,7 +71,7 @@ def test_what_was_prepared_is_read_without_keys(tmp_path: Path) -> None:
 
 
 def test_a_look_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_lines(tmp_path / "rows.jsonl", [verl(f"{each}+1?", "2") for each in range(9)])
+    write_lines(tmp_path / "rows.jsonl", [dapo_row(f"{each}+1?", "2") for each in range(9)])
     arguments = ["dapo_math_17k", str(tmp_path / "rows.jsonl"), "--instruction", "answer_line"]
     assert prepare_data.main([*arguments, "--show", "3"]) == 0
     shown = capsys.readouterr().out
@@ -118,7 +110,7 @@ def test_the_sanity_set_is_what_is_solved_now_and_then(tmp_path: Path) -> None:
         ("math", {"problem": "1?", "solution": "\\boxed{5"}, "row 1 of {path} has a box that is never closed"),
         ("math", {"problem": "1?", "solution": ""}, "row 1 of {path} has an empty question or answer"),
         ("math", {"text": "1?"}, "row 1 of {path} has text, and no problem or question"),
-        ("dapo_math_17k", verl("1?", "5") | {"prompt": [{"content": "a"}] * 2}, "neither text nor one message"),
+        ("dapo_math_17k", dapo_row("1?", "5") | {"prompt": [{"content": "a"}] * 2}, "neither text nor one message"),
         ("dapo_math_17k", {"prompt": "1?", "answer": [1, 2]}, "row 1 of {path} has a 'answer' that is list"),
         ("dapo_math_17k", {"prompt": "1?", "answer": float("nan")}, "line 2 of {path} is not JSON (NaN is not"),
     ],

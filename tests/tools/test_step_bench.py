@@ -1,7 +1,5 @@
 """The floors of tools/bench/step.py, against what torch counts in transformers' model of the same shape."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Corrections over sessions of several turns, where every session can be listed."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
