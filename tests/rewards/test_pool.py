@@ -227,7 +227,7 @@ def test_a_worker_that_takes_nothing_misses_the_deadline_too(hostile: RewardPool
 
 def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> None:
     worker = hostile._workers[0]
-    worker._open_channel.send({"id": 99, "task": b'{"row": {}, "response": "7"}'})
+    worker._channel.send({"id": 99, "task": b'{"row": {}, "response": "7"}'})
     scores = scored(hostile, ({}, "1"), ({}, "2"), ({}, "3"))
     assert "out of turn" in str(scores[0].error)
     assert scores[1:] == [number(2.0), number(3.0)]
