@@ -69,7 +69,7 @@ def test_fifty_updates_equal_a_fresh_engine(format, engine, tmp_path):
     live.update(11)
     assert live.answers() == answers[11], "a change and a change back"
     assert live.rollouts()[0].policy_version == live.sampler.policy_version == 50
-    assert not any(math.isnan(lp) for answer in answers.values() for _, logprobs, _ in answer for lp in logprobs)
+    assert not any(math.isnan(lp) for answer in answers.values() for *_, logprobs, _ in answer for lp in logprobs)
     assert memory[49] - memory[19] < 6, "thirty updates of half a megabyte or more would show"
 
 
@@ -125,9 +125,9 @@ def test_a_faulty_update_is_refused_and_the_old_version_serves_on(format, fault,
     assert live.answers() != before
 
 
-def test_patches_load_like_whole_tensors(live_fp8):
+def test_patches_load_like_whole_tensors(engine):
     """A version of patches, read by a receiver that has not read the one before; then one whose base is gone."""
-    live: Live = live_fp8
+    live = engine(Format.fp8)
     live.update(71)
     right = live.answers()
     sent, first = Sent(), live.next_version
