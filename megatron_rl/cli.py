@@ -1,8 +1,6 @@
 """The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of `commands/`,
 or of `workshop/commands/`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

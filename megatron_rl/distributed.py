@@ -1,8 +1,6 @@
 """Collectives between ranks without pickle: JSON from all to all, maxima and gathers of tensors over a group, and a way
 to keep ranks waiting while rank 0 does long work."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Evaluator of a held-out set: samples answers, scores them without a length penalty, gives accuracy, pass@k, maj@k."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

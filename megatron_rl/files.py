@@ -1,7 +1,5 @@
 """Atomic writes (under a temporary name, renamed when whole), removal of folders, bounded reads of JSON and logs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

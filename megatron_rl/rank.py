@@ -1,7 +1,5 @@
 """Entry point of a learner rank, by launch.py (`python -m megatron_rl.rank RUN_DIR PARENT_PID`), srun or torchrun."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -5,8 +5,6 @@ variable MEGATRON_RL_FLEET_KEY. The weights come from the run: until its first s
 whoever started it, unless under nohup.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -6,8 +6,6 @@ prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correcti
 Shape suffixes: B sequences, T response positions.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

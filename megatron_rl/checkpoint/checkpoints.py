@@ -9,8 +9,6 @@ checkpoints/step_120/
 A folder gets its name when it is complete; what a killed run left is called `.step_120.partial`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Resuming a run: refuses changed keys or data, picks the newest whole checkpoint, cuts records back to its step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path

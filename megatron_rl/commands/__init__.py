@@ -1,7 +1,5 @@
 """Commands of `megatron-rl`: each module adds one, and imports its implementation only when it is called."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from importlib import import_module

@@ -1,7 +1,5 @@
 """`megatron-rl serve`: starts one vLLM engine server, in the foreground, for the fleet of a run on another machine."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bounds of configuration values, written in the key's type, such as `workers: Annotated[int, at_least(1)] = 1`."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks of a recipe's correction, loss and advantage sections: error sentences with key, value and way out."""
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from typing import Any

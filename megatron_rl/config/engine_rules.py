@@ -1,7 +1,5 @@
 """Rules about the engines' keys, at once or with the learner's: formats, GPUs, servers and the key that they need."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Held-out sets resolved from the section `eval`: each set with its file, its sampling and its reward. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Consequences of a recipe's `sampler` section: how many engines, on which GPUs, in which formats, and where."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections import Counter
 from urllib.parse import urlsplit

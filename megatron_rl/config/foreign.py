@@ -1,7 +1,5 @@
 """Check of recipe keys handed to megatron-core or vLLM against their dataclasses, parsed from source, not imported."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib.util

@@ -5,8 +5,6 @@ conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other ke
 conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Loads recipes (`layers.py`) into the typed Config, keys checked, writes one as YAML, compares it with its base."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

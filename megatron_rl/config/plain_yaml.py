@@ -1,7 +1,5 @@
 """Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text, a key given twice is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable
 from pathlib import Path

@@ -4,8 +4,6 @@ A single update's own forward pass gives the same logprobs, too late only for wh
 before the first gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron_rl.config.choices import Anchor, Stat

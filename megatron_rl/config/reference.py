@@ -3,8 +3,6 @@
 What a key or a choice does is said once, in the comment beside its definition, and read from there.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

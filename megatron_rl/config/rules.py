@@ -1,8 +1,6 @@
 """Rules for recipe keys that conflict with each other: each reads the sections that its parameters name and yields
 sentences with key, value and way out. `load.py` applies all of them to a recipe."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

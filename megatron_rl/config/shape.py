@@ -3,8 +3,6 @@
 `misfits` is about what a recipe writes: keys and types; `sound` about the values of a section that is made: bounds.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Keys that recipes do not have, and what is said of them: removed ones (docs/decisions/config_keys.md says why),
 what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours, and misspelt ones."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 

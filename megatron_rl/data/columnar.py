@@ -1,8 +1,6 @@
 """Rows of Parquet and Arrow files, decoded only when asked for; a file in large pieces is copied once into small ones,
 for random access."""
 
-from __future__ import annotations
-
 import bisect
 import tempfile
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The prompts of one file: rendered and tokenized, without duplicates and rows whose answers contradict each other;
 too long ones are left out or refused."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence

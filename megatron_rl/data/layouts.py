@@ -1,7 +1,5 @@
 """Layouts of published data sets (verl, TRL, OpenRLHF, ...): finds columns of prompt and answer that no key names."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loads a configuration's data sets, checks them before a run, and draws prompts in a shuffled, resumable order."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Iterator, Sequence

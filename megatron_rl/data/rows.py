@@ -4,8 +4,6 @@ A row is a JSON object: text that can be encoded, finite numbers, each key once,
 what is otherwise is refused with its place. All rows are looked at, but none is kept, so that size is no matter.
 """
 
-from __future__ import annotations
-
 import bisect
 import codecs
 import json

@@ -1,7 +1,5 @@
 """Tokenizer of a Hugging Face folder: renders chat templates, encodes prompts, decodes answers, names stop tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

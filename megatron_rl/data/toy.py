@@ -3,8 +3,6 @@ model. The toy is arithmetic (a tokenizer of characters, under a million paramet
 with a chat template, a byte-level BPE tokenizer trained on them, and 2.4 million. All is made from a seed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ ends the process with its parent, too. CORES, such as `0,1`, confine it to a sha
 ignores Ctrl-C and USR1: its parent decides what they mean.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading

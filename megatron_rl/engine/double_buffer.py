@@ -7,8 +7,6 @@ weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, whil
 Attention layers are shared with the live model: they hold the cache, and on hosts no update changes them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrapper of vLLM that carries out a sampler's requests: generation, weight updates, modules' outputs, sleep."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -6,8 +6,6 @@ accepted. Sizes are those of the whole model whatever the engine's tensor parall
 take whole tensors and cut their own shard; which part that is, and that nothing else is read, is told here too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, cast

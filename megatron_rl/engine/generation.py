@@ -8,8 +8,6 @@ are finite there may be more, and the position is as good as unknown.
 T tokens of an answer, N candidates of a token.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ wants an engine with enforce_eager, which is what hosts run.
 S tokens, L layers, K experts of each token.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

@@ -21,8 +21,6 @@ place. Goes when vLLM configures its tiles at every call.
 Shapes: M tokens, K input features, N output features.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

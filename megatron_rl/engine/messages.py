@@ -7,8 +7,6 @@ What an engine may be asked is told by REQUESTS. One token id beyond the vocabul
 worker method leave it deaf: a server holds every message against its form before the engine sees it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 

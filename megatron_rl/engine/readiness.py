@@ -5,8 +5,6 @@ shares a GPU with the learner sleeps while the learner works), and once its weig
 brought new ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated

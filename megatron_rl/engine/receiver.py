@@ -8,8 +8,6 @@ accepted the update. With `background` the first phase runs in a thread, while t
 present weights; `await_weight_update` then ends it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import traceback

@@ -8,8 +8,6 @@ the first load only). Here every packed layer gets its checkpoint-layout paramet
 GPUs: vLLM's layerwise reload keeps the tensors that CUDA graphs captured; it is used as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ carries the same messages as the socket of a child, held against their forms (me
 kept few (server_access.py). GET /health says whether the engine answers, works, or hangs. There is nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

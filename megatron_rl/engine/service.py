@@ -4,8 +4,6 @@ Between two of the engine's steps it is asked whatever has arrived; what a step 
 of it in one transmission. A line is what a request came by: a child's socket, or one connection of a server.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import traceback

@@ -1,7 +1,5 @@
 """Tool calls in what a model has written, as vLLM's parsers find them; from text that is decoded once."""
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from pathlib import Path

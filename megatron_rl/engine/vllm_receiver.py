@@ -14,8 +14,6 @@ vLLM imports this module in every worker through `worker_extension_cls`. Not yet
 device and are tested with a real engine on hosts.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

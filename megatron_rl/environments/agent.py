@@ -4,8 +4,6 @@ A turn of an agent's is a request to the engines like any other; its tokens are 
 Temperature, top_p and the like are the recipe's: what an agent asks for there changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

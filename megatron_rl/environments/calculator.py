@@ -1,7 +1,5 @@
 """Environment `Calculator`: a question with one number as its answer, and a tool that calculates with whole numbers."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence

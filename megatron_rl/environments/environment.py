@@ -6,8 +6,6 @@ such a method, whose constructor takes the settings: it holds the conversation i
 docs/environments.md takes both to a run.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Used from one event loop, but for `start` and `close`. A process that misses its
 something else is killed with all that it has started; the next conversation gets another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Session: one conversation between the policy and an environment, from the first message to its rows and rewards."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

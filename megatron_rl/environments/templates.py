@@ -1,7 +1,5 @@
 """What a chat template does to a conversation: whether it only appends, and how its tool calls are written."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

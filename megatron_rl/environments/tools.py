@@ -3,8 +3,6 @@
 A function with an attribute `schema`, as OpenAI's API has it, is shown with that one, and checks its arguments itself.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Mapping

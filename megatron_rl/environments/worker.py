@@ -5,8 +5,6 @@ is to fork; that process answers requests there, one at a time, until the socket
 one that crashes is anything to another conversation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

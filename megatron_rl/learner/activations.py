@@ -6,8 +6,6 @@ Each rank looks at its own layers, columns and positions. megatron-core keeps qu
 group: a port says which columns of a point's values pass here, in which order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Allocator setting that lets the learner return GPU memory at syncs to an engine that sleeps meanwhile, and a clock
 for the forward passes inside an update."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

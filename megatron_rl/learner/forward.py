@@ -4,8 +4,6 @@ sampler computes; and what passes show: maxima for the sync's scales, router fli
 B rows of the batch, T response positions, N response tokens of a pack, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

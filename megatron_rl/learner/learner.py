@@ -6,8 +6,6 @@ ranks add up, and nothing is averaged anywhere.
 B rows of the batch, b rows of a micro-batch, T response positions, N response tokens of a pack.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

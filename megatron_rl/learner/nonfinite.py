@@ -8,8 +8,6 @@ dumps/nonfinite_12/          after 12 optimizer steps
 `megatron-rl rerun-step DUMP` repeats one (rerun.py).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping

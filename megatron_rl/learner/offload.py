@@ -5,8 +5,6 @@ the probe need them while the engine has its cache. What is moved are whole tens
 optimizer's own: a checkpoint that is taken meanwhile reads the host's copies, and needs to know nothing of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

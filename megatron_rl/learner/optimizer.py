@@ -1,7 +1,5 @@
 """Settings of megatron-core's Adam and gradient reduction, the learning rate of a step, clipping by a given norm."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import fields

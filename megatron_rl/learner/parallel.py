@@ -1,8 +1,6 @@
 """One process of the learner: joins torch's and megatron-core's groups, checks its place in the layout, sums over ranks
 and broadcasts the driver's tensors and JSON."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import math

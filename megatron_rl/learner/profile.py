@@ -1,7 +1,5 @@
 """A rank's work and memory, for a person to look at: traces of chosen steps, and what has filled a GPU."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@ by a proxy of what the inference engine has gained; here its logprobs with the n
 B rows that are looked at, T response positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

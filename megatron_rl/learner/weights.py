@@ -1,7 +1,5 @@
 """Fills a rank's parameters from Hugging Face tensors or at random, and exchanges or re-rounds them for a while."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

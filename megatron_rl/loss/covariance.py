@@ -5,8 +5,6 @@ The covariance of a token is (A - mean A) (p - mean p): a large one drives entro
 Shape legend: B sequences, T response positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

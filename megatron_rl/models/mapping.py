@@ -3,8 +3,6 @@
 Megatron names in this project are global: layer and expert numbers count over the whole model (`global_name`).
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterator

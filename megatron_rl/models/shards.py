@@ -4,8 +4,6 @@ A checkpoint keeps each parameter as one rank alone would hold it; a learner of 
 and reads others. The distributed optimizer keeps a contiguous run of each flattened shard: a few blocks, too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Live sync, import, export and the tests all read `TABLE`; supporting another fam
 to `shape.FAMILIES`). {L} is a layer, {E} an expert, counted over the whole model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 

@@ -2,8 +2,6 @@
 config.json of any family. `megatron-rl toy FOLDER --tokenizer TOKENIZER` writes both.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping

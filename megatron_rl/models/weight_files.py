@@ -3,8 +3,6 @@
 A folder may come from anywhere: names stay inside of it, headers are small, before anything is believed. Torch-free.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

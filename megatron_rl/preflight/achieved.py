@@ -1,7 +1,5 @@
 """Achieved throughput of a step, as metrics: tokens and operations a second of a device, MFU; and peaks of memory."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Checks of a recipe against machine, model and files before a run, a server, or a model that answers alone starts:
 every problem in one error, and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules that refuse a recipe whose engine does not suit its model, machine, GPUs or transport, by key. Torch-free."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

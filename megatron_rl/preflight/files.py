@@ -1,7 +1,5 @@
 """Checks of the files that a recipe names: which are absent, and whether config.json, weights and tokenizer agree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Descriptions of machines (GPUs, memory, links): this one, detected without torch, or one named as 1x8xH100-80."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Notes on settings that may surprise, such as a disk without room for the run; none refuses a recipe."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping

@@ -6,8 +6,6 @@ python -m megatron_rl.preflight.roles RECIPE [key=value ...]     for the batch s
                                                                       and where the run will be
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

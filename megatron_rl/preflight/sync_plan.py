@@ -1,7 +1,5 @@
 """Plan of a weight sync by shapes and layouts: bytes by writer and gathering group, sizes that misfit. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

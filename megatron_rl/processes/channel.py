@@ -1,7 +1,5 @@
 """Framed msgpack messages over a socket pair of parent and child, with deadlines and a largest size. No pickle."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import time

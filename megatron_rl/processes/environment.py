@@ -1,7 +1,5 @@
 """Environment variables of a run's processes: secrets left out, those that rewards see, caches of compiled code."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """NVIDIA's driver on this machine: what nvidia-smi says of its GPUs, and whether torch can use them. Torch-free."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from importlib import metadata

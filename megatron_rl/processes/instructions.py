@@ -1,8 +1,6 @@
 """Detection of this CPU's instructions for BF16 and INT8 matrix products, as far as oneDNN's variables let torch and
 vLLM use them, and the settings that suit a small model where they lack."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The Slurm job of this process (time left, whether it goes on, a rank's variables); and how many of its processes the
 kernel has ended for their memory, by the counters of control groups."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

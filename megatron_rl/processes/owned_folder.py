@@ -3,8 +3,6 @@
 It is judged on the kernel that gave it alone, as not every shared file system tells other machines about it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

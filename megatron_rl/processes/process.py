@@ -1,8 +1,6 @@
 """Process helpers of a run: cores, memory, garbage collection, signals that wait or are left to the driver, ending with
 the parent or with all descendants, what the kernel knows of a process, output that may fail."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc

@@ -5,8 +5,6 @@ The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes 
 what the kernel knows of its processes (read by watch.py). While the process is stopped, no time passes here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import linecache

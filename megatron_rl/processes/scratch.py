@@ -1,8 +1,6 @@
 """Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its owner, or by the
 next start where that was killed, which removes none of a run that lives (`owned_folder.py`)."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import re

@@ -1,7 +1,5 @@
 """Python stacks of another process: asked for by a signal, read from the run's temporary folder, no debugger needed."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

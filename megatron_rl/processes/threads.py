@@ -4,8 +4,6 @@ A thread that has once computed with torch keeps OpenMP's helpers. Where a proce
 waits awake any more, and each small operation waits 30 to 60 us for its helpers (docs/benchmarks.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -6,8 +6,6 @@ larger later saturates, until the next sync.
 L layers of the whole model; the last dimension is (key, value).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

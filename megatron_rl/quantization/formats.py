@@ -4,8 +4,6 @@ quantization_config that tells vLLM. Torch-free.
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ products are exact; the order of the sums shows in one output of ten thousand or
 Shapes: M tokens, K input features, N output features.
 """
 
-from __future__ import annotations
-
 import functools
 import platform
 import warnings

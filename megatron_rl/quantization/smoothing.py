@@ -9,8 +9,6 @@ vanish.
 L layers, N norms of a layer (`table.Norm`), H hidden channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

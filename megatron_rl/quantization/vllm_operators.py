@@ -5,8 +5,6 @@ It is loaded in a twentieth of a second; INT8 weights are packed once. No other 
 Shapes: M tokens, K input features, N output features, S positions, A heads of width D.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import platform

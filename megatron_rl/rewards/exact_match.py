@@ -1,7 +1,5 @@
 """Verifier `exact_match`: right where the response, stripped, is the row's answer."""
 
-from __future__ import annotations
-
 from megatron_rl.rewards.task import Judgement, Task, right_or_wrong, verifier
 from megatron_rl.types import Verdict
 

@@ -4,8 +4,6 @@ A function is called as the names of its parameters say: as ours, verl's or TRL'
 whose `score` is one; other numbers in it are metrics.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with published ones.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ Its time-outs (SIGALRM, hence the main thread) read as "not equal" in its own ve
 What never returns to Python ends with its worker.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import product
 from typing import Any

@@ -3,8 +3,6 @@
 A worker that misses its deadline, dies or answers out of turn is replaced; its answer gets no score, but an `error`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -3,8 +3,6 @@
 What stands between `<answer>` tags counts, and all of the response where there are none.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Types of a reward function: the Task that it is given (row, response), the Judgement it returns (verdict, score)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

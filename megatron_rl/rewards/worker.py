@@ -4,8 +4,6 @@
 wrote: none of them inherits the channel, so that nothing but this loop answers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -14,8 +14,6 @@ alone:
 A batch is taken whole and in order: no answer is left out for being long, and each prompt is trained on once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

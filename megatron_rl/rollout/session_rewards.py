@@ -1,7 +1,5 @@
 """What conversations have come to: the reward of each, and a step's metrics of all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean

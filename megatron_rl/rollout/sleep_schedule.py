@@ -5,8 +5,6 @@ sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is fre
 nothing can be asked of an engine before the new version is complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol

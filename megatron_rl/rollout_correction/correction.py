@@ -10,8 +10,6 @@ Pure: the caller hands over the global batch. Rows are worked on in slices that 
 Shape legend: B sequences, T response positions (right-padded).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -6,8 +6,6 @@ answer by the product of its ratios turns it into the learner's.
 Shape legend: N rollouts or B sequences, T response positions.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

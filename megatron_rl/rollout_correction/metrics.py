@@ -4,8 +4,6 @@ Shape legend: B sequences, T response positions. Sums are collected slice by sli
 positions hold 0 in every tensor that is summed here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

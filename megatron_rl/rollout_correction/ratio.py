@@ -3,8 +3,6 @@
 Shape legend: B sequences, T response positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

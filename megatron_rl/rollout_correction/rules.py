@@ -4,8 +4,6 @@ Shape legend: B sequences, T response positions. All rules see the same mask, so
 irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Shape legend: B sequences, T response positions. d = p - mu.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ One is raised after some steps in a row beyond its bound, and cleared after as m
 measure it count as none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The one table of metrics: every name a run may log, how its parts combine, its unit, its meaning."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """metrics.jsonl: one line of strict JSON per step, combined, written, read, summed up for W&B and for comparisons."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -15,8 +15,6 @@ attempt     the number of this start; before: how the one before it ended
 restarts    under Slurm: how often the job was started again
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.metadata
 import json

@@ -1,8 +1,6 @@
 """Clock of a step: its time by phase, how long its rest will take, rates, and the lines of lanes.jsonl (who worked
 when). A span is [lane, begin, end] in seconds since 1970."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,8 +1,6 @@
 """Log of a run at W&B, online or offline: metrics, samples, alarms, and one W&B run however often it is resumed. W&B is
 imported only where it is used, and gets no arguments, git or machine data."""
 
-from __future__ import annotations
-
 import netrc
 import os
 import re

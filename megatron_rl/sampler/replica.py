@@ -1,7 +1,5 @@
 """State of one engine as the sampler keeps it (format, version, ready or why not, load); the error if none is left."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field

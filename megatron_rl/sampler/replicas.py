@@ -1,7 +1,5 @@
 """All engines of a sampler, children or servers: starts them with their supervisors, gives them work, ends them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

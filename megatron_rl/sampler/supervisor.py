@@ -4,8 +4,6 @@ One task per engine, on the sampler's event loop. An engine serves only after it
 version. One that was given by address is not restarted, only looked for until it answers again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine

@@ -6,8 +6,6 @@ with the version that is served by then. Where none is left, the first one that 
 been told, and the update goes on. Engines answer in the first two parts, and stop between two steps for the third.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -6,8 +6,6 @@
 Another attempt is worth its while where the one before has ended too early, and has come further than those before it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

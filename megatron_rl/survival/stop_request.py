@@ -5,8 +5,6 @@ the step is given up: rank 0 leaves what it waits for, and tells the ranks that 
 first step nothing is to be saved, and the run ends at once.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import select

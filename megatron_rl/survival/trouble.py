@@ -4,8 +4,6 @@ A rank is silent while nothing can be seen of it: no new phase, no micro-batch d
 Waits for those have limits of their own; everything else has `run.patience_s`.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

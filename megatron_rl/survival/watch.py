@@ -13,8 +13,6 @@ slow      nothing is seen of the run for much longer than in this phase before, 
 To be in trouble ends nothing. The run is over when nothing has been seen of it for as long as its present phase allows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 Every rank knows every other rank's part from the mapping table alone, so contents travel as bare bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

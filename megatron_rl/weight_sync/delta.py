@@ -3,8 +3,6 @@
 A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Export of a run's last and best policy as Hugging Face folders, at its end, by every pipeline stage at once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sender of the `file` transport on learner ranks: a thread writes a version, rank 0 has the sampler load it."""
 
-from __future__ import annotations
-
 import errno
 import queue
 import time

@@ -8,8 +8,6 @@ The directory is a private folder of one run. A lock, not a process number, says
 holds across containers that share memory, and the kernel drops it however the run ends (owned_folder.py).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

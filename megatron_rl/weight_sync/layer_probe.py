@@ -5,8 +5,6 @@ there: by another arithmetic, a few hundredths, or by other weights, about one. 
 of one shape that have changed places, or heads in another order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

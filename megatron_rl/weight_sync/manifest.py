@@ -4,8 +4,6 @@ Each writer (one per pipeline stage) leaves one manifest as JSON beside its buck
 them and compares the whole with what its engine expects before a single byte reaches the live model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

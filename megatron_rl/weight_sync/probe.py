@@ -6,8 +6,6 @@ On such tokens healthy engines agree to a few thousandths of a nat; on random to
 B sequences, T response positions (right-padded).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ The noise of one rounding more grows with a model as what a format adds does; th
 Of integers, which outliers of the activations enlarge, both may be right up to that end (docs/weight_sync.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

@@ -9,8 +9,6 @@ An error on one rank does not break the lockstep: the rank keeps taking part wit
 reason in `failure`, which the caller exchanges over all ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

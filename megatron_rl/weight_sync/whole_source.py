@@ -6,8 +6,6 @@ dense before experts, expert rank, number), which is each rank's own order too: 
 it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 

@@ -6,8 +6,6 @@ is served. Both travel as `update_weights` messages of their own. So do the hand
 hands over: nothing on the way is ever unpickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`megatron-rl quickstart`: makes a small task, runs a supervised warm start, then RL with a quantized sampler."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 call is a few pieces. What its warm start imitates calls the tool in some rows, and guesses in the others.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

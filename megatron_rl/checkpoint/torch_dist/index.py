@@ -3,8 +3,6 @@ a model's parameters. It is read as data, never unpickled (pickled.py), and ever
 files. Torch-free.
 """
 
-from __future__ import annotations
-
 import math
 import stat
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ A class is its name, an object the arguments that it would be made from, and a d
 that a small file cannot ask for endless work, nor for more memory than it holds. Torch-free.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

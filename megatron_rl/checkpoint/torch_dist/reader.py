@@ -4,8 +4,6 @@ Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickle
 written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import struct

@@ -4,8 +4,6 @@ Each process writes a file of its own; one of them writes the index, from what t
 process group is needed: a thread can write while the learner goes on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

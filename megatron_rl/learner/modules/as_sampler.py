@@ -1,7 +1,5 @@
 """Switch of a CPU learner's linear layers between BF16 and the sampler's arithmetic, for which it quantizes weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 

@@ -9,8 +9,6 @@ each rank computes the loss of whole rows, of which gradients reach its own toke
 S positions of this rank, N response tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

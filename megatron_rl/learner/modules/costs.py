@@ -1,7 +1,5 @@
 """Costs of a token to the learner: FLOPs of its forward pass; sizes of the chunks that logits are computed in."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_rl.learner.modules import limits

@@ -3,8 +3,6 @@
 M tokens that went to the experts held here, H hidden width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

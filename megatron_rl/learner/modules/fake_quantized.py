@@ -7,8 +7,6 @@ weights has no room beside an optimizer. Without gradients. Not yet run on a GPU
 M tokens, K input features held here, N output features held here, S slices of the inputs, each an engine rank's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ N tokens, H hidden width, V columns of this rank's share of the vocabulary, C th
 kept tokens of each token at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

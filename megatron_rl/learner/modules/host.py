@@ -4,8 +4,6 @@ megatron-core asks for the current CUDA device, creates tensors on "cuda", compa
 random states; each is answered with the CPU's. Where CUDA exists `install` does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

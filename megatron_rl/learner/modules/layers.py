@@ -6,8 +6,6 @@ S positions of a pack, A attention heads, G key/value heads, D width of a head, 
 L its longest length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

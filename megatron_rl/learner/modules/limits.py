@@ -1,7 +1,5 @@
 """Checks of config.json and recipe for models and settings that the learner refuses, before it starts. Torch-free."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator, Mapping

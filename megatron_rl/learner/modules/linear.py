@@ -12,8 +12,6 @@ near 20 lie 0.125 apart. The weight stays in BF16, and gradients go back through
 M tokens, K input features held here, N output features (of an output layer: this rank's share of the vocabulary).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

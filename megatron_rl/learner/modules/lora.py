@@ -8,8 +8,6 @@ the gradient of what all ranks hold alike is added up instead.
 S positions of a pack, K input features held here, N output features held here, R the rank, T tensors in Hugging Face.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 S positions of a pack, H hidden width, N response tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ L layers of the whole model, N norms of a layer, S positions of a pack (of this 
 channels. A dimension of 2 is (key, value).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -8,8 +8,6 @@ What is computed again in a backward pass is of the pack that it was computed fo
 S positions of a pack, or this rank's share of them, L layers, K experts of a token, E experts.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

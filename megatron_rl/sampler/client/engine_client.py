@@ -4,8 +4,6 @@ What is asked in one turn of the event loop travels together, and so shares the 
 sample is not its age, which a long queue makes: the engine has to finish something, or to write, in that time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from array import array

@@ -5,8 +5,6 @@ killed. Which segments are this engine's is read from the memory maps of its pro
 of other engines look the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Connections to an engine's process: a child's socket, or a server's port (WebSocket, /health), reopened if lost."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ What is the user's own stands in `environment.settings`: `target: package.module
 docs/environments_adapters.md says what each was tried with.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

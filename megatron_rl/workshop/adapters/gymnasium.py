@@ -1,7 +1,5 @@
 """Gymnasium's environments with text for observations, and TextArena's games."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ between: `python -m megatron_rl.workshop.adapters.nemo_gym PORT`, and `policy_ba
 in NeMo Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ is a regular expression that finds the message in the text, such as `user\n(.*?)
 the text without one, and where it finds nothing).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

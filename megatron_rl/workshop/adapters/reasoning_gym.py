@@ -4,8 +4,6 @@ The rows are those of reward `reasoning_gym`, which judges each answer; the sess
 that a try more never costs anything; `discount` makes it cost something.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SkyRL-Gym's environments (BaseTextEnv): `init(prompt)`, `step(action)` with observations, reward, done, metadata."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ An environment is a class whose public methods are tools; `reset(**row)` may ret
 user's message, and `get_reward()` the reward. A reward function that reads `environments` is named by `reward`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps

@@ -4,8 +4,6 @@ With `python`, an interpreter that has verifiers where this project's has not, t
 of its own, which runs this file without the rest of the project.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

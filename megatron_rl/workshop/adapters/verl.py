@@ -4,8 +4,6 @@ With `instance: conversation` one instance of each tool lives as long as the con
 its reward. Rewards that `execute` returns are the number `tool_reward`; `rewarded: true` adds them to the reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

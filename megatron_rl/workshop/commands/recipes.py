@@ -1,7 +1,5 @@
 """Arguments of `plan`, `translate` (another project's recipe), `toy` (a small task) and `quickstart` (its run)."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 from pathlib import Path

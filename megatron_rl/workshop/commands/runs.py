@@ -1,7 +1,5 @@
 """Commands about runs, with their arguments and what they call: report, status, watch, checkpoints, replay."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ NAME is the comparison's; beside `table` there are `findings` and `figure`. The 
 figure, so that a test can write the same blocks again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Findings of a comparison, in sentences: which label is best where, and what to take; nothing that is noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """HTML page of a comparison: its findings, its cells in a table, their curves (plotly), and its runs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 Shape suffixes: B sequences, T response positions (right-padded).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 It is written where the compared runs were logged there, online or offline as they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ A scale is for the whole tensor, for each output row, for groups of a row's colu
 O output features, I input features.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

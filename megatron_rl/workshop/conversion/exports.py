@@ -1,8 +1,6 @@
 """Writer of the Hugging Face folder that a conversion makes: safetensors files, their index, config, tokenizer. An
 import keeps the headers of the files that it came from, and their index: it comes back byte for byte."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an e
   extras/                        tensors that no model needs: a Hugging Face folder of its own
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, and what to do with them next."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple

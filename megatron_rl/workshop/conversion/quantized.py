@@ -1,7 +1,5 @@
 """`tools/convert.py quantize`: plain weights -> those that a sync would send an engine, bit for bit, or modelopt's."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@ gets its name when all tensors have been read back. Until then it is called .TAR
 is made of what. The threads of conversions and their progress bar are here, too.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

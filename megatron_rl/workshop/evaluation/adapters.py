@@ -1,7 +1,5 @@
 """Adapters on disk, a run's (learner.lora) or PEFT's, and the model that they are merged with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`megatron-rl eval`: a stored model on held-out sets, as a table; and as files, with pass rates prompt by prompt."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Finds a stored model (of a run, a checkpoint, a Hugging Face folder), and serves it by engines without a learner."""
 
-from __future__ import annotations
-
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

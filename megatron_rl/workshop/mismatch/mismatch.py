@@ -1,7 +1,5 @@
 """`megatron-rl mismatch`: where a learner and an engine of one stored model come to differ, as a table and a page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ Looked at in the order of the computation: weights, minibatch, outputs of module
 S positions of a pack, N response tokens of a pack.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -9,8 +9,6 @@ Three ways to look at a point (models/points.py), for each sequence:
 N response tokens, S positions, H any width, V tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum, f
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of such a process come from the environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

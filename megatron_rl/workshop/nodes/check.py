@@ -10,8 +10,6 @@ exit status of the first: 0 all is well; 2 a node is not what it should be; 75 i
 Environment, from slurm/prologue.sh: MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and Slurm's own.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

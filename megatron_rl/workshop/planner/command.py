@@ -3,8 +3,6 @@
 A model's config.json in place of a recipe stands for its sync alone; where `--on` names a machine, for the rest, too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace

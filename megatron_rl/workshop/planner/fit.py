@@ -6,8 +6,6 @@ lower quartile of its steps, and its lengths. The factors of a phase's costs are
 relative errors over all runs; where the runs leave some free, they stay by the one factor that suits all of the phase.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

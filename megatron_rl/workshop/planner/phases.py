@@ -4,8 +4,6 @@ Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the 
 sync to the end of the next rollout: probe, evaluation and save included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason against it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

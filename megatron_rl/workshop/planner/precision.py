@@ -1,7 +1,5 @@
 """`megatron-rl plan --precision`: seconds of a step by the sampler's format, and from where on low precision pays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -4,8 +4,6 @@ python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     f
                                                                              line, or all that is wrong
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`megatron-rl plan --suggest`: the layouts of a recipe that fit a machine, fastest first, as overrides to paste."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Summary of a checked recipe in a few lines: what `megatron-rl train --dry-run` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

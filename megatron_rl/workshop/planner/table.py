@@ -1,8 +1,6 @@
 """Text of `megatron-rl plan`, with a table of memory for GPUs of each role (learner, engine, both); plan.json, written
 into the directory of a run that has ended."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

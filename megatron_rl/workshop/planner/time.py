@@ -1,7 +1,5 @@
 """Seconds of a step's phases on GPUs of a kind: operations over peak, bytes over links, and what is assumed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import log2
 

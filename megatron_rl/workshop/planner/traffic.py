@@ -1,7 +1,5 @@
 """Bytes of a weight sync by kind of link, beside a lower bound, as text or numbers: a part of `megatron-rl plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes plan.json and report.html into the directory of a run that has ended; says where, or what prevented it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from megatron_rl.config import ConfigError

@@ -3,8 +3,6 @@
 One run: a colour is a quantity. Several: a colour is a run, and a dash pattern tells quantities apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

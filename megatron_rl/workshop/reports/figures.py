@@ -1,7 +1,5 @@
 """Figures of runs: each takes them and returns a plotly figure, or None where no run has the data."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

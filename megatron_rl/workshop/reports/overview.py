@@ -1,7 +1,5 @@
 """`megatron-rl status` and `watch`: how runs stand, out of what they have written; they are not disturbed."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -1,7 +1,5 @@
 """HTML pages from Jinja templates, which escape every text that they are given, with plotly figures and table cells."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """report.html, a page about one run or several side by side: numbers, figures, alarms, answers, cause of the end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import partial

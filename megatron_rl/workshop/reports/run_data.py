@@ -1,7 +1,5 @@
 """Reading a run directory back: the curves, the configuration and the recorded tokens, for reports and comparisons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

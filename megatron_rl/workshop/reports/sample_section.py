@@ -1,7 +1,5 @@
 """Answers on the report's page: of the first and the last recorded step, each token coloured by its mismatch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Sections of a report's page: the figures in their order, with titles and words, as far as runs have the data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

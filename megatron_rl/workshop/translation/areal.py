@@ -1,7 +1,5 @@
 """AReaL's decoupled loss (`actor.rejection_sampling`, `m2_threshold`, what chooses the anchor) as our `correction`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig

@@ -3,8 +3,6 @@
 A table's rows may name facts besides our keys, after a = (`shared.yaml` lists them); `derive` turns them into keys.
 """
 
-from __future__ import annotations
-
 import re
 
 from megatron_rl.config.plain_yaml import CONF

@@ -1,7 +1,5 @@
 """Fireworks' fw-ai cookbook: `tis` (formerly `is_correction`) and `anchor_logp` of a file as our `correction`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, ratio_rule, weigh

@@ -1,7 +1,5 @@
 """Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of theirs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

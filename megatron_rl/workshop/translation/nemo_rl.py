@@ -1,7 +1,5 @@
 """NeMo-RL's ClippedPGLossConfig (`loss_fn`) and `seq_logprob_error_threshold` as our `correction`."""
 
-from __future__ import annotations
-
 from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import settings

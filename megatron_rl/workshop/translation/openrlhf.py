@@ -1,7 +1,5 @@
 """OpenRLHF's `--algo.advantage.is_correction_*` (of 0.11.2, and of before under former names) as our `correction`."""
 
-from __future__ import annotations
-
 from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import settings

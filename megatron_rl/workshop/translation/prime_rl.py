@@ -1,7 +1,5 @@
 """prime-rl's `trainer.loss` (DPPO or IPO against the sampler, and the squared log-ratio to it) as our `correction`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

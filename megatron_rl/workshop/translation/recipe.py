@@ -1,7 +1,5 @@
 """Another project's whole recipe as one of ours: each key of the file is translated, or listed with a reason."""
 
-from __future__ import annotations
-
 import difflib
 import textwrap
 from collections.abc import Mapping

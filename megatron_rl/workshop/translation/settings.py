@@ -5,8 +5,6 @@ dotted names first. What is not about correction is listed in a note, what may b
 that is newer than this translator, must not be left out as if it changed nothing.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping

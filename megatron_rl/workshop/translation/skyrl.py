@@ -1,7 +1,5 @@
 """SkyRL's `trainer.algorithm.off_policy_correction`, and losses whose ratio is to the sampler, as our `correction`."""
 
-from __future__ import annotations
-
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import settings

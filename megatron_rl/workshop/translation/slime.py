@@ -1,7 +1,5 @@
 """slime's flags (TIS and its variants, MIS of its examples, off-policy sequence masking) as our `correction`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig

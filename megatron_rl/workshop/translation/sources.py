@@ -1,7 +1,5 @@
 """Reader of another project's recipe, in the form that it ships: YAML with its bases, TOML, a command line, Python."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

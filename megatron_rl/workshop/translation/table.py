@@ -8,8 +8,6 @@ does not matter. `not_needed` lists, by reason, patterns of keys that change not
 names the settings of a correction, which a module per project reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase

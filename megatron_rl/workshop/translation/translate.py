@@ -5,8 +5,6 @@ note, where it cannot be the same it names the key and the reason. Group baselin
 after a rejection in those projects, so every translation has `rebaseline: false`.
 """
 
-from __future__ import annotations
-
 import difflib
 import textwrap
 from collections.abc import Callable, Collection, Mapping

@@ -1,7 +1,5 @@
 """TRL's GRPOConfig (`vllm_importance_sampling_*` and the off-policy sequence mask) as our `correction`."""
 
-from __future__ import annotations
-
 from megatron_rl.config.schema import Anchor, Level, NonFinite, WeightConfig
 from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh
 from megatron_rl.workshop.translation.settings import flatten, last, settings

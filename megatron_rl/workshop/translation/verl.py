@@ -1,7 +1,5 @@
 """verl's `algorithm.rollout_correction` as our `correction`; its loss settings decide how that is read."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ Asleep (device_allocator/sleep_mode_backend.py, cumem.py) all of the share is gi
 with the weights, the cache apart from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

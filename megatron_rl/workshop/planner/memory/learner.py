@@ -1,7 +1,5 @@
 """Memory of the learner on one GPU (or host process) of a pipeline stage: weights, optimizer, activations, logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
