@@ -31,7 +31,7 @@ from unittest import mock
 
 import megatron_rl.processes.process
 from megatron_rl.processes.process import SHORT_SPIN, die_with_parent, rare_collections
-from megatron_rl.sampler.client.engine_client import engine_process
+from megatron_rl.sampler.client import engine_process
 from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.survival import launch
 

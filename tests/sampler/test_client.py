@@ -14,8 +14,8 @@ from scripted_engine import until
 from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, sampled, told
 
 from megatron_rl.engine.messages import Generate
+from megatron_rl.sampler.client import engine_client as module
 from megatron_rl.sampler.client.engine_client import EngineClient
-from megatron_rl.sampler.client.engine_client import engine_client as module
 from megatron_rl.sampler.client.interface import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
 from megatron_rl.types import SamplingParams, ToolFormat
 from megatron_rl.weight_sync.manifest import WeightSyncError

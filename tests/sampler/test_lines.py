@@ -20,8 +20,8 @@ from megatron_rl.config.schema import Format
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import state_of
+from megatron_rl.sampler.client import lines as module
 from megatron_rl.sampler.client.engine_client import EngineClient
-from megatron_rl.sampler.client.engine_client import lines as module
 from megatron_rl.sampler.client.interface import EngineGone, Look, SamplerError
 from megatron_rl.sampler.client.lines import PortLine, SocketLine
 from megatron_rl.sampler.replica import Replica
