@@ -3,11 +3,12 @@
 import ast
 import difflib
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.config.bounds import is_number
 
 _PLAIN = {
     "bool": (bool, "true or false"),
@@ -74,7 +75,7 @@ def fits(kind: ast.expr, value: Any) -> bool:
     if isinstance(value, list) and plain[0] is list and name.lower() != "tuple" and inner:
         return all(fits(inner[0], element) for element in value)
     if plain[0] is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return is_number(value)
     return type(value) is plain[0]
 
 

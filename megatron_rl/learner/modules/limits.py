@@ -1,12 +1,12 @@
 """Checks of config.json and recipe for models and settings that the learner refuses, before it starts. Torch-free."""
 
 import difflib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import foreign
+from megatron_rl.config.bounds import is_number
 from megatron_rl.config.schema import ALL_LINEAR, LearnerSection, OptimSection
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import Lora, ModelShape
@@ -151,19 +151,15 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
 def numbers(hf_config: Mapping[str, Any]) -> Iterator[str]:
     for key, (least, most) in _NUMBERS.items():
         value = hf_config.get(key, most)
-        if not _is_number(value) or not least <= value <= most:
+        if not is_number(value) or not least <= value <= most:
             yield f"model.path: {key} of config.json is {value!r}, expected {least:g} to {most:g}; mend it"
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
     whole = [key for key in ("rope_scaling", "rope_parameters") if not isinstance(hf_config.get(key) or {}, Mapping)]
     scaling = {} if whole else rope_settings(hf_config)
     given = {key: scaling[key] for key in _ROPE_NUMBERS if scaling.get(key) is not None}
-    mistaken = {key: value for key, value in given.items() if not (_is_number(value) and 0 < value < 1e15)}
+    mistaken = {key: value for key, value in given.items() if not (is_number(value) and 0 < value < 1e15)}
     for key in whole:
         yield f"model.path: {key} of config.json is {hf_config[key]!r}, expected keys and values; mend it"
     for key, value in mistaken.items():
