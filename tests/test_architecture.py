@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from helpers import program
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -82,18 +81,25 @@ print(json.dumps(works))
 """
 
 
+def copied(folder: Path) -> Path:
+    """What examples are tried in: they edit it, and write files there."""
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
 @pytest.fixture(scope="module")
-def works_already() -> list[str]:
+def works_already(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Titles of the examples whose last block passes in the tree as it is."""
-    attempts = json.dumps({example.title: example.attempt for example in examples()})
-    return json.loads(program(ATTEMPTS, attempts).splitlines()[-1])
+    command = [sys.executable, "-c", ATTEMPTS, json.dumps({one.title: one.attempt for one in examples()})]
+    place = copied(tmp_path_factory.mktemp("as_it_is"))
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=600, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
 def test_the_worked_example_works(example: Example, tmp_path: Path, works_already: list[str]) -> None:
-    for name in COPIED:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-
+    copied(tmp_path)
     assert example.attempt, "no block that tries it"
     assert example.title not in works_already, "it works without the edits"
     for place, content in example.edits:
