@@ -89,12 +89,12 @@ class Driver:
         given["rates"] = Achieved(model, devices, machine, sampled)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
-        self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
-        after = recorder.run.resumes_after
-        path = None if after is None else checkpoints.path_of(recorder.run.checkpoints, after)
-        self.resumes = checkpoints.read(path) if path else None
-        self._saves = SaveSchedule(config.checkpoint, self.resumes)
         try:
+            self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
+            after = recorder.run.resumes_after
+            path = None if after is None else checkpoints.path_of(recorder.run.checkpoints, after)
+            self.resumes = checkpoints.read(path) if path else None
+            self._saves = SaveSchedule(config.checkpoint, self.resumes)
             self._open(run_dir)
         except BaseException as error:
             self._stack.__exit__(type(error), error, error.__traceback__)

@@ -15,7 +15,7 @@ from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
-from megatron_rl.processes.owned_folder import current
+from megatron_rl.processes.folder_lock import current
 from megatron_rl.processes.pulse import Beats
 from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.runs.run_dir import LAUNCHER

@@ -1,4 +1,4 @@
-"""Arithmetic of one step on its batch, which the driver alone holds: from logprobs to what the updates need, and back.
+"""One step's batch on the driver: its correction and advantages, the targets of its updates, its mismatch metrics.
 
 Shape suffixes: B sequences, T response positions.
 """
@@ -51,8 +51,8 @@ class Step:
             staleness_BT=staleness(self.batch, config.correction, self.version),
         )
 
-    def with_reused_forward(self, own: ReusedForward | None) -> tuple[Step, dict[str, float]]:
-        """The step with its correction, which may have waited for the update's pass; its metrics, what that saved."""
+    def finished(self, own: ReusedForward | None) -> tuple[Step, dict[str, float]]:
+        """The step after its updates, whose own pass may complete the correction; metrics of the mismatch and of it."""
         step, saved = self, {}
         if own is not None:
             given = self.batch, self.config.correction, self.config.advantage

@@ -135,12 +135,13 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
         section = config.learner.update_check
         check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
         parts = minibatches(batch.groups_B, config.learner.n_minibatches, f"{config.run.seed}/{step}")
+        learner.take_replayed()  # of other weights: a reference's, the last sync's
         updates = combine([learner.update(targets, rows) for rows in parts])
         if config.learner.router is not schema.Router.own:
             updates |= check_replay(learner.take_replayed(), config.learner.router)
     with recorder.phase("correction"):
         own = learner.take_reused_forward()
-        work, found = (None, {}) if work is None else work.with_reused_forward(own)
+        work, found = (None, {}) if work is None else work.finished(own)
     updates |= checked_update(check, work, driver, step)
     if work is None:
         return Progress(step, at.seen, driver.position)

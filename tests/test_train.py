@@ -12,9 +12,9 @@ import pytest
 import torch
 from helpers import lone_rank
 
-from megatron_rl import train
+from megatron_rl import driver, train
 from megatron_rl.batch import collate
-from megatron_rl.config import ConfigError, load
+from megatron_rl.config import ConfigError, load, to_yaml
 from megatron_rl.config.schema import (
     CheckpointSection,
     Config,
@@ -30,6 +30,7 @@ from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import DataPlane
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
 from megatron_rl.runs.progress import Progress, SaveSchedule, reached
+from megatron_rl.runs.status import read_status
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp
 from megatron_rl.types import NO_EXPERT, Prompt, Rollout, Scored
@@ -115,6 +116,15 @@ def test_a_run_that_an_alarm_ends_has_time_to_leave_its_model() -> None:
     driver.recorder = SimpleNamespace(alarms=SimpleNamespace(stop="alarm ess"))
     assert driver.asked_to_stop() == "alarm ess"
     assert driver.has_time()
+
+
+def test_a_driver_that_cannot_begin_closes_its_record(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn checkpoint, say."""
+    config = load("mine.yaml")
+    monkeypatch.setattr(driver, "SaveSchedule", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Driver(config, to_yaml(config), place / "run")
+    assert read_status(place / "run")["state"] == "failed"
 
 
 def test_a_run_says_first_which_silence_ends_it(tmp_path: Path) -> None:
@@ -221,6 +231,7 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
         broadcast=lambda value: value,
         logprobs=lambda _: batch.sampler_logprobs_BT,
         update=lambda targets, rows: trained.append(targets.whole.rows(rows)) or {},
+        take_replayed=dict,
         take_reused_forward=lambda: None,
         plane=DataPlane(lone_rank()),
     )

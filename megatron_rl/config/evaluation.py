@@ -1,4 +1,4 @@
-"""Held-out sets resolved from the section `eval`: each set with its file, its sampling and its reward. Torch-free."""
+"""Held-out sets of the section `eval`, resolved (file, sampling, reward); a recipe's longest answer and sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -6,12 +6,13 @@
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass, replace
 from enum import StrEnum
 from functools import cache, partial
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from omegaconf import MISSING as NO_VALUE
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -178,13 +179,19 @@ def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
                 yield f"{full}[{index}] is {as_written(element)}: {_way_out(element, *get_args(key.kind))}"
                 return
     try:
-        OmegaConf.merge(defaults(schema), {key.field.name: value})
+        OmegaConf.merge(_alone(schema, key.field.name), {key.field.name: value})
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping, or the other way round
         element = str(getattr(error, "full_key", None) or "").removeprefix(key.field.name)  # of a list or a mapping
         if element:
             yield f"{full}{element}: {str(getattr(error, 'msg', None) or error).splitlines()[0]}"
         else:
             yield f"{full} is {as_written(value)}: {_way_out(value, key.kind)}"
+
+
+@cache
+def _alone(schema: type, name: str) -> Any:
+    """A section of one key, which a value is tried on: a merge copies all that it merges into."""
+    return OmegaConf.structured(make_dataclass("Alone", [(name, keys_of(schema)[name].kind, NO_VALUE)]))
 
 
 @cache

@@ -20,7 +20,7 @@ Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or what has
 
 
 class Engine:
-    """vLLM behind the handful of calls that a sampler needs; public methods are requests (messages.py)."""
+    """vLLM behind the handful of calls that a sampler needs: requests (messages.py), and what their loop asks."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         with rare_collections():  # vLLM imports most of itself when it makes an engine

@@ -1,4 +1,4 @@
-"""Tool calls in what a model has written, as vLLM's parsers find them; from text that is decoded once."""
+"""Tool calls in an answer's decoded text, as the tool-call parser of vLLM that is named finds them."""
 
 import json
 from functools import lru_cache

@@ -1,5 +1,5 @@
 """Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its owner, or by the
-next start where that was killed, which removes none of a run that lives (`owned_folder.py`)."""
+next start where that was killed, which removes none of a run that lives (`folder_lock.py`)."""
 
 import getpass
 import os
@@ -13,7 +13,7 @@ from typing import Self
 from megatron_rl.config import ConfigError
 from megatron_rl.files import remove
 from megatron_rl.processes.environment import compiled_code
-from megatron_rl.processes.owned_folder import claim, current, is_abandoned
+from megatron_rl.processes.folder_lock import claim, current, is_abandoned
 
 PREFIX = "megatron-rl-run-"
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_rl.processes.owned_folder import current
+from megatron_rl.processes.folder_lock import current
 
 SHOW_STACKS = signal.SIGUSR2
 WAIT_S, SETTLED_S = 2.0, 0.1

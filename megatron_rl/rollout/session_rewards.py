@@ -1,4 +1,4 @@
-"""What conversations have come to: the reward of each, and a step's metrics of all."""
+"""Scores of sessions, from the rewards that their environments gave; metrics of a step's sessions and their turns."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -20,7 +20,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
-from megatron_rl.processes.owned_folder import LOCK, held, hold, holder, sign
+from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import STATUS, environment, goes_on, known_status, mark_status, now, read_status

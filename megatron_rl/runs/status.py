@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_rl.files import write_whole
 from megatron_rl.processes import instructions
-from megatron_rl.processes.owned_folder import held
+from megatron_rl.processes.folder_lock import held
 from megatron_rl.runs.causes import explain
 
 STATUS = "status.json"

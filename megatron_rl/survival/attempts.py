@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config import load
 from megatron_rl.config.schema import CheckpointSection, Config, IfExists
-from megatron_rl.processes.owned_folder import held
+from megatron_rl.processes.folder_lock import held
 from megatron_rl.processes.process import raise_interrupt
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir

@@ -5,7 +5,7 @@ complete when all its manifests exist. With `delta` a version may hold patches o
 then has to stay beside it. The receiving half is `engine/receiver.py`.
 
 The directory is a private folder of one run. A lock, not a process number, says whether that run is still alive: it
-holds across containers that share memory, and the kernel drops it however the run ends (owned_folder.py).
+holds across containers that share memory, and the kernel drops it however the run ends (folder_lock.py).
 """
 
 import math
@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.files import replacing
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.processes.owned_folder import claim, is_abandoned
+from megatron_rl.processes.folder_lock import claim, is_abandoned
 from megatron_rl.processes.scratch import SHARED_MEMORY, remove_with_it
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES

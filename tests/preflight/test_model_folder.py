@@ -100,6 +100,8 @@ LIES = [
     ({"rope_theta": -1}, "rope_theta of config.json is -1, expected a number above 0"),
     ({"rope_theta": float("nan")}, "rope_theta of config.json is nan"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps of config.json is 'small'"),
+    ({"rms_norm_eps": None}, "config.json of a qwen3 model lacks rms_norm_eps"),
+    ({"model_type": "mixtral", "num_local_experts": 4}, "config.json of a mixtral model lacks num_experts_per_tok"),
     ({"initializer_range": -1}, "initializer_range of config.json is -1"),
     ({"max_position_embeddings": "64"}, "max_position_embeddings is '64', expected a whole number"),
     ({"layer_types": 5}, "layer_types of config.json names 5, but there are 2 layers"),

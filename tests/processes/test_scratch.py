@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.processes import owned_folder, scratch
-from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.processes import folder_lock, scratch
+from megatron_rl.processes.folder_lock import LOCK
 from megatron_rl.processes.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
 
-DEAD = f"{owned_folder._boot_id()} {os.uname().nodename} 1"  # an owner of this machine that lives no more
+DEAD = f"{folder_lock._boot_id()} {os.uname().nodename} 1"  # an owner of this machine that lives no more
 HOLDER = """
 import json, sys, time
 from pathlib import Path

@@ -14,7 +14,7 @@ import pytest
 from helpers import wait_for
 
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
-from megatron_rl.processes.owned_folder import held
+from megatron_rl.processes.folder_lock import held
 from megatron_rl.processes.process import STOP_AFTER_STEP, hold, state_of
 from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.survival import launch

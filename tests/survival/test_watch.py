@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import wait_for
 
-from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.processes.folder_lock import LOCK
 from megatron_rl.processes.process import birth_of, state_of
 from megatron_rl.processes.pulse import file_of
 from megatron_rl.processes.stacks import ask

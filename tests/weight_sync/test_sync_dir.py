@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.processes import owned_folder
-from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.processes import folder_lock
+from megatron_rl.processes.folder_lock import LOCK
 from megatron_rl.weight_sync.file_transport import GRACE_S, PREFIX, SyncDir, remove_stale
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -110,7 +110,7 @@ def test_an_odd_file_refuses_nobody(tmp_path: Path, what: str, monkeypatch: pyte
 
 @pytest.mark.fault("a stranger's folder looks like a dead run's", "it is left alone")
 def test_a_stranger_s_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    boot = owned_folder.BOOT_ID.read_text().strip()
+    boot = folder_lock.BOOT_ID.read_text().strip()
     folder = leftover(tmp_path, f"{PREFIX}stranger", f"{boot} {socket.gethostname()} 1\n")
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     assert remove_stale(tmp_path) == []
@@ -122,7 +122,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def no_locks(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(owned_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
     first = SyncDir(str(tmp_path))
     age(first.path)
     second = SyncDir(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Checks of config.json and recipe for models and settings that the learner refuses, before it starts. Torch-free."""
+"""Models and settings that the learner refuses, from config.json and recipe; how it reads both. Torch-free."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -117,7 +117,7 @@ def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSe
     """Every reason for the learner to refuse a model or its own section."""
     return [
         *architecture(shape, hf_config),
-        *numbers(hf_config),
+        *numbers(shape, hf_config),
         *rope(hf_config),
         *experts(shape, hf_config, learner),
         *fp8_shares(shape, learner),
@@ -130,10 +130,9 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
     def refuse(what: str, why: str) -> str:
         return f"model.path: {what} of config.json {why}; choose another model"
 
-    for key, feature in (("attention_bias", "proj_bias"), ("mlp_bias", "dense_mlp_bias")):
-        if shape.has(feature):
-            named = "use_bias" if hf_config.get("use_bias") else key
-            yield refuse(f"{named}=true", "means biases beyond query, key and value, which are not supported")
+    biases = [key for key, of in (("attention_bias", "proj_bias"), ("mlp_bias", "dense_mlp_bias")) if shape.has(of)]
+    for key in ["use_bias"] if hf_config.get("use_bias") and biases else biases:
+        yield refuse(f"{key}=true", "means biases beyond query, key and value, which are not supported")
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
         yield refuse(f"hidden_act={activation!r}", "is not supported, only 'silu' is")
@@ -148,9 +147,12 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
         yield refuse("mlp_only_layers / decoder_sparse_step", "means dense layers among experts, not supported")
 
 
-def numbers(hf_config: Mapping[str, Any]) -> Iterator[str]:
+def numbers(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("rms_norm_eps", "num_experts_per_tok") if shape.experts else ("rms_norm_eps",):
+        if hf_config.get(key) is None:  # each family of transformers has another default
+            yield f"model.path: config.json of a {shape.family} model lacks {key}; take it from the model's authors"
     for key, (least, most) in _NUMBERS.items():
-        value = hf_config.get(key, most)
+        value = most if hf_config.get(key) is None else hf_config[key]
         if not is_number(value) or not least <= value <= most:
             yield f"model.path: {key} of config.json is {value!r}, expected {least:g} to {most:g}; mend it"
 

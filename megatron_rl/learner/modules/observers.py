@@ -23,7 +23,7 @@ from megatron_rl.models.table import Norm
 
 
 class Amax:
-    """Largest magnitudes since they were last taken; 0 where nothing was seen. Sees nothing until `watch` is called."""
+    """Largest magnitudes since they were last taken; 0 where nothing was seen. What to see is for subclasses to say."""
 
     def __init__(self, *size: int, device: torch.device, active: bool) -> None:
         self.amax = torch.zeros(size, device=device)

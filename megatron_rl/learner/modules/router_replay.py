@@ -64,7 +64,7 @@ class RouterReplay:
             router.again.clear()  # of a pass that has failed
         yield
         if any(router.again for router in self._routers):
-            raise ReplayError("learner.router: were not computed again with the same experts")
+            raise ReplayError("learner.router: activations were not computed again with the experts of before")
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -83,10 +83,8 @@ class RouterReplay:
         self.compares = True
         try:
             for router in self._routers:
-                router.module.router_replay, router.module.config.moe_router_fusion = (
-                    router,
-                    False,
-                )  # it would ask nobody
+                router.module.router_replay = router
+                router.module.config.moe_router_fusion = False  # it would ask nobody
             yield self.counts_L3
         finally:
             self.compares, self.counts_L3 = False, kept
@@ -119,9 +117,10 @@ def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
     if not found:  # nothing has passed
         return found
     if not found["router/replayed"]:
+        wanted = "sampler.routed_experts=true (servers started by hand need it too)"
         raise ReplayError(
-            f"learner.router: {router}, but no token of this step has gone to an expert that was told: replay wants "
-            "sampler.routed_experts=true (servers started by hand need it too); learner.router=own goes on without"
+            f"learner.router: {router}, but no token of this step has gone to an expert that was told"
+            f"{f': replay wants {wanted}' if router is Router.replay else ''}; learner.router=own goes on without"
         )
     if (flips := found["router/flips"]) > MOST_FLIPS:
         raise ReplayError(

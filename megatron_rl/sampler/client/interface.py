@@ -1,8 +1,8 @@
 """Interface of an engine (generate, update, sleep, values, status), whichever it is and however reached; its errors.
 
 One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for each. Everything here
-is asynchronous, and used from one event loop. `EngineClient` (client.py) reaches vLLM; docs/architecture.md says how to
-add another engine.
+is asynchronous, and used from one event loop. `EngineClient` (engine_client.py) reaches vLLM; docs/architecture.md says
+how to add another engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTML page of a comparison: its findings, its cells in a table, their curves (plotly), and its runs."""
+"""HTML page that tools/compare_corrections.py writes: a comparison's findings, its cells, curves (plotly) and runs."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A folder that one process, or those of one run, own as long as they live: a lock says so, however they end.
+"""A lock in a folder: take it and sign it, ask who holds it, tell folders whose owner has ended from live ones.
 
 It is judged on the kernel that gave it alone, as not every shared file system tells other machines about it.
 """
