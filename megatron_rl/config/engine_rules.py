@@ -1,4 +1,4 @@
-"""Rules about the engines' keys, at once or with the learner's: formats, GPUs, servers and the key that they need."""
+"""Rules against recipe keys of engines that conflict, with each other or the learner's: formats, GPUs, servers."""
 
 import os
 from collections.abc import Iterator, Mapping

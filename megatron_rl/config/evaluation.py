@@ -37,7 +37,7 @@ class HeldOut:
         return sorted({1 << power for power in range(1, self.samples.bit_length())} | {self.samples} - {1})
 
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that this set always logs."""
+        """Names of the metrics that this set logs; maj@k only where its reward tells what it found in an answer."""
         yield from (f"{self.prefix}{name}" for name in ("accuracy", "reward_mean"))
         yield from (f"{self.prefix}pass@{k}" for k in self.ks)
         yield from (f"{self.prefix}maj@{k}" for k in self.ks[-1:])

@@ -1,4 +1,4 @@
-"""Consequences of a recipe's `sampler` section: how many engines, on which GPUs, in which formats, and where."""
+"""Facts derived from a recipe's `sampler` section: how many engines, on which GPUs and hosts, in what formats."""
 
 import ipaddress
 from collections import Counter

@@ -1,5 +1,4 @@
-"""The configuration keys of what is minimised, and how: correction, advantage and loss, which docs/corrections.md
-explains; optimizer and learner."""
+"""Typed dataclasses of the recipe sections correction, advantage, loss (docs/corrections.md), optim and learner."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any

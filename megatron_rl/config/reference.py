@@ -1,4 +1,4 @@
-"""Reference of the configuration keys: what each does, takes, and is unless it is set, with an example.
+"""Reference of the configuration keys for --explain and docs/config.md: what each does and takes, default, example.
 
 What a key or a choice does is said once, in the comment beside its definition, and read from there.
 """

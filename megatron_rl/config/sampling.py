@@ -1,4 +1,4 @@
-"""The configuration keys of answers: rollouts, environment, engines and the weights that they are sent, rewards."""
+"""Typed dataclasses of the recipe sections rollout, environment, sampler, quantization, sync and reward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Every configuration key, typed: the dataclasses that recipes fill in. Torch-free.
+"""Typed `Config`, and its sections run, model, data, eval, checkpoint and log; re-exports the others. Torch-free.
 
 The comment above a key or on its lines says what it does, and `such as X` in it is an example: docs/config.md and
 `--explain` are made of both (`reference.py`). The bounds of a value stand in its type; rules about two keys at once are

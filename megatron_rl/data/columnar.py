@@ -1,5 +1,4 @@
-"""Rows of Parquet and Arrow files, decoded only when asked for; a file in large pieces is copied once into small ones,
-for random access."""
+"""Rows of Parquet and Arrow files by index, out of a temporary copy where a file is Arrow or has large row groups."""
 
 import bisect
 import tempfile
@@ -87,7 +86,7 @@ class ColumnRows(Rows):
 
 
 def _copied(key: str, path: Path) -> Any:
-    """A copy of the file in small pieces, where it has large ones; it is gone when nobody reads it any more."""
+    """A Parquet copy in small pieces of a file that is Arrow or has large ones; gone when nobody reads it any more."""
     if path.suffix == ".parquet":
         with pq.ParquetFile(path) as source:
             groups = (source.metadata.row_group(each).num_rows for each in range(source.num_row_groups))

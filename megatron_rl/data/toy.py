@@ -196,7 +196,7 @@ def write_reasoning(folder: Path) -> dict[str, int]:
 
 
 def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """A tokenizer of words with a chat template, trained on `texts`, and the config.json of a model that reads it."""
+    """A byte-level BPE tokenizer with a chat template, trained on `texts`, and config.json of a model that reads it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
