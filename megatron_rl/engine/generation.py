@@ -99,7 +99,7 @@ class OpenSamples:
         self._finished: list[tuple[int, dict[str, Any]]] = []
         self._calls = ToolCallParser(llm.llm_engine.model_config.model)
         self._last: tuple[Any, Any] | None = None  # what was asked for last, and vLLM's request for it
-        self.written = 0  # steps that have written something
+        self.written = 0  # steps so far
         self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
         self._kept = kept
         # of cached prefixes: the policy version whose keys and values they are. Others begin on none of them

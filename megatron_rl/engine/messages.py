@@ -1,4 +1,4 @@
-"""Messages between a sampler and an engine's process: the same over a child's socket and over a server's port.
+"""Messages between a sampler and an engine's process, and the server's check of each request against its form.
 
 One transmission is a list of them, which the engine begins in one step: what is asked together shares its batches.
 A request is {id, method, arguments}. Its reply is {id, value} or {id, error: {type, message}}.

@@ -1,8 +1,8 @@
 """Readiness of an engine: by its updates and its sleep, whether it refuses a request and why; what its workers serve.
 
-A request is refused, with the reason, while an update is unfinished, while weights or cache are asleep (an engine that
-shares a GPU with the learner sleeps while the learner works), and once its weights were discarded until a sync has
-brought new ones.
+A request is refused, with the reason, while an update is unfinished that is not built beside the live weights, while
+weights or cache are asleep (an engine that shares a GPU with the learner sleeps while the learner works), and once its
+weights were discarded or torn until a sync has brought new ones.
 """
 
 from collections.abc import Sequence

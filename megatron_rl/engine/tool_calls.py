@@ -1,4 +1,4 @@
-"""Tool calls in an answer's decoded text, as the tool-call parser of vLLM that is named finds them."""
+"""Parser of the tool calls in an answer's tokens: decodes them, and asks the tool-call parser of vLLM that is named."""
 
 import json
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Agents: a gateway on loopback that speaks OpenAI's chat completions, an address and a key for each session.
+"""HTTP gateway where a user's agent gets the policy's answers, as OpenAI chat completions; runs one agent a session.
 
 A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's (conversation.py).
 Temperature, top_p and the like are the recipe's: what an agent asks for there changes nothing.

@@ -1,4 +1,4 @@
-"""Pool of environment processes on the driver: starts the nursery, hands out what it forks, asks with deadlines.
+"""Pool of environment processes on the driver: has them forked, lends one to a session, kills what is late or broken.
 
 Used from one event loop, but for `start` and `close`. A process that misses its deadline, dies or answers with
 something else is killed with all that it has started; the next conversation gets another.

@@ -1,4 +1,4 @@
-"""Session: one conversation between the policy and an environment, from the first message to its rows and rewards."""
+"""Session: plays one conversation of policy and environment, makes its tool calls, notes turns, tokens and rewards."""
 
 import json
 import time
@@ -66,7 +66,7 @@ class Transcript:
 
     @property
     def messages(self) -> str:
-        """The longest branch, as JSON."""
+        """What was asked in the last branch, as JSON: without its last answer, which is in `answer`."""
         leaves = self.conversation.leaves
         return json.dumps(leaves[-1].messages, ensure_ascii=False) if leaves else "[]"
 

@@ -1,4 +1,4 @@
-"""Sessions: a sampler's clothes for conversations, which run side by side; groups come back as their sessions end.
+"""Sampler of whole conversations: plays sessions side by side on its engines, returns rollouts, a row for each branch.
 
 To whoever collects batches a session is an answer that takes several turns: it is asked for as any answer is, and has a
 row for each branch of its conversation.

@@ -1,4 +1,4 @@
-"""What a chat template does to a conversation: whether it only appends, and how its tool calls are written."""
+"""Checks of a model's chat template for conversations: whether turns append or fork, which parser reads its calls."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Environment processes: a nursery that imports the user's module once, and forks a process for each conversation.
+"""Environment processes: a nursery imports the user's module once, and forks others, each for one session at a time.
 
 `python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The nursery is sent a socket for each process that it
 is to fork; that process answers requests there, one at a time, until the socket closes. Neither a call that hangs nor
