@@ -153,8 +153,8 @@ class ForwardPasses(Policy):
         """Logprobs that a right sampler of this format gives, to a rounding: by layers that are quantized as its own.
 
         Token by token where the learner `mirrors_engine`; else off by as much, but at other tokens: any other rounding
-        moves codes. None where the format is not imitated: several at once, blocks, INT4, an FP8
-        cache.
+        moves codes. None where the format is not imitated: several at once, blocks, an FP8 cache, INT4 without
+        `learner.forward: as_sampler`.
         """
         if self._as_sampler is not None:
             return self._logprobs_by(Arithmetic.sampler, batch)
@@ -245,7 +245,7 @@ class ForwardPasses(Policy):
     # what passes show
 
     def take_activation_amax(self) -> Tensor:
-        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call."""
+        """[layer, norm, channel]: largest output of each norm that this rank saw in scoring since the last call."""
         return self._activations.take()
 
     def take_cache_amax(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The learner: a policy under megatron-core that gives logprobs and takes optimizer steps, the same on every rank.
+"""Learner of one rank: takes optimizer steps on minibatches with megatron-core; its forward passes are in forward.py.
 
 The loss is divided by counts over the whole minibatch, known before the step: micro-batches, packs and data-parallel
 ranks add up, and nothing is averaged anywhere.

@@ -1,4 +1,4 @@
-"""A rank's work and memory, for a person to look at: traces of chosen steps, and what has filled a GPU."""
+"""Profiler of a learner's rank: torch.profiler traces of chosen steps, and a report of a GPU that is out of memory."""
 
 import gc
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Data plane of the learner: the driver holds a step's batch, each replica the rows that it is at work on.
+"""Data plane of the learner: hands each replica its rows of the driver's batch, and brings results of passes back.
 
 Rows go from the driver to a replica's first rank and on to the ranks that share the model with it, in pieces of bounded
 size; what a pass finds out about their tokens comes back the same way. Every rank knows all lengths, so that nobody has

@@ -1,4 +1,4 @@
-"""Check of an update: what the learner has gained by it, and what is left of that in the sampler's arithmetic.
+"""Check of a step's updates: what learner and quantized sampler gain by them; may undo them where the sampler lost.
 
 The sampler that answers next has the learner's new weights, quantized: a step may vanish there, or turn around. Some
 rows of the batch are passed again: by the learner, and as the sampler computes. MIPU (arXiv 2606.29526) accepts updates

@@ -127,7 +127,7 @@ def seen_tokens(config: LossConfig, mask_BT: Tensor, denominator_mask_BT: Tensor
 def _beside(
     inputs: LossInputs, config: LossConfig, logprobs_BT: Tensor, mask_BT: Tensor, scale_B: Tensor
 ) -> Iterator[tuple[str, float, Tensor]]:
-    """The reference KL and the entropy: name, coefficient and value of each that is on."""
+    """The KL penalty and the entropy: name, coefficient and value of each that is on."""
     seen_BT = seen_tokens(config, mask_BT, inputs.denominator_mask_BT.bool())
     if seen_BT is not mask_BT:
         # rejected tokens are seen where the policy has a number for them

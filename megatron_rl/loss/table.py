@@ -177,7 +177,7 @@ def _selected(terms: Terms, name: str) -> Tensor:
 
 
 def clip_cov(terms: Terms, config: LossConfig) -> Result:
-    """PPO whose selected tokens, those with the highest covariance, give no gradient."""
+    """PPO whose selected tokens, drawn from a band of covariances, give no gradient."""
     selected_BT = _selected(terms, "clip_cov")
     loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
     loss_BT = loss_BT.detach().where(selected_BT, loss_BT)

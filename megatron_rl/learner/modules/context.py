@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share the sequences of a pack, each with two parts of every one of them.
+"""Context parallelism: splits a pack's sequences over ranks, two parts of each, and joins response tokens' values.
 
 A sequence is cut into twice as many parts of one length as there are ranks, and rank r has the r-th from the start and
 the r-th from the end: under a causal mask all have as much to do. That is Transformer Engine's layout, whose attention

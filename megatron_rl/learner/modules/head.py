@@ -1,4 +1,4 @@
-"""The output layer with what a loss asks of its logits: logprobs, entropy, and supports compared.
+"""Output layer: hidden states to logprobs and entropy, kept sets (top_k, top_p) compared; large logits in parts.
 
 Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns of the vocabulary
 are made at a time, for all tokens, and again in backward, where they become their own gradient in place. What stays of

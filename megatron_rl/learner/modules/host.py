@@ -1,4 +1,4 @@
-"""Lets megatron-core run where there is no CUDA: the only patches of torch and megatron, made as this is imported.
+"""Patches of torch and megatron-core, made when this is imported, that let megatron-core run on hosts without CUDA.
 
 megatron-core asks for the current CUDA device, creates tensors on "cuda", compares names of tensor types and keeps CUDA
 random states; each is answered with the CPU's. Where CUDA exists `install` does nothing.

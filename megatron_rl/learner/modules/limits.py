@@ -1,4 +1,4 @@
-"""Models and settings that the learner refuses, from config.json and recipe; how it reads both. Torch-free."""
+"""Checks of config.json and recipe for what the learner cannot train; values that it takes from both. Torch-free."""
 
 import difflib
 from collections.abc import Iterator, Mapping

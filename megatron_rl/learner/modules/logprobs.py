@@ -1,4 +1,4 @@
-"""Logprobs and entropy of logits split over the vocabulary, among all tokens or among kept ones; and supports compared.
+"""Logprobs and entropy of vocabulary-parallel logits, over all tokens or kept ones (top_k, top_p); kept sets compared.
 
 The logits stay in their own precision; FP32 copies are of a chunk of rows. One collective per call. With top_k and
 top_p the policy is renormalised over the tokens that the sampler drew from: a gradient reaches those alone.

@@ -34,7 +34,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch: whole sequences one after another, longest first, nothing between them."""
+    """One micro-batch: whole sequences one after another, longest first; filler between them where ranks share them."""
 
     rows: tuple[int, ...]  # of the batch, in the order of the pack
     horizon: int  # longest response of the pack: its matrices are [len(rows), horizon]
