@@ -1,4 +1,4 @@
-"""One model's parameters, out of the table: names, shapes, and which part of them a rank holds. Pure integers.
+"""Parameters of one model by models/table.py: Megatron and Hugging Face names, shapes, slices of a rank. Pure integers.
 
 Megatron names in this project are global: layer and expert numbers count over the whole model (`global_name`).
 """

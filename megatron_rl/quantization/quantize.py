@@ -1,4 +1,4 @@
-"""Weight quantizers: INT8 and FP8 per output channel, FP8 in 128x128 blocks; and how far a weight is off afterwards.
+"""Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; and how far a weight is off then.
 
 Symmetric, scales in FP32. Every element is computed from its own value and its scale alone, so that a shard quantized
 with the amax of the whole tensor holds the same bytes as the same slice of the quantized whole.
