@@ -71,7 +71,7 @@ class Session:
     numbers: Mapping[str, float] = field(default_factory=dict)  # the environment's, for the metrics
     counts: Mapping[str, float] = field(default_factory=dict)  # failed calls, cut observations, restarts, ...
     answer: str = ""  # the last answer's text
-    conversation: str = ""  # all messages, as JSON, for the record
+    conversation: str = ""  # what was asked in the last branch, as JSON, for the record
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def ahead(
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
     if rollout.in_flight_cache is schema.Cache.keep and rollout.in_flight is not schema.InFlight.continue_:
         yield "rollout.in_flight_cache: keep with rollout.in_flight=finish: no update meets an answer; leave it out"
-    if rollout.in_flight is schema.InFlight.continue_ and not (sync.transport == schema.Transport.file and sync.staged):
+    if rollout.in_flight is schema.InFlight.continue_ and sync.transport != schema.Transport.file:
         yield (
             f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that arrive in place would be "
             "read half old and half new; use sync.transport=file, or finish"

@@ -194,7 +194,7 @@ def _splits(key: str, folder: Path) -> dict[str, list[Path]]:
             names = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{key}: {folder / 'state.json'} is not readable ({error})") from None
-        return {folder.name: [folder / Path(name).name for name in names]}
+        return {folder.name: [folder / Path(name).name for name in names]} if names else {}
     if (folder / "dataset_dict.json").is_file():
         inner = sorted(each for each in folder.iterdir() if (each / "state.json").is_file())
         return {name: files for each in inner for name, files in _splits(key, each).items()}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_rl.batch import Batch, Targets
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.config.prox_pass import DRAWS
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner.policy import RANDOM, Policy
@@ -47,7 +48,7 @@ class NonFiniteUpdates:
         self._learner, self._weights, self._dump_dir, self._note = learner, weights, dump_dir, note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
         config = learner.megatron_config
-        self._draws = bool(config.hidden_dropout or config.attention_dropout)
+        self._draws = any(getattr(config, name) for name in DRAWS)
         self._random: dict[str, Tensor] = {}
 
     def begin(self) -> None:

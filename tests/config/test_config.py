@@ -338,7 +338,7 @@ def test_what_does_not_go_with_rollouts_ahead(recipe: Path, overrides: list[str]
 
 def test_what_does_go_with_rollouts_ahead(recipe: Path) -> None:
     load(recipe, ["rollout.ahead=1", "correction=bypass"])
-    load(recipe, ["rollout.ahead=1", "rollout.in_flight=continue", FRESH_ONLY])
+    load(recipe, ["rollout.ahead=1", "rollout.in_flight=continue", "sync.staged=false", FRESH_ONLY])
     late = ["rollout.ahead=2", "sync.every=3", "eval.every=9"]
     load(recipe, [*late, "rollout.in_flight=continue", "rollout.stale=drop"])
 

@@ -129,8 +129,10 @@ def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     for path in (tmp_path / "saved", saved):
         assert [one.answer for one in loaded(tokenizer, str(path)).prompts] == list("123456")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"data\.train: no .parquet, .jsonl, .arrow in the folder"):
-        loaded(tokenizer, str(tmp_path / "empty"))
+    (saved / "state.json").write_text('{"_data_files": []}')
+    for folder in (tmp_path / "empty", saved):
+        with pytest.raises(ConfigError, match=r"data\.train: no .parquet, .jsonl, .arrow in the folder"):
+            loaded(tokenizer, str(folder))
 
 
 def test_several_files_take_turns_as_their_weights_say(tmp_path: Path, tokenizer: FolderTokenizer) -> None:

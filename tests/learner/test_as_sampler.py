@@ -21,11 +21,11 @@ LAYOUTS = {
 }
 LAYOUTS["qwen3"]["cp2"] = {"context_parallel": 2}
 LAYOUTS["qwen3"]["tp2_recompute"] = {"tensor_parallel": 2, "megatron": cases.RECOMPUTE}
-LAYOUTS |= {"fp8": LAYOUTS["qwen3"], "fp8_qwen2": LAYOUTS["qwen2"]}
+LAYOUTS |= {"fp8": {at: LAYOUTS["qwen3"][at] for at in ("tp2", "cp2")}, "fp8_qwen2": LAYOUTS["qwen2"]}
 SLICES = (1, 2)
 FORMATS = {"qwen3": "int8", "fp8": "fp8"}  # of the same model
 PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("tp2_sp", "bf16"), ("dp2", "bf16"), ("cp2", "bf16")]
-PAIRS_OF = [(at, forward, model) for model in FORMATS for at, forward in PAIRS]
+PAIRS_OF = [(at, forward, model) for model in FORMATS for at, forward in PAIRS if at in LAYOUTS[model]]
 PRECISIONS = ("fp32", "bf16")
 PLACES = [(model, layout, slices) for model in MODELS for layout in LAYOUTS[model] for slices in SLICES]
 

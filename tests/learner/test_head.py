@@ -19,9 +19,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {}, "bf16": {"precision": "bf16"}, "fp32 head": {"precision": "bf16", "head": "fp32"},
 }  # fmt: skip
 LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "vp2", "dp2")
-CASES = [(at, "tied", asked) for at in LAYOUTS for asked in ASKED] + [("one", "own", asked) for asked in ASKED]
-# which weight it is and what is asked of it have nothing to do with each other on any layout
-CASES += [(at, "own", asked) for at in LAYOUTS[1:] for asked in ("plain", "both")]
+CASES = [("one", model, asked) for model in MODELS for asked in ASKED]
+CASES += [(at, *case) for at in LAYOUTS[1:] for case in (("tied", "plain"), ("tied", "both"), ("own", "both"))]
+WIDE = ("one", "tp2_sp")  # where values and gradients of the head alone are compared
 
 
 def _jobs(at: str) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def _jobs(at: str) -> list[dict[str, Any]]:
         job = {"hf": MODELS[model], "layout": layout, "steps": STEPS, **ASKED[asked]}
         for columns in (None, 7):
             jobs.append({**job, "name": f"{at} {model} {asked} {columns}", "columns": columns})
-    if at in ("one", "tp2", "tp2_sp"):
+    if at in WIDE:
         for precision, fields in PRECISIONS.items():
             for kept in (False, True):
                 about = {"name": f"{at} {precision} {kept}", "kind": "heads", "kept": kept, "layout": layout}
@@ -68,7 +68,7 @@ def test_every_layout_learns_what_it_learns_with_held_logits(
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("at", ["one", "tp2", "tp2_sp"])
+@pytest.mark.parametrize("at", WIDE)
 def test_values_and_gradients_are_those_of_held_logits(
     at: str, precision: str, kept: bool, found: dict[str, Any]
 ) -> None:

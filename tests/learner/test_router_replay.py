@@ -14,16 +14,14 @@ pytestmark = pytest.mark.ranks
 PACKS = {"tokens_per_microbatch": 80}
 LAYOUTS = {
     **cases.EXPERT_LAYOUTS,
-    "vp2": cases.LAYOUTS["vp2"],
     "vp2_recompute": {"pipeline_parallel": 2, "megatron": cases.CHUNKS | cases.RECOMPUTE},
-    "cp2": cases.CP2,
     "cp2_ep2": {**cases.CP2, "expert_parallel": 2},
     "cp2_recompute": {**cases.CP2, "megatron": cases.RECOMPUTE},
     "cp2_tp2_sp": cases.CP2 | cases.LAYOUTS["tp2_sp"],
 }
 FORWARD = {"router": "replay_forward"}
 BF16 = {"precision": "bf16", "router": "own"}
-KEPT = ("tp2_sp", "tp2_ep2", "pp2", "dp2", "vp2_recompute", "cp2", "cp2_ep2", "cp2_recompute", "cp2_tp2_sp")
+KEPT = ("tp2_ep2", "pp2", "dp2", "vp2_recompute", "cp2_ep2", "cp2_recompute", "cp2_tp2_sp")
 FOUR = ("cp2_tp2_sp",)  # ranks
 HOT = 1e-2  # routers choose otherwise after an update
 WRONG = {"wrong_layer": "elsewhere", "wrong_token": "elsewhere", "recompute": "not computed again"}
