@@ -15,15 +15,9 @@ from helpers import lone_rank
 from megatron_rl import driver, train
 from megatron_rl.batch import collate
 from megatron_rl.config import ConfigError, load, to_yaml
-from megatron_rl.config.schema import (
-    CheckpointSection,
-    Config,
-    CorrectionConfig,
-    EvalSection,
-    LossConfig,
-    RejectRule,
-    Router,
-    SyncSection,
+
+from megatron_rl.config.schema import (  # isort: skip
+    CheckpointSection, Config, CorrectionConfig, EvalSection, LossConfig, RejectRule, Router, SyncSection,
 )  # fmt: skip
 from megatron_rl.driver import Driver
 from megatron_rl.learner.modules import router_replay

@@ -5,21 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from translation_cases import (
-    ICEPOP,
-    NEMO_ON,
-    OLD,
-    TOKEN_MASK,
-    areal,
-    nemo,
-    openrlhf,
-    skyrl,
-    slime_mis,
-    trl,
-    verl_in_loss,
-    verl_rs,
-    verl_run,
-)
+
+from translation_cases import (  # isort: skip
+    ICEPOP, NEMO_ON, OLD, TOKEN_MASK, areal, nemo, openrlhf, skyrl, slime_mis, trl, verl_in_loss, verl_rs, verl_run,
+)  # fmt: skip
 
 from megatron_rl.workshop.translation.keys import Native, TranslationError
 from megatron_rl.workshop.translation.settings import may_correct

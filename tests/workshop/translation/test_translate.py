@@ -14,30 +14,11 @@ import pytest
 import torch
 from loss_cases import inputs_of
 from torch import Tensor
-from translation_cases import (
-    ADVANTAGES,
-    BYPASSES,
-    CASES,
-    LOSS,
-    NEMO_OFF,
-    NEMO_ON,
-    OLD,
-    TOKEN_MASK,
-    TWO_POLICIES,
-    Formula,
-    Theirs,
-    areal,
-    band,
-    data,
-    nemo,
-    openrlhf,
-    skyrl,
-    slime_mis,
-    trl,
-    verl_in_loss,
-    verl_rs,
-    verl_run,
-)
+
+from translation_cases import (  # isort: skip
+    ADVANTAGES, BYPASSES, CASES, LOSS, NEMO_OFF, NEMO_ON, OLD, TOKEN_MASK, TWO_POLICIES, Formula, Theirs, areal, band,
+    data, nemo, openrlhf, skyrl, slime_mis, trl, verl_in_loss, verl_rs, verl_run,
+)  # fmt: skip
 
 from megatron_rl.batch import collate
 from megatron_rl.config import from_mapping
