@@ -169,7 +169,7 @@ _group(
 )
 _group(
     "router",
-    ("replayed", "learner.router=replay: share of the tokens read that went to the sampler's experts"),
+    ("replayed", "learner.router=replay: share of the tokens read in updates that went to the sampler's experts"),
     ("replayed/*", "the same of one layer"),
     ("flips", "share of those that the learner's routers would have sent elsewhere"),
     ("flips/*", "the same of one layer"),
