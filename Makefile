@@ -7,7 +7,6 @@ EXTRA ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/
 interpreter = $(firstword $(foreach p,python3 python3.12 python3.11 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12),$(if $(shell $(p) -c 'import sys; sys.exit(not (3, $(1)) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 PYTHON ?= $(call interpreter,$(if $(filter gpu,$(EXTRA)),12,11))
 BIN := .venv/bin
-WORKERS ?= 2
 
 .PHONY: quickstart test test-slow faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu check-gpu-set constraints clean help
 
@@ -25,18 +24,19 @@ comma := ,
 quickstart: install
 	@$(BIN)/megatron-rl quickstart
 
-# Everything that is no whole run and starts no engine.
+# Everything that is no whole run and starts no engine. Three workers keep two cores busy, as many tests wait for what they
+# start; WORKERS chooses others.
 test: install-dev
-	@$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder
 
 # The rest: whole runs, and real engines.
 test-slow: install-dev
-	@$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m slow -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 
 # What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end; an
 # hour on two cores. Without what the two targets below do.
 faults: install-dev
-	@$(BIN)/python -m pytest -vv --faults -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
+	@$(BIN)/python -m pytest -vv --faults -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
 
 # Every batch script on a Slurm cluster made for the occasion, and all that happens to jobs; about half an hour, as root.
 rehearse: install-dev

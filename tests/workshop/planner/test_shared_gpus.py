@@ -9,6 +9,7 @@ import pytest
 from helpers import APART
 
 from megatron_rl.config import cluster, load
+from megatron_rl.config.layers import merged, of_recipe
 from megatron_rl.config.schema import Config, Offload, Sleep
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
@@ -18,7 +19,7 @@ from megatron_rl.workshop.planner.plan import Plan, plan, share_problems
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
-COLOCATED = [path for path in RECIPES if load(path).sampler.sleep != Sleep.none]
+COLOCATED = [path for path in RECIPES if merged(of_recipe(path))["sampler"].get("sleep", "none") != "none"]
 MACHINES = {8: ("1x8xH100-80", "1x8xH200", "1x8xB200"), 1: ("1x1xH100-80", "1x1xA100-40", "1x1xL40S")}
 
 
