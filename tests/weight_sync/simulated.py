@@ -64,9 +64,9 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
     }
     if family == "qwen3_moe":
-        config |= {"num_experts": 4, "moe_intermediate_size": 48}
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     if family == "mixtral":
-        config |= {"num_local_experts": 2}
+        config |= {"num_local_experts": 2, "num_experts_per_tok": 2}
     return config | changes
 
 
