@@ -1,4 +1,4 @@
-"""Entry point of a learner rank, by launch.py (`python -m megatron_rl.rank RUN_DIR PARENT_PID`), srun or torchrun."""
+"""Process of a learner rank: signals, secrets, watch, then train.py's loop; started by launch.py, srun or torchrun."""
 
 import faulthandler
 import os

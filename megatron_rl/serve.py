@@ -1,4 +1,4 @@
-"""`megatron-rl serve`: one server for the fleet of a run elsewhere, in the foreground, until it is interrupted.
+"""Work of `megatron-rl serve`: runs one vLLM engine server for the fleet of a run elsewhere, until it is interrupted.
 
 The run names it under `sampler.fleet.addresses`; both sides read the key from the environment
 variable MEGATRON_RL_FLEET_KEY. The weights come from the run: until its first sync the server holds none. It ends with

@@ -1,4 +1,4 @@
-"""Training loop, which every rank runs, from prompts to a weight sync at each step; rank 0 drives sampler and rewards.
+"""Training loop on every rank: rollouts, updates, weight sync, evaluation, checkpoints; rank 0 drives sampler, rewards.
 
 prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage -> loss -> learner step
 -> weight sync -> next rollout

@@ -1,4 +1,4 @@
-"""Data types that one part of the project hands to the next: prompts, rollouts, scored answers."""
+"""Data types passed between all parts: prompts, sampling parameters, sessions, rollouts, scored answers, verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-rl serve`: starts one vLLM engine server, in the foreground, for the fleet of a run on another machine."""
+"""Arguments and checks of `megatron-rl serve`, a vLLM engine server for the fleet of a run elsewhere (run by serve.py)."""
 
 import argparse
 from typing import Any

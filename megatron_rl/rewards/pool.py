@@ -1,4 +1,4 @@
-"""Scores rollouts in worker processes, which can neither hang nor crash the learner.
+"""Reward pool of the driver: scores tasks (row, response) in worker processes, which can neither hang nor crash the run.
 
 A worker that misses its deadline, dies or answers out of turn is replaced; its answer gets no score, but an `error`.
 """

@@ -1,4 +1,4 @@
-"""Processes for the user's code (rewards, environments): few variables, bounded memory, output cut to a limit."""
+"""Starts processes for the user's code (rewards, environments), reached by a socket; memory and printed output limited."""
 
 from __future__ import annotations
 

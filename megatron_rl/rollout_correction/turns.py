@@ -1,4 +1,4 @@
-"""Sums and extremes over turns: one number for each turn of each row, and back to the tokens.
+"""Reduces token values to one number per turn of each row (sum, minimum, maximum), and spreads it back to the tokens.
 
 Shape legend: B sequences, T response positions, K turns and the tokens of none, R runs of tokens of one turn.
 """

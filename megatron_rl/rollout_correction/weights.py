@@ -1,4 +1,4 @@
-"""Importance weights: their level, their bounds, and the cap or the mix that meets a target sample size.
+"""Importance weights from log-ratios: level, bounds, the cap or mix that meets a target effective sample size.
 
 Shape legend: B sequences, T response positions. d = p - mu.
 """

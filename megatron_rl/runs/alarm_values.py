@@ -1,4 +1,4 @@
-"""What alarms look at: a number of each step, from its metrics and from what the run has had so far."""
+"""Values that alarms compare with their bounds: a number of each step, from its metrics and from those of steps before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watch over a run's processes: which is stopped or stuck, and when the run has waited long enough for it.
+"""Watch over a run's processes by their pulses: finds stopped and stuck ones, decides when the run has waited too long.
 
 It reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows:
 

@@ -1,4 +1,4 @@
-"""Tensors of all pipeline stages and expert ranks, in one order, on rank 0 (nccl) or on every rank (ipc).
+"""Collects the tensors of all pipeline stages and expert ranks, in one order, on rank 0 (nccl) or on every rank (ipc).
 
 vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized tensors of the
 other pipeline stages and expert ranks travel once more. Buckets are walked in one order that every rank knows, (stage,

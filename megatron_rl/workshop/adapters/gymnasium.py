@@ -1,4 +1,4 @@
-"""Gymnasium's environments with text for observations, and TextArena's games."""
+"""Adapter that plays Gymnasium's environments (text for observations) and TextArena's games as environments of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""NeMo Gym's agents over HTTP: POST /run with a row's responses_create_params, the reward in the reply.
+"""Adapter for NeMo Gym's agents over HTTP: POST /run with a row's responses_create_params, the reward in the reply.
 
 NeMo Gym's model server has one address for all rollouts, and a session of the gateway has its own. A relay stands
 between: `python -m megatron_rl.workshop.adapters.nemo_gym PORT`, and `policy_base_url: http://127.0.0.1:PORT/v1`

@@ -1,4 +1,4 @@
-r"""OpenRLHF's agents (AgentInstanceBase): `reset(states)`, and `step(states)` with rewards and feedback.
+r"""Adapter for OpenRLHF's agents (AgentInstanceBase) as environments of a run: `reset`, `step` with reward, feedback.
 
 OpenRLHF's prompts and feedback are raw text, the marks of the chat template in them; here they are messages. `feedback`
 is a regular expression that finds the message in the text, such as `user\n(.*?)<\|im_end\|>` (its first group; all of

@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks with feedback: an answer that is not right yet gets a sentence, and another try.
+"""Environment of reasoning-gym's tasks with feedback: a wrong answer gets a sentence and another try, the best counts.
 
 The rows are those of reward `reasoning_gym`, which judges each answer; the session's reward is the best score, so
 that a try more never costs anything; `discount` makes it cost something.

@@ -1,4 +1,4 @@
-"""SkyRL-Gym's environments (BaseTextEnv): `init(prompt)`, `step(action)` with observations, reward, done, metadata."""
+"""Adapter for SkyRL-Gym's environments (BaseTextEnv): calls `init(prompt)` and `step(action)` as a run's environment."""
 
 import copy
 import inspect

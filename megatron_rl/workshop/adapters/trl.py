@@ -1,4 +1,4 @@
-"""TRL's tools and environments (`tools`, `environment_factory` of GRPOTrainer), as they are given to it.
+"""Adapter for TRL's tools and environments (`tools`, `environment_factory` of GRPOTrainer) as a run's environment.
 
 An environment is a class whose public methods are tools; `reset(**row)` may return a text, which stands behind the last
 user's message, and `get_reward()` the reward. A reward function that reads `environments` is named by `reward`.

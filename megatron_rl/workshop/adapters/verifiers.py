@@ -1,4 +1,4 @@
-"""Verifiers' environments (PyPI verifiers) as an agent: they ask the gateway as they ask any OpenAI client's endpoint.
+"""Adapter for environments of PyPI's verifiers, as an agent: they ask a run's gateway as they would an OpenAI endpoint.
 
 With `python`, an interpreter that has verifiers where this project's has not, that interpreter plays them in a process
 of its own, which runs this file without the rest of the project.

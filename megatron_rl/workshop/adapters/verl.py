@@ -1,4 +1,4 @@
-"""verl's tools (BaseTool), as its tool agent loop calls them: created, executed, released for each call.
+"""Adapter for verl's tools (BaseTool) as a run's environment: created, executed and released for each tool call.
 
 With `instance: conversation` one instance of each tool lives as long as the conversation, and `calc_reward` of all is
 its reward. Rewards that `execute` returns are the number `tool_reward`; `rewarded: true` adds them to the reward.

@@ -1,4 +1,4 @@
-"""Adapters on disk, a run's (learner.lora) or PEFT's, and the model that they are merged with."""
+"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into their model's weights, written as PEFT's."""
 
 import json
 from collections.abc import Callable, Iterator

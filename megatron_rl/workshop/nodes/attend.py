@@ -1,4 +1,4 @@
-"""One node's part in the check of a job's nodes: its facts, connections, shared folders, a sum; by a torch store.
+"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders, joins an all-reduce.
 
 python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum, for each GPU, or for each node without;
                                                        cuda: where torch sees no GPU, an end

@@ -1,4 +1,4 @@
-"""Keys of ours that follow from several of theirs: batch, lengths, schedule, layout, model and data of a recipe.
+"""Derives keys of a translated recipe that follow from several of the other project's: batch, lengths, layout, data.
 
 A table's rows may name facts besides our keys, after a = (`shared.yaml` lists them); `derive` turns them into keys.
 """

@@ -1,4 +1,4 @@
-"""One table per project, in `tables/`: each of its keys, ours, and what lies between; the pages of the docs show it.
+"""Reads the table of each other project in `tables/`: its recipe's keys, ours, and how values translate; docs show them.
 
 A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `derived.py` makes keys of, after a =),
 `default` (theirs, where the file is silent), `words` (ours for each of their values), `instead` (for some of them),
