@@ -1,6 +1,6 @@
-"""Reward pool of the driver: scores tasks (row, response) in worker processes, which can neither hang nor crash the run.
+"""Reward pool of the driver: scores tasks (row, response) in worker processes, which cannot hang or crash the run.
 
-A worker that misses its deadline, dies or answers out of turn is replaced; its answer gets no score, but an `error`.
+A worker that is late, dies or answers out of turn is replaced; its answer gets an `error` (after a death: if twice).
 """
 
 import os

@@ -3,7 +3,7 @@
     python -m megatron_rl.survival.attempts failed RECIPE [key=value ...]           0: another start would go on
     python -m megatron_rl.survival.attempts stopped,failed RECIPE [key=value ...]   of a job that was asked to stop
 
-Another attempt is worth its while where the one before has ended too early, and has come further than those before it.
+A run that failed is started again, but not once two attempts in a row (of a queued job: one) have come no further.
 """
 
 import os

@@ -89,7 +89,7 @@ class _Asked:
 
 
 class EngineClient:
-    """See engine.Engine."""
+    """See interface.Engine."""
 
     def __init__(self, name: str, line: Line, timeout_s: float, vocabulary: int) -> None:
         self.name, self.line = name, line
