@@ -1,4 +1,4 @@
-"""Advantages of rollouts, sessions and turns from rewards (GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL), rejected ones left
+"""Advantages of rollouts, sessions, turns from rewards (GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL), rejected ones left
 out of the baseline; DAPO's penalty for overlong responses, and its test whether the rewards of a group differ.
 
 Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).

@@ -1,4 +1,4 @@
-"""Batch of a step: collates scored rollouts into tensors (packed rows, padded on request); inputs of updates and losses.
+"""Batch of a step: collates scored rollouts into tensors (packed, or padded on request); inputs of updates and losses.
 
 Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response (right-padded), N
 response tokens of all rows, P tokens of all rows, K ids. Every matrix with T is aligned to responses: column 0 is the

@@ -1,4 +1,4 @@
-"""Arguments and checks of `megatron-rl serve`, a vLLM engine server for the fleet of a run elsewhere (run by serve.py)."""
+"""Arguments and checks of `megatron-rl serve`: serve.py then runs a vLLM engine server for the fleet of another run."""
 
 import argparse
 from typing import Any

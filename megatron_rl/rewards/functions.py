@@ -1,4 +1,4 @@
-"""Loads reward functions by the names in `reward.name` (ours, `module:function`, `file.py:function`), sums their scores.
+"""Loads reward functions by the names in `reward.name` (ours, `module:function`, `file.py:function`); sums scores.
 
 A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a number, or a mapping
 whose `score` is one; other numbers in it are metrics.

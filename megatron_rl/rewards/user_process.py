@@ -1,4 +1,4 @@
-"""Starts processes for the user's code (rewards, environments), reached by a socket; memory and printed output limited."""
+"""Starts processes for the user's code (rewards, environments), reached by a socket; limits memory and output."""
 
 from __future__ import annotations
 

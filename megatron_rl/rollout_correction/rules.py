@@ -1,4 +1,4 @@
-"""Reject rules: a statistic of log-ratios per token, prefix, turn or row, what its bounds reject, and a budget's cutoff.
+"""Reject rules: a statistic of log-ratios per token, prefix, turn or row, what its bounds reject, a budget's cutoff.
 
 Shape legend: B sequences, T response positions. All rules see the same mask, so their order is
 irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.

@@ -1,4 +1,4 @@
-"""Weight update of all engines: begun, verified and loaded together, or by none; other calls to all (sleep, wake, init).
+"""Weight update of all engines: begun, verified and loaded together, or by none; also sleeps, wakes, asks all.
 
 An update has three parts: every engine begins it, then every engine verifies it, then every engine loads it. If one
 refuses it while verifying, none loads it. An engine that dies in any part is taken out; its supervisor brings it back

@@ -1,4 +1,4 @@
-"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into their model's weights, written as PEFT's."""
+"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into the model's weights, written as PEFT's."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Reads the table of each other project in `tables/`: its recipe's keys, ours, and how values translate; docs show them.
+"""Reads the table of each other project in `tables/`: its recipe's keys, ours, and how values translate; docs show it.
 
 A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `derived.py` makes keys of, after a =),
 `default` (theirs, where the file is silent), `words` (ours for each of their values), `instead` (for some of them),
