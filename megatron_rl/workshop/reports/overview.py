@@ -76,7 +76,7 @@ def _rows(run: RunData) -> Iterator[tuple[str, str]]:
     if run.status.get("state") == "running" and (silent := _since(run.status.get("heartbeat"))):
         yield "sign of life", f"{duration(silent)} ago"
     kept = checkpoints.steps(RunDir(run.path).checkpoints)
-    yield "checkpoint", f"step {kept[-1]}" + (f", {len(kept)} kept" if len(kept) > 1 else "") if kept else "none"
+    yield "checkpoint", f"step {kept[0]}" + (f", {len(kept)} kept" if len(kept) > 1 else "") if kept else "none"
     yield "logs", str(RunDir(run.path).logs)
     yield from (("not readable", problem) for problem in run.unreadable)
 
