@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -197,4 +198,6 @@ def read(result: Any) -> Judgement:
 def _number(value: Any) -> float | None:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
-    return float(value)
+    with suppress(Exception):  # an array or a tensor of several numbers, an integer too large for a float
+        return float(value)
+    return None

@@ -345,6 +345,6 @@ class DatasetAnswers:
             token_ids=token_ids,
             logprobs=(0.0,) * len(token_ids),
             loss_mask=written(len(token_ids)),
-            finish_reason="stop",
-            policy_version=step,
+            finish_reason="stop" if len(answer) < params.max_tokens else "length",
+            policy_version=step - 1,
         )

@@ -111,7 +111,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [list(head), *map(list, rows)]
     for column in range(len(head)):
         width = max(len(line[column]) for line in lines)
-        place = str.rjust if column and re.match(r"[+-]?\d", lines[1][column]) else str.ljust
+        place = str.rjust if column and lines[1:] and re.match(r"[+-]?\d", lines[1][column]) else str.ljust
         for line in lines:
             line[column] = place(line[column], width)
     return ["  ".join(line).rstrip() for line in lines]

@@ -154,13 +154,10 @@ class Disk:
 
 def size(path: Path) -> int:
     """Bytes of a file, or of everything in a folder. What goes away meanwhile counts nothing."""
-    total = 0
-    with suppress(OSError):
-        if not path.is_dir():
-            return path.lstat().st_size
-        with os.scandir(path) as entries:
-            for entry in entries:
-                total += size(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else entry.stat().st_size
+    total, inside = 0, (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    for file in inside if path.is_dir() else [path]:
+        with suppress(OSError):
+            total += file.lstat().st_size
     return total
 
 

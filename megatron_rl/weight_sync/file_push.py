@@ -53,9 +53,10 @@ class FilePush(Push):
         self._lineage = Lineage(sync.full_every)
         self._sent = {format: Sent() for format in sources} if sync.full_every > 1 else {}
         self._sync_dir: SyncDir | None = None
-        writes = exchange([self._writes, sum(source.nbytes for source in sources.values())])
-        self._writer, self._writers = sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes)
-        self._nbytes = sum(n for _, n in writes)  # of all writers
+        each_rank = exchange([self._writes, *(source.nbytes for source in sources.values())])
+        writes, *nbytes = zip(*each_rank, strict=True)
+        self._writer, self._writers = sum(writes[: self._rank]), sum(writes)
+        self._nbytes = dict(zip(sources, map(sum, nbytes), strict=True))  # of all writers
         self.directory = self._open_directory()
         self._engine_ready = False
 
@@ -112,7 +113,7 @@ class FilePush(Push):
         if self._rank == 0:
             try:
                 self._sync_dir = SyncDir(self._sync.dir)
-                self._sync_dir.require_free(self._nbytes)
+                self._sync_dir.require_free(sum(self._nbytes.values()))
             except WeightSyncError as error:
                 failure = str(error)
                 self.close()
@@ -146,7 +147,7 @@ class FilePush(Push):
         failure, passing, count, nbytes = None, False, 0, 0
         try:
             if self._sync_dir is not None:
-                self._sync_dir.require_free(self._nbytes)
+                self._sync_dir.require_free(self._nbytes[format])
             if source.writes:
                 written = self._write_alongside(version, format, tensors)
                 count, nbytes = written.tensors, written.nbytes

@@ -13,13 +13,16 @@ from megatron_rl.rewards.task import Judgement, Task
 from megatron_rl.types import Verdict
 
 MODULE = """
+import numpy
+
 def ours(row, answer_key, response, finish_reason):
     return 0.25 if finish_reason == "length" else float(row[answer_key] == response)
 
 def verl(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": -1.0 if solution_str != ground_truth else 1.0, "acc": solution_str == ground_truth,
             "pred": solution_str, "length": len(solution_str), "seen": data_source == "gsm8k",
-            "index": extra_info["index"], "stopped": extra_info["finish_reason"] == "stop", "odd": float("nan")}
+            "index": extra_info["index"], "stopped": extra_info["finish_reason"] == "stop", "odd": float("nan"),
+            "large": 10**400, "both": numpy.ones(2)}
 
 def verl_without_extras(data_source, solution_str, ground_truth):
     return 1.0

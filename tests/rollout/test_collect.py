@@ -1,6 +1,7 @@
 """prompt -> rollout -> reward -> group filter: answers without a score, truncated answers, refills."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from collectors import Script, collector
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
-from megatron_rl.rollout.collect import MOST_DETAILS, Collected, RewardError, _verdicts, sampling_params
+from megatron_rl.rollout.collect import (
+    MOST_DETAILS,
+    Collected,
+    DatasetAnswers,
+    RewardError,
+    _verdicts,
+    sampling_params,
+)
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
 from megatron_rl.types import Prompt, Rollout, Scored
 
@@ -86,3 +94,12 @@ def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
     assert asked.stop_token_ids == (1, 2)
     assert asked.candidates == RolloutSection(**keys).candidates > 5
     assert sampling_params(RolloutSection(), ()).top_k == -1  # among all
+
+
+def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:
+    params = sampling_params(RolloutSection(max_response_tokens=3), (1,))
+    asked = DatasetAnswers(SimpleNamespace(encode=lambda text: [*map(ord, text)])).answering(params, seed=0, step=4)
+    asked.add([Prompt(0, (1,), "", {"answer": text}) for text in ("ab", "abc")], 0)
+    (whole,), (cut,) = asked.finished()
+    assert (*whole.token_ids, whole.finish_reason, whole.policy_version) == (97, 98, 1, "stop", 3)
+    assert (*cut.token_ids, cut.finish_reason) == (97, 98, 99, "length")

@@ -90,6 +90,7 @@ def test_a_table_puts_numbers_to_the_right() -> None:
     rows = [["a", "text", "10.5%", "+1e-3"], ["longer", "t", "9%", ""]]
     lines = console.table(["name", "shape", "share", "change"], rows)
     assert lines == ["name    shape  share  change", "a       text   10.5%   +1e-3", "longer  t         9%"]
+    assert console.table(["name", "shape"], []) == ["name  shape"]
 
 
 # the few answers that people are shown

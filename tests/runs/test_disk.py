@@ -59,6 +59,13 @@ def test_the_oldest_make_room(
     assert sum("checkpoint.keep_last" in line for line in said) == (limit == 1000)
 
 
+def test_a_link_that_leads_nowhere_hides_nothing_of_its_folder(tmp_path: Path) -> None:
+    run = furnished(tmp_path)
+    for name in "abcdefgh":
+        (run.rollouts / name).symlink_to("gone")
+    assert size(run.path) == 27_500 + 8 * len("gone")
+
+
 def test_a_recorder_keeps_its_budget(tmp_path: Path) -> None:
     with start(tmp_path / "run", Config(log=LogSection(disk_gib=2e-4)), 40) as recorder:
         for step in range(1, 41):

@@ -17,7 +17,7 @@ def lanes(tmp_path: Path) -> Path:
         sampler = [Span("sampler", step - 1.0, step - 0.5), Span("sampler", step - 0.499, step - 0.1)]
         lines.append(encode_spans(step, [*sampler, Span("update", step + 0.2, step + 0.9), Span("other", 0, 1)]))
     path = tmp_path / "lanes.jsonl"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join([*lines, lines[0][:20], ""]))  # a torn one, too
     return path
 
 

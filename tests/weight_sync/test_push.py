@@ -13,7 +13,7 @@ from spawned import run_ranks
 from megatron_rl.config.schema import FleetSection, Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import manifest
-from megatron_rl.weight_sync.file_transport import manifest_path
+from megatron_rl.weight_sync.file_transport import SyncDir, manifest_path
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
@@ -69,7 +69,11 @@ class Fleet(Receiver):
         }
 
 
-def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the_next(tmp_path: Path) -> None:
+def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room: list[int] = []  # asked for
+    monkeypatch.setattr(SyncDir, "require_free", lambda _, nbytes: room.append(nbytes))
     formats = [Format.int8, Format.none, Format.int8]
     client = Fleet()
     sync = sync_of(Weights(0, 1), client, tmp_path, fleet=FleetSection(replicas=3, formats=formats))
@@ -81,6 +85,7 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     assert report.tensors == sum(len(one.tensors) for one in found.values())
     assert report.nbytes == sum(sum(one.files.values()) for one in found.values())
     assert report.error.worst
+    assert room == [sum(room[1:]), *room[1:]] and len(room) == 3, "all at the start, then each format's own"
 
     client.refuse = 2
     with pytest.raises(WeightSyncError, match="corrupt tensor X"):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -225,7 +226,11 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
     """
     if not path.is_file():
         return []
-    lines = {line["step"]: line["spans"] for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    lines: dict[int, list[tuple[str, float, float]]] = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, LookupError, TypeError):  # a torn line
+            line = json.loads(text)
+            lines[line["step"]] = line["spans"]
     numbers = sorted(step for step in lines if step > 0)
     first = max(0, len(numbers) // 2 - steps // 2)
     chosen = set(numbers[first : first + steps])

@@ -43,7 +43,8 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (RunDir(run).checkpoints / "step_8").mkdir(parents=True, exist_ok=True)
+    for step in (8, 12):
+        (RunDir(run).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
     standing = {"entropy": {"since": 7, "value": 0.02}}
     mark_status(run, "running", "", steps=4 * STEPS, alarms=standing, heartbeat=now())
     monkeypatch.setattr(
@@ -53,7 +54,7 @@ def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "left" in said["step"]
     assert "entropy, since 7, value 0.02" in said["alarm"]
     assert "ago" in said["sign"]
-    assert "step 8" in said["checkpoint"]
+    assert "step 12, 2 kept" in said["checkpoint"]
 
 
 def test_why_it_failed(run: Path) -> None:
