@@ -40,9 +40,6 @@ ROOT = Path(__file__).parent.parent
         ("rollout.top_p=0.9", ["rollout.top_p: 0.9", "set rollout.top_k"]),
         ("rollout.top_k=4000", ["rollout.top_k: 4000", "at most 1024"]),
         ("sampler.vllm.logprobs_mode=raw_logprobs", ["sampler.vllm.logprobs_mode", "remove it"]),
-        ("sampler.devices='4,x'", ["sampler.devices", "4,x"]),
-        ("sampler.devices='4,5'", ["sampler.devices", "2 GPUs", "sampler.tensor_parallel=1"]),
-        ("sampler.devices=[4, 4]", ["sampler.devices: [4, 4]", "each once"]),
         ("log.wandb=online", ["log.wandb"]),
     ],
 )

@@ -10,12 +10,7 @@ from dataclasses import replace
 import pytest
 from helpers import program
 
-from megatron_rl.config.correction_rules import (
-    check_advantage,
-    check_correction,
-    check_loss,
-    check_objective,
-)
+from megatron_rl.config.correction_rules import check_advantage, check_correction, check_loss, check_objective
 from megatron_rl.config.load import check
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import (

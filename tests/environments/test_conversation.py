@@ -97,9 +97,7 @@ def test_answers_are_closed_as_the_template_closes_them(
     assert text in talk.tokenizer.decode_all(talk.asked[1][0])
 
 
-def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(
-    tokenizers: dict[str, FolderTokenizer],
-) -> None:
+def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(tokenizers: dict[str, FolderTokenizer]) -> None:
     for name in ("appends", "drops thinking"):
         talk = Talk(tokenizers[name], random.Random(0))
         tokenizer, conversation = talk.tokenizer, talk.conversation

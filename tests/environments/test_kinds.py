@@ -78,9 +78,7 @@ def test_what_is_cut_or_opened_by_the_request_reaches_to_its_end(
     assert parts(tokenizer, none, cut) == [(TEXT, "so\n<tool_call>{")]
 
 
-def test_calls_that_nothing_marks_are_calls_where_nothing_else_was_said(
-    tokenizers: dict[str, FolderTokenizer],
-) -> None:
+def test_calls_that_nothing_marks_are_calls_where_nothing_else_was_said(tokenizers: dict[str, FolderTokenizer]) -> None:
     tokenizer = tokenizers["single"]
     kinds, made = TokenKinds(tokenizer, "pythonic"), WrittenCall("add", "{}")
     ids = tokenizer.encode("<think>so</think>[add()]")

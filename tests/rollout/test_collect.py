@@ -10,14 +10,7 @@ from collectors import Script, collector
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
-from megatron_rl.rollout.collect import (
-    MOST_DETAILS,
-    Collected,
-    DatasetAnswers,
-    RewardError,
-    _verdicts,
-    sampling_params,
-)
+from megatron_rl.rollout.collect import MOST_DETAILS, Collected, DatasetAnswers, RewardError, _verdicts, sampling_params
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
 from megatron_rl.types import Prompt, Rollout, Scored
 
