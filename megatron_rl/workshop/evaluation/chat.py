@@ -16,14 +16,7 @@ from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
-from megatron_rl.environments.session import (
-    Answered,
-    ContextFull,
-    EnvironmentSession,
-    Policy,
-    Rules,
-    TemplateRefuses,
-)
+from megatron_rl.environments.session import Answered, ContextFull, EnvironmentSession, Policy, Rules, TemplateRefuses
 from megatron_rl.environments.templates import parser_of, problems
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
