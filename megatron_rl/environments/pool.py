@@ -1,4 +1,4 @@
-"""Pool of environment processes: has them forked, lends one to a session, kills late or broken ones; preflight's trial.
+"""Pool of environment processes: has them forked, lends one to a session, kills bad ones; preflight's trial of a class.
 
 In the driver, or chat, from one event loop, but for `start` and `close`. A process that misses its deadline, dies or
 answers with something else is killed with all that it has started; the next conversation gets another.
