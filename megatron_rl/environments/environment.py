@@ -1,4 +1,4 @@
-"""Environment: the interface of what a policy talks to for several turns, and how a recipe's class or agent is loaded.
+"""Environment: interface of what a policy talks to for several turns; loads a recipe's class or agent, checks replies.
 
 A subclass says how a conversation begins (`reset`), and what follows an answer (`step`); `tools` are plain typed Python
 functions, which are called for it. An agent is a coroutine function `run(base_url, row, **settings)`, or a class with

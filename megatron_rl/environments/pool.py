@@ -1,7 +1,7 @@
-"""Pool of environment processes on the driver: has them forked, lends one to a session, kills what is late or broken.
+"""Pool of environment processes: has them forked, lends one to a session, kills bad ones; preflight's trial of a class.
 
-Used from one event loop, but for `start` and `close`. A process that misses its deadline, dies or answers with
-something else is killed with all that it has started; the next conversation gets another.
+In the driver, or chat, from one event loop, but for `start` and `close`. A process that misses its deadline, dies or
+answers with something else is killed with all that it has started; the next conversation gets another.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 
 class EnvironmentPool:
-    """As many processes as conversations are open at once, at most `environment.sessions`."""
+    """As many processes as conversations are open at once; sessions.Player keeps to `environment.sessions`."""
 
     def __init__(self, config: EnvironmentSection) -> None:
         self._config, self._log = config, RewardLog()

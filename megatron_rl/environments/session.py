@@ -1,4 +1,5 @@
-"""Session: plays one conversation of policy and environment, makes its tool calls, notes turns, tokens and rewards."""
+"""Session: plays one conversation of policy and environment, has its tool calls made, notes turns, tokens and rewards.
+Its `Policy`, which asks the engines, serves agents too: they hold the conversation themselves (agent.py)."""
 
 import json
 import time

@@ -1,7 +1,6 @@
-"""Sampler of whole conversations: plays sessions side by side on its engines, returns rollouts, a row for each branch.
+"""Sampler of whole conversations: plays sessions side by side, a failed one again; a rollout a branch, with its credit.
 
-To whoever collects batches a session is an answer that takes several turns: it is asked for as any answer is, and has a
-row for each branch of its conversation.
+To whoever collects batches a session is asked for as any answer is. The engines are a Sampler's (sampler.py).
 """
 
 from __future__ import annotations

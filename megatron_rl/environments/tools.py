@@ -1,4 +1,4 @@
-"""Tools of an environment: the JSON schema of a typed Python function, and a call with arguments that a model wrote.
+"""Tools of an environment: JSON schemas of typed functions; checks and binds a model's arguments; worker.py calls.
 
 A function with an attribute `schema`, as OpenAI's API has it, is shown with that one, and checks its arguments itself.
 """

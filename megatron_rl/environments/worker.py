@@ -1,8 +1,8 @@
-"""Environment processes: a nursery imports the user's module once, and forks others, each for one session at a time.
+"""Environment processes: a nursery imports the user's module once and forks others; each answers for one environment at
+a time (reset, step, tool, close), or runs an agent.
 
 `python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The nursery is sent a socket for each process that it
-is to fork; that process answers requests there, one at a time, until the socket closes. Neither a call that hangs nor
-one that crashes is anything to another conversation.
+is to fork, which answers there, one by one, until it closes. A call that hangs or crashes is nothing to other sessions.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Loads reward functions by the names in `reward.name` (ours, `module:function`, `file.py:function`); sums scores.
+"""Loads and calls what `reward.name` names (ours, `module:function`, `file.py:function`); sums their weighted scores.
 
 A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a number, or a mapping
-whose `score` is one; other numbers in it are metrics.
+whose `score` is one; other numbers in it are metrics. `imported` serves environments and adapters as well.
 """
 
 import difflib
@@ -53,7 +53,7 @@ def resolve(name: str) -> Reward:
 
 
 class Rewards:
-    """The weighted sum of what the rewards say. The first of them has the verdict."""
+    """The weighted sum of what the rewards say. The first that applies has the verdict, unless one is late."""
 
     def __init__(self, weights: Mapping[str, float], wrong: float) -> None:
         self._parts = [(name, resolve(name), weight) for name, weight in weights.items()]

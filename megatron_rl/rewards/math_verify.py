@@ -1,4 +1,4 @@
-"""Verifier `math_verify`: the response's rightmost expression, compared as mathematics by the library math-verify.
+"""Verifier `math_verify`: the answer named or boxed, else the last expression, compared as mathematics by math-verify.
 
 Its time-outs (SIGALRM, hence the main thread) read as "not equal" in its own verdict; here they are counted as such.
 What never returns to Python ends with its worker.

@@ -1,4 +1,4 @@
-"""Reward pool of the driver: scores tasks (row, response) in worker processes, which cannot hang or crash the run.
+"""Reward pool: scores tasks (row, response) in worker processes, replaces bad ones; tries a user's reward before a run.
 
 A worker that is late, dies or answers out of turn is replaced; its answer gets an `error` (after a death: if twice).
 """

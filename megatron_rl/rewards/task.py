@@ -1,4 +1,4 @@
-"""Types of a reward function: the Task that it is given (row, response), the Judgement it returns (verdict, score)."""
+"""Types of our rewards: Task (row, response) in, Judgement (verdict, score) out; `verifier` calls cut answers wrong."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -22,7 +22,7 @@ from megatron_rl.rewards.functions import places
 
 START_TIMEOUT_S = 60.0
 MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
-MOST_BYTES = 1 << 20  # that the workers of a run print into its log, all together
+MOST_BYTES = 1 << 20  # that the workers of a pool print into the run's log, all together
 LOG_ENDS = f"\nrewards have printed {MOST_BYTES >> 20} MiB: what they print from here on is left out\n".encode()
 LOG_CHUNK = 64 << 10
 
@@ -67,7 +67,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 
 class RewardLog:
-    """What rewards print goes to the run's log, up to a limit: an answer cannot fill the disk."""
+    """What rewards or environments print goes to the run's log, up to a limit: an answer cannot fill the disk."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()  # neither is inherited: a worker is given a copy

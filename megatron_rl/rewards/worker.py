@@ -1,4 +1,4 @@
-"""Reward worker, a process that `pool.py` starts: judges the tasks that come by its channel, and sends the scores back.
+"""Reward worker, which `pool.py` starts: judges tasks from its channel, sends scores back; environments begin so too.
 
 `python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`. A reward is user code and may run programs that a model
 wrote: none of them inherits the channel, so that nothing but this loop answers.

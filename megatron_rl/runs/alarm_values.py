@@ -1,4 +1,4 @@
-"""Values that alarms compare with their bounds: a number of each step, from its metrics and those of steps before."""
+"""Values that alarms compare with bounds: functions of a step's metrics and of `Past`, what is kept of steps before."""
 
 from __future__ import annotations
 

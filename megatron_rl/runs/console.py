@@ -1,6 +1,5 @@
-"""Console output of a run: a line per step or a live table, the phase where a run has said nothing for a while, sampled
-answers; also tables, durations as text.
-"""
+"""Console output of a run: a line per step or a live table, the phase where it has said nothing for a while, answers
+chosen to be shown; tables, durations, sparklines as text, for reports and plans too."""
 
 from __future__ import annotations
 

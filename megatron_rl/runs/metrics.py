@@ -1,4 +1,4 @@
-"""The one table of metrics: every name a run may log, how its parts are combined, its unit, its meaning."""
+"""The one table of metrics: every name a run may log, how its parts are combined, unit, meaning; look-ups by name."""
 
 import re
 from collections.abc import Iterable

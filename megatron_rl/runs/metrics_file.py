@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of strict JSON per step, combined, written, read, summed up for W&B and for comparisons."""
+"""metrics.jsonl (strict JSON, a line per step): combines parts, encodes and reads lines, sums a run up in numbers."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""A run's directory: paths of what lies there, its claim by a lock for a new or resumed run, an old one archived."""
+"""A run's directory: its paths, its claim by a lock (for a new or resumed run; an old one archived), secrets hidden."""
 
 from __future__ import annotations
 

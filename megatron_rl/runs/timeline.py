@@ -1,5 +1,5 @@
 """Clock of a step: its time by phase, how long its rest will take, rates, and the lines of lanes.jsonl (who worked
-when). A span is [lane, begin, end] in seconds since 1970."""
+when). There a span is [lane, begin, end] in seconds since 1970; in memory, by time.perf_counter."""
 
 import json
 import math

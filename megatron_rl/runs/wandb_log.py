@@ -1,5 +1,5 @@
-"""Log of a run at W&B, online or offline: metrics, samples, alarms, and one W&B run however often it is resumed. W&B is
-imported only where it is used, and gets no arguments, git or machine data."""
+"""Log of a run at W&B, online or offline: metrics, samples, alarms, one W&B run however often resumed; comparisons take
+`WandbRun` alone. W&B is imported only where it is used, and gets no arguments, git or machine data."""
 
 import netrc
 import os

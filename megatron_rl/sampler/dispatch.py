@@ -1,4 +1,4 @@
-"""Dispatches prompts to engines: the least loaded one is asked next, and what a dying one leaves goes to the others.
+"""Dispatches prompts to engines: the one with their group's prefix, else the least loaded; a dying one's go to others.
 
 All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it is open. Every job's
 answers come back exactly once, whichever engine they come from. Every wait has a limit: the engine's own deadline for

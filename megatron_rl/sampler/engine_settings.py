@@ -1,6 +1,6 @@
 """Settings of a run's engines: from its configuration to vLLM's arguments and a model folder that holds no weights.
 
-An engine never reads weights from disk: it starts from dummy weights in the layout that the folder's
+An engine loads no checkpoint: it starts from dummy weights in the layout that the folder's
 `quantization_config` (compressed-tensors) describes, and the first sync fills them.
 """
 

@@ -1,4 +1,5 @@
-"""All engines of a sampler, children or servers: starts them with their supervisors, gives them work, ends them."""
+"""All engines of a sampler: starts and ends its own, takes given ones, each under a supervisor; opens dispatchers, adds
+jobs, tells health, asks for what modules put out."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Sampler: prompts in, groups of answers out, from engines that it starts or is given; their weight updates and sleep.
+"""Sampler: prompts in, groups of answers (or sessions' turns) out, by engines started or given; weight updates, sleep.
 
 Engines are children of this process (`sampler.engines`), servers that it starts, or servers that are given by address
 (`sampler.fleet`). They are asked, watched, restarted and updated on an event loop in a thread of its own; what is here

@@ -1,4 +1,4 @@
-"""Supervisor of one engine: starts its process, looks at it, restarts it, brings its weights up to date.
+"""Supervisor of one engine: starts, watches, restarts it, brings its weights up to date; `SamplerState` that all share.
 
 One task per engine, on the sampler's event loop. An engine serves only after it has received the current policy
 version. One that was given by address is not restarted, only looked for until it answers again.

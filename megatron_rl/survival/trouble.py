@@ -1,4 +1,4 @@
-"""Trouble of a process (stopped, silent, stuck, slow), described from a rank's pulse; and how long silence may last.
+"""Trouble of a process (stopped, silent, stuck, slow), told from a rank's pulse; limits of silence, of collectives too.
 
 A rank is silent while nothing can be seen of it: no new phase, no micro-batch done, no answer of an engine or a reward.
 Waits for those have limits of their own; everything else has `run.patience_s`.

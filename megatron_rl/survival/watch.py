@@ -1,4 +1,4 @@
-"""Watch over a run's processes by their pulses: finds stopped and stuck ones, decides when the run has waited too long.
+"""Watch over a run's processes by pulses, in launcher or rank: names stopped and stuck ones, says when a run must end.
 
 It reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows:
 

@@ -1,4 +1,4 @@
-"""Interface of an engine (generate, update, sleep, values, status), whichever it is and however reached; its errors.
+"""Interface of any engine (generate, update, sleep, values, status), however reached; its answers and errors.
 
 One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for each. Everything here
 is asynchronous, and used from one event loop. `EngineClient` (engine_client.py) reaches vLLM; docs/architecture.md says

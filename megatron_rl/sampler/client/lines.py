@@ -1,4 +1,4 @@
-"""Connections to an engine's process: a child's socket, or a server's port (WebSocket, /health), reopened if lost."""
+"""Connections to an engine's process: a child's socket, or a server's port (/health; a WebSocket, reopened if lost)."""
 
 import asyncio
 import socket
