@@ -1,4 +1,5 @@
-"""Bounds of configuration values, written in the key's type, such as `workers: Annotated[int, at_least(1)] = 1`."""
+"""Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)] = 1`), also of keys
+in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value as messages show it."""
 
 import math
 import os
