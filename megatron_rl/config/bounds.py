@@ -143,7 +143,7 @@ Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0"
 
 
 def as_written(value: object) -> str:
-    """A value as YAML writes it."""
+    """A value as messages show it: nearly as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, str):

@@ -1,5 +1,5 @@
-"""Facts derived from a recipe's `sampler` section: embedded engines or how many servers, GPUs of those that the run
-starts, addresses off this machine, formats, sequences at once; and a phrase that describes it."""
+"""Facts derived from a recipe's `sampler` section: how many servers (0: embedded engines), GPUs of each engine that the
+run starts, addresses off this machine, weight formats, sequences at once; and a phrase that describes it."""
 
 import ipaddress
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Rules of checks.py against engines that do not suit model, machine, transport or the installed vLLM. Torch-free."""
+"""Rules of checks.py against engines that do not suit model, machine, GPUs, transport or installed vLLM. Torch-free."""
 
 import difflib
 import os
