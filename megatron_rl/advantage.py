@@ -105,7 +105,7 @@ def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:
 
 
 def _reward_scale(rewards_N: Tensor, groups_N: Tensor, stands_N: Tensor, config: AdvantageConfig) -> Tensor:
-    """What a difference of rewards is multiplied by to become one of advantages; 0 in groups without spread."""
+    """What turns a difference of rewards into one of advantages; 0 where that would divide by a spread or mean of 0."""
     rewards = rewards_N.double().masked_fill(~stands_N, 0.0)
     if config.estimator == Estimator.reinforce_pp:
         kept = rewards[stands_N]

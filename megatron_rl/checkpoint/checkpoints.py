@@ -1,4 +1,4 @@
-"""A run's checkpoint folders: lists and verifies them, gives a complete one its name, removes the old ones.
+"""A run's checkpoint folders, which saver.py fills: lists, verifies, completes (manifest and name) and removes them.
 
 checkpoints/step_120/
   policy/           weights and optimizer: a torch_dist checkpoint

@@ -1,4 +1,5 @@
-"""Resuming a run: refuses changed keys or data, picks the newest whole checkpoint, cuts records back to its step."""
+"""Resuming a run: refuses changed keys or data, picks the newest whole checkpoint (before a gap in the records), cuts
+records back to its step and removes newer rollouts and checkpoints; saver.py loads the state."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -69,9 +70,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; where the records before it have a gap, as a full disk leaves one, the newest from
-    before the gap.
-    """
+    """The newest whole checkpoint; if the records have a gap before it (a full disk), the newest from before that."""
     newest = None
     for found in checkpoints.whole_ones(run / "checkpoints", note):
         missing = gap(run, found.step, found.said)

@@ -1,5 +1,5 @@
 """`megatron-rl train`: checks a recipe, then runs it, with ranks that it starts or that srun or torchrun has started,
-in several attempts if asked; or prints its configuration, or with --dry-run what it would do."""
+in several attempts if asked; or prints its configuration, what one key is, or with --dry-run what it would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bounds of configuration values, written in the key's type, such as `workers: Annotated[int, at_least(1)] = 1`."""
+"""Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)] = 1`), also of keys
+in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value as messages show it."""
 
 import math
 import os
@@ -142,7 +143,7 @@ Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0"
 
 
 def as_written(value: object) -> str:
-    """A value as YAML writes it."""
+    """A value as messages show it: nearly as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, str):

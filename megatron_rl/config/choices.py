@@ -1,4 +1,4 @@
-"""Enums of configuration keys that take one of a few words (format, estimator, transport), and the alarms' settings."""
+"""Enums of keys that take one of a few words (format, estimator, ...) and of alarms; reads a recipe's alarm setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checks of a recipe's correction, loss and advantage sections: error sentences with key, value and way out."""
+"""Checks of a recipe's correction, loss and advantage sections, for rules.py and `translate`: sentences with key, value
+and way out; whether anything corrects for the mismatch; and `Findings`, the list that rules.py fills, too."""
 
 import math
 from functools import reduce

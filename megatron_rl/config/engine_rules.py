@@ -1,4 +1,5 @@
-"""Rules against recipe keys of engines that conflict, with each other or the learner's: formats, GPUs, servers."""
+"""Rules that load.py applies to recipe keys of engines: formats, GPUs, vLLM arguments, transport, servers' addresses
+and key; and to the learner's that depend on them: as_sampler, router, update_check."""
 
 import os
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Held-out sets of the section `eval`, resolved (file, sampling, reward); a recipe's longest answer and sequence."""
+"""Held-out sets of data.eval and eval.sets, resolved (file, sampling, reward, metrics); longest answer and sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

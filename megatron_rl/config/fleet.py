@@ -1,4 +1,5 @@
-"""Facts derived from a recipe's `sampler` section: how many engines, on which GPUs and hosts, in what formats."""
+"""Facts derived from a recipe's `sampler` section: how many servers (0: embedded engines), GPUs of each engine that the
+run starts, addresses off this machine, weight formats, sequences at once; and a phrase that describes it."""
 
 import ipaddress
 from collections import Counter
@@ -18,7 +19,7 @@ def is_fleet(sampler: SamplerSection) -> bool:
 
 
 def size(sampler: SamplerSection) -> int:
-    """How many servers, those included whose addresses are not known yet; 0: the embedded engine."""
+    """How many servers, those included whose addresses are not known yet; 0: engines are embedded."""
     return sampler.fleet.replicas + max(sampler.fleet.servers, len(sampler.fleet.addresses))
 
 
@@ -46,7 +47,7 @@ def gpus_of_engines(sampler: SamplerSection) -> set[int]:
 
 
 def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
-    """The weight format of every engine: the started servers, then the given ones; one for an embedded engine."""
+    """The weight format of every engine: the started servers, then the given ones; one for all embedded ones."""
     fleet = sampler.fleet
     if not is_fleet(sampler):
         return (quantization.format,)

@@ -1,4 +1,5 @@
-"""Check of recipe keys handed to megatron-core or vLLM against their dataclasses, parsed from source, not imported."""
+"""Check of recipe keys handed to megatron-core or vLLM against their dataclasses, parsed from source, not imported:
+preflight asks for it, and the learner as it is built; load.py does not."""
 
 import ast
 import difflib

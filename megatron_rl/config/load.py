@@ -1,4 +1,5 @@
-"""Loads recipes (`layers.py`) into the typed Config, keys checked, writes one as YAML, compares it with its base."""
+"""Loads recipes (`layers.py`), or what a run has recorded, into the typed Config; applies every rule of rules.py
+and engine_rules.py; writes one as YAML, tells who has set each key and how it differs from its base."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text, a key given twice is refused."""
+"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text; doubled keys, huge texts refused."""
 
 import re
 from collections.abc import Hashable

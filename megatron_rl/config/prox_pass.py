@@ -1,4 +1,4 @@
-"""Whether a recipe needs a prox pass: a batch scored before the learner updates on it.
+"""Whether a recipe needs a prox pass (a batch scored before the learner updates on it), and which keys ask for one.
 
 A single update's own forward pass gives the same logprobs, too late only for what has to be known of the whole batch
 before the first gradient.

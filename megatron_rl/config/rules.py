@@ -1,5 +1,5 @@
-"""Rules for recipe keys that conflict with each other: each reads the sections that its parameters name and yields
-sentences with key, value and way out. `load.py` applies all of them to a recipe."""
+"""Rules for recipe keys that conflict, but for engines' (engine_rules.py): each reads the sections that its parameters
+name and yields sentences with key, value and way out. load.py applies all; `findings` runs these and preflight's."""
 
 import difflib
 import math

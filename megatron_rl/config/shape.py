@@ -1,7 +1,5 @@
-"""Validation of a recipe against the dataclasses of `schema.py`: unknown keys, wrong types, bounds, each as a sentence.
-
-`misfits` is about what a recipe writes: keys and types; `sound` about the values of a section that is made: bounds.
-"""
+"""Validation of a recipe against the dataclasses of `schema.py`, each problem a sentence: unknown keys and wrong types
+in what it writes (`misfits`), bounds of the values of a made section (`sound`). `keys_of` describes each key."""
 
 import difflib
 import re

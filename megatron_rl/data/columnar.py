@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files by index, out of a temporary copy where a file is Arrow or has large row groups."""
+"""Rows of Parquet and Arrow files by index, checked at opening; of a temporary copy if Arrow or in large row groups."""
 
 import bisect
 import tempfile

@@ -1,4 +1,5 @@
-"""Layouts of published data sets (verl, TRL, OpenRLHF, ...): finds columns of prompt and answer that no key names."""
+"""Layouts of published data sets (verl, TRL, OpenRLHF, ...): finds columns of prompt and answer that no key names;
+reads a column by its name, with dots for what is inside; and `Rows`, what readers of files offer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -66,9 +66,7 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
 
 
 def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection, list[Prompt]]]]:
-    """Raise what loading the data would raise, before anything is started. Returns what is to be said of the data, and
-    some prompts for each reward.
-    """
+    """Raise what loading the data would, before anything is started. Returns notes and some prompts for each reward."""
     data, rollout = config.data, config.rollout
     tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
     wanted = config.reward.needs_answer or rollout.supervised

@@ -1,7 +1,6 @@
 """Generator of small tasks for machines without network: rows to train and test on, tokenizer and config.json of a tiny
-model. The toy is arithmetic (a tokenizer of characters, under a million parameters); questions of reasoning-gym come
-with a chat template, a byte-level BPE tokenizer trained on them, and 2.4 million. All is made from a seed.
-"""
+model. The toys are arithmetic and counting (a tokenizer of characters, under a million parameters); questions of
+reasoning-gym come with a chat template, a byte-level BPE tokenizer trained on them, and 2.4 million. All by a seed."""
 
 import json
 import random
@@ -94,9 +93,7 @@ def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[
 def write_toy(
     folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None, like: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
-    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the family that it is to be
-    of.
-    """
+    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the family to be of."""
     task, shape = task or ToyTask(), shape or ToyShape()
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)

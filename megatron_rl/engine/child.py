@@ -1,4 +1,5 @@
-"""Process of an embedded vLLM engine, asked by its parent: `python -m megatron_rl.engine.child FD PARENT_PID CORES`.
+"""Process of an embedded vLLM engine, asked by its parent: `python -m megatron_rl.engine.child FD PARENT_PID CORES`;
+`run` is the life of a server's process, too (server.py).
 
 The socket FD brings the engine's arguments and then requests (messages.py); its end is the process's end. The kernel
 ends the process with its parent, too. CORES, such as `0,1`, confine it to a share of the machine; `all` does not. It

@@ -1,4 +1,4 @@
-"""Double buffer of a vLLM model's weights on a CPU: new ones are loaded into a copy and swapped in all at once.
+"""Double buffer of a vLLM model's weights on a CPU, for `file` updates: loaded into a copy, swapped in all at once.
 
 `Twin` is a copy of the live module tree: the same classes and settings, but parameters, kernels and packed
 weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, while the live model stays as it is;

@@ -1,4 +1,4 @@
-"""Wrapper of vLLM that carries out a sampler's requests: generation, weight updates, modules' outputs, sleep."""
+"""Wrapper of vLLM in an engine's process; carries out requests: generation, weight updates, modules' outputs, sleep."""
 
 import gc
 import os

@@ -1,5 +1,5 @@
 """Expected tensors of a weight update (name, shape, dtype), and the shard of each that this rank loads, read off
-a live vLLM model's own layers; also the scales of an FP8 cache there, which it sets and resets.
+a live vLLM model's own layers; also the scales of an FP8 cache there: named, read, and 1 until the first sync.
 
 Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before an update is
 accepted. Sizes are those of the whole model whatever the engine's tensor parallelism, because vLLM's loaders

@@ -1,5 +1,5 @@
 """Driver of vLLM's step loop: queues, steps and cancels samples, after an update queues anew those not yet begun, and
-encodes the finished ones as bytes.
+encodes the finished ones as bytes, with their experts and tool calls.
 
 Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them: what they cut is -inf.
 An engine keeps what ties with the last of the k, so that a few more candidates than k are asked for. Where all of those

@@ -1,8 +1,8 @@
-"""Hooks on a live vLLM model that record, for one sequence, its modules' outputs by point (models/points.py), or the
-experts that its routers choose.
+"""Hooks on a live vLLM model that record, for one sequence, its modules' outputs by point (models/points.py) or its
+routers' choices of experts; or, all the time, the experts of every token in a host's cache (`KeptChoices`).
 
-Hooks, put on for one request and taken off again: a model that runs as a compiled graph passes them by, so that this
-wants an engine with enforce_eager, which is what hosts run.
+The first two are put on for one request and taken off again. A model that runs as a compiled graph passes hooks by, so
+that this wants an engine with enforce_eager, which is what hosts run.
 
 S tokens, L layers, K experts of each token.
 """

@@ -8,11 +8,10 @@ dot products (AVX2, the first AVX-512) oneDNN adds products in pairs of 16 bits,
 by more than INT8's own rounding. There the codes are multiplied in FP32 (quantization/host_products.py). Goes when
 oneDNN's products are exact everywhere.
 
-FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
-exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
-does, and multiplies in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output.
-oneDNN has no BF16 products for processors without AVX-512: there the FP8 values are held and multiplied in FP32
-(quantization/host_products.py).
+FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is exact in
+BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM does, and multiplies
+in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output. oneDNN has no BF16
+products for processors without AVX-512: there FP8 values are held and multiplied in FP32 (host_products.py, as above).
 
 Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
 meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its

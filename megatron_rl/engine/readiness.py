@@ -2,7 +2,7 @@
 
 A request is refused, with the reason, while an update is unfinished that is not built beside the live weights, while
 weights or cache are asleep (an engine that shares a GPU with the learner sleeps while the learner works), and once its
-weights were discarded or torn until a sync has brought new ones.
+weights were discarded or torn until a sync has brought new ones; also where it names another version.
 """
 
 from collections.abc import Sequence

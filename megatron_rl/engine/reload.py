@@ -1,4 +1,4 @@
-"""Loading checkpoint-layout tensors into a live vLLM model, rebuilding what its kernels had packed away.
+"""Loads checkpoint-layout tensors into a live vLLM model, repacks what kernels hold, refuses unwritten parameters.
 
 Hosts: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own in-place
 reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy, experts are packed on

@@ -45,9 +45,7 @@ class Inbox:
     def __init__(
         self, announced: Announcement, live: Callable[[Tensors], Any] | None, shards: Mapping[str, Shard]
     ) -> None:
-        """`live`: where tensors go at once; None holds them, as far as this rank loads them, until the seal is
-        verified.
-        """
+        """`live`: where tensors go at once; None: what this rank loads of them is held until the seal is verified."""
         self.announced, self._live = announced, live
         self.staged = Held(shards)
         self._sums: dict[str, torch.Tensor] = {}

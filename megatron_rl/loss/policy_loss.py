@@ -1,4 +1,5 @@
-"""Policy loss of a micro-batch: a formula of `table.py`, reduced by counts of the whole batch, KL and entropy, metrics.
+"""Policy loss of a micro-batch: a formula of `table.py`, reduced by counts of the whole batch, KL and entropy, metrics;
+and rejection and weights, where only the update's own logprobs tell them (no prox pass, or `weight.current`).
 
 Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of the
 whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch, and so is

@@ -1,4 +1,4 @@
-"""Inputs of the loss formulas of `table.py` (logprobs, anchor, advantages, weights), and estimators of the KL penalty.
+"""Inputs of the loss formulas of `table.py` (logprobs, weights, ...), ratios made of them; estimates of the KL penalty.
 
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """

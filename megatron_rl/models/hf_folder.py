@@ -1,4 +1,4 @@
-"""Reader and writer of Hugging Face model folders (safetensors), with one tensor in memory at a time.
+"""Reader and writer of Hugging Face model folders: safetensors, one tensor in memory at a time; copies of the rest.
 
 The writer knows every name, dtype and shape before the first byte, so that tensors may arrive in any order.
 """

@@ -1,6 +1,6 @@
-"""Parameters of one model by models/table.py: Megatron and Hugging Face names, shapes, slices of a rank. Pure integers.
+"""Parameters of one model by models/table.py, adapters too: Megatron and Hugging Face names, shapes, a rank's slices.
 
-Megatron names in this project are global: layer and expert numbers count over the whole model (`global_name`).
+Pure integers. Megatron names here are global: layer and expert numbers count over the whole model (`global_name`).
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Names of the points of a forward pass at which learner and engine are compared, in order. Torch-free.
+"""Names, in order, of points in a forward pass where learner and engine are compared; `Pair`: both values. Torch-free.
 
 Which module shows each is said in `learner/activations.py` and `engine/hooks.py`.
 

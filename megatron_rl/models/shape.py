@@ -1,4 +1,4 @@
-"""Sizes and features of a model of a supported family, from Hugging Face's config.json; of its adapters. Torch-free."""
+"""Sizes and features of a model of a supported family, read off config.json and checked; LoRA adapters. Torch-free."""
 
 from __future__ import annotations
 

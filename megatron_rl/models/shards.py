@@ -1,4 +1,4 @@
-"""A rank's shards: cut from full Hugging Face tensors and back, groups that share them, their blocks in checkpoints.
+"""A rank's shards: cut from Hugging Face tensors and back, LoRA merged, groups that share them, blocks in checkpoints.
 
 A checkpoint keeps each parameter as one rank alone would hold it; a learner of any layout writes its blocks of that,
 and reads others. The distributed optimizer keeps a contiguous run of each flattened shard: a few blocks, too.

@@ -1,6 +1,5 @@
-"""A tiny model for a task of one's own: a tokenizer with a chat template, of a folder or made of the task's rows, and
-config.json of any family. `megatron-rl toy FOLDER --tokenizer TOKENIZER` writes both.
-"""
+"""A tiny model without weights for a task of one's own: a tokenizer with a chat template, of a folder or made of the
+task's rows, and config.json of any family. `megatron-rl toy FOLDER --tokenizer TOKENIZER` writes both."""
 
 import json
 import shutil

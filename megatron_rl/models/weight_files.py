@@ -1,4 +1,5 @@
-"""Headers of a folder's safetensors files: which hold its weights, where each lies, how they misfit config.json.
+"""Headers of a folder's safetensors files: which hold its weights, where each tensor lies, how they misfit
+config.json; other files that a copy of the folder takes; and whether it is a torch_dist checkpoint instead.
 
 A folder may come from anywhere: names stay inside of it, headers are small, before anything is believed. Torch-free.
 """

@@ -1,4 +1,4 @@
-"""Achieved throughput of a step, as metrics: tokens and operations a second of a device, MFU; and peaks of memory."""
+"""Metrics of a step for the driver, no checks: tokens and operations a second of a device, MFU; and peaks of memory."""
 
 import resource
 import sys

@@ -1,5 +1,5 @@
 """Checks of a recipe against machine, model and files before a run, a server, or a model that answers alone starts:
-every problem in one error, and notes."""
+every problem in one error, or in a list for the planner; and notes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

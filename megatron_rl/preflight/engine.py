@@ -1,4 +1,4 @@
-"""Rules that refuse a recipe whose engine does not suit its model, machine, GPUs or transport, by key. Torch-free."""
+"""Rules of checks.py against engines that do not suit model, machine, GPUs, transport or installed vLLM. Torch-free."""
 
 import difflib
 import os

@@ -1,4 +1,5 @@
-"""Checks of the files that a recipe names: which are absent, and whether config.json, weights and tokenizer agree."""
+"""Checks of what a recipe names: absent files, folders, W&B key, servers; whether config.json, weights and tokenizer
+agree. `read_card`: config.json of a model, out of conf/model/ where its folder is not here."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Notes on settings that may surprise, such as a disk without room for the run; none refuses a recipe."""
+"""Notes on settings that may surprise, none of which refuses a recipe; and an estimate of what a run writes to disk."""
 
 import json
 import shutil

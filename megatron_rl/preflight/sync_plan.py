@@ -1,4 +1,5 @@
-"""Plan of a weight sync by shapes and layouts: bytes by writer and gathering group, sizes that misfit. Torch-free."""
+"""Bytes of a weight sync by writer and gathering group, for the planner; and, for preflight, parallel sizes of learner
+and engine over which their model does not divide. Reckoned from shapes and layouts; no sync reads it. Torch-free."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
-"""Reader of a torch_dist checkpoint's index: dtype, shape and place in the files of each tensor, and which of them hold
-a model's parameters. It is read as data, never unpickled (pickled.py), and every number in it is held against the
-files. Torch-free.
-"""
+"""Reader of a torch_dist checkpoint's index: dtype, shape and place in the files of each tensor, which of them hold a
+model's parameters, and how those misfit config.json. It is read as data, never unpickled (pickled.py), and every number
+in it is held against the files. Torch-free."""
 
 import math
 import stat

@@ -1,4 +1,4 @@
-"""Safe pickle reader for checkpoint files: returns values and the names of what they would call, and calls nothing.
+"""Safe pickle reader for checkpoint indexes and torch.save archives: values, and the names of calls, none of them made.
 
 A class is its name, an object the arguments that it would be made from, and a dict its items: keys are not hashed, so
 that a small file cannot ask for endless work, nor for more memory than it holds. Torch-free.

@@ -1,4 +1,5 @@
-"""Reads torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or Hugging Face tensors.
+"""Reads torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or Hugging Face tensors;
+and makes a parameter's block of such tensors, for an import to write (`blocks`).
 
 Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that torch.save has
 written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
