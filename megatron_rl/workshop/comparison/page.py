@@ -1,4 +1,5 @@
-"""HTML page that tools/compare_corrections.py writes: a comparison's findings, its cells, curves (plotly) and runs."""
+"""HTML page that tools/compare_corrections.py writes: a comparison's findings, its cells, curves (plotly) and runs; its
+panels and bars go to W&B, too, and its colours into the docs."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders, joins an all-reduce.
+"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders, joins an all-reduce
+(its processes are this module as a program); and the board, in a torch store, over which nodes talk.
 
 python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum, for each GPU, or for each node without;
                                                        cuda: where torch sees no GPU, an end
