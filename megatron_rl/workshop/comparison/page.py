@@ -1,5 +1,4 @@
-"""HTML page that tools/compare_corrections.py writes: a comparison's findings, its cells, curves (plotly) and runs; its
-panels and bars go to W&B, too, and its colours into the docs."""
+"""HTML page of tools/compare_corrections.py: a comparison's findings, cells, curves, runs; W&B gets its curves, too."""
 
 import os
 from collections.abc import Sequence
