@@ -4,7 +4,7 @@
     ...
     <!-- /NAME -->
 
-NAME is the comparison's; beside `table` there are `findings` and `figure`. A test writes the blocks again by the JSON.
+NAME is the comparison's; beside `table` there are `findings` and `figure`. A test makes them again from the JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""HTML page of tools/compare_corrections.py: a comparison's findings, cells, curves, runs; W&B gets its curves, too."""
+"""HTML page of tools/compare_corrections.py: a comparison's findings, cells, curves and runs; W&B gets its figures."""
 
 import os
 from collections.abc import Sequence

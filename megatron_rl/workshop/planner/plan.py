@@ -1,5 +1,5 @@
 """Plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason against it; and the
-check of the engines' share of shared GPUs that `megatron-rl train` makes before a run."""
+check of an engine's share of a GPU beside the learner, which `megatron-rl train` makes before a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
 """`megatron-rl plan --suggest`: the layouts of a recipe that fit a machine, fastest first, as overrides to paste;
-`translate -o` takes the first where the translated one does not fit."""
+`translate -o` takes the first where the layout that it has translated does not fit."""
 
 import json
 import shlex
