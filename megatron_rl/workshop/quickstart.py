@@ -1,4 +1,4 @@
-"""`megatron-rl quickstart`: makes a small task, runs a supervised warm start, then RL with a quantized sampler."""
+"""`megatron-rl quickstart`: makes one of five tasks, runs a supervised warm start, then RL with a quantized sampler."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,6 +1,5 @@
-"""Generator of the tools task: products that a tiny policy cannot work out, and a tokenizer in whose vocabulary a tool
-call is a few pieces. What its warm start imitates calls the tool in some rows, and guesses in the others.
-"""
+"""Writes the task of `quickstart --task tools`: products that a tiny policy cannot work out, and a tokenizer in which a
+tool call is a few pieces. What its warm start imitates calls the tool in some rows, and guesses in the others."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Adapter that plays Gymnasium's environments (text for observations) and TextArena's games as a run's environment."""
+"""Adapters for Gymnasium's environments (observations told as text) and TextArena's games, as a run's environment."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,8 @@
-"""Adapter for NeMo Gym's agents over HTTP: POST /run with a row's responses_create_params, the reward in the reply.
+"""Adapter for NeMo Gym's agents over HTTP (POST /run with a row, the reward in the reply); run as a program, a relay
+between its model server, which has one address for all rollouts, and the gateway, where each session has its own.
 
-NeMo Gym's model server has one address for all rollouts, and a session of the gateway has its own. A relay stands
-between: `python -m megatron_rl.workshop.adapters.nemo_gym PORT`, and `policy_base_url: http://127.0.0.1:PORT/v1`
-in NeMo Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
+Start `python -m megatron_rl.workshop.adapters.nemo_gym PORT`, with `policy_base_url: http://127.0.0.1:PORT/v1` in NeMo
+Gym's configuration. Which session a request belongs to stands in the `metadata` of its parameters.
 """
 
 import json

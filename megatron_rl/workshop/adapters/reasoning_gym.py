@@ -1,7 +1,6 @@
 """Environment of reasoning-gym's tasks with feedback: a wrong answer gets a sentence and another try, the best counts.
 
-The rows are those of reward `reasoning_gym`, which judges each answer; the session's reward is the best score, so
-that a try more never costs anything; `discount` makes it cost something.
+Reward `reasoning_gym`, whose rows these are, judges each answer; `discount` is a factor for each try before it.
 """
 
 from collections.abc import Mapping

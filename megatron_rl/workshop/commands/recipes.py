@@ -1,4 +1,5 @@
-"""Arguments of `plan`, `translate` (another project's recipe), `toy` (a small task) and `quickstart` (its run)."""
+"""Commands about recipes, with their arguments and output: plan, translate (another project's), toy (model and data of
+a small task), quickstart (makes one of five small tasks and runs it)."""
 
 import argparse
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Commands about runs, with their arguments and what they call: report, status, watch, checkpoints, replay."""
+"""Commands about runs, with their arguments: report, status, watch, replay, done elsewhere; checkpoints, done here."""
 
 import argparse
 from pathlib import Path

@@ -131,7 +131,7 @@ class Comparison:
         return [*self.axes, "finished", *(NUMBERS[name].title for name in names)], rows
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the curves of other metrics than accuracy, numbers rounded."""
+        """Everything but ratios and the curves of other metrics than accuracy, numbers rounded."""
         return {
             "name": self.name,
             "axes": list(self.axes),

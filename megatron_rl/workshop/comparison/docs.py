@@ -4,8 +4,7 @@
     ...
     <!-- /NAME -->
 
-NAME is the comparison's; beside `table` there are `findings` and `figure`. The numbers themselves are stored beside the
-figure, so that a test can write the same blocks again.
+NAME is the comparison's; beside `table` there are `findings` and `figure`. A test makes them again from the JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Findings of a comparison, in sentences: which label is best where, and what to take; nothing that is noise."""
+"""Sentences on a comparison: which label to take, what is best where beyond noise, and how far from the reference."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

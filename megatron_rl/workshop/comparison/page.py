@@ -1,4 +1,4 @@
-"""HTML page that tools/compare_corrections.py writes: a comparison's findings, its cells, curves (plotly) and runs."""
+"""HTML page of tools/compare_corrections.py: a comparison's findings, cells, curves and runs; W&B gets its figures."""
 
 import os
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
-"""`megatron-rl replay`: a table of other corrections' metrics on the batches that a run recorded; nothing is trained.
-
-    megatron-rl replay runs/quickstart --corrections none tis icepop [correction.weight.high=4 ...]
+"""`megatron-rl replay`: a table of other corrections' metrics on the batches that a run recorded, then of its sessions'
+mismatch and of its busiest experts, where these were recorded; nothing is trained.
 
 Shape suffixes: B sequences, T response positions (right-padded).
 """

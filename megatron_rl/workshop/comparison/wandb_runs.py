@@ -1,7 +1,5 @@
-"""A comparison at W&B: one run in the group of its runs, with a table of them, a table of cells, and the curves.
-
-It is written where the compared runs were logged there, online or offline as they were.
-"""
+"""Logs a comparison at W&B, where its runs were logged there, as one more run in their group: tables of runs and cells,
+curves, bars, and the findings."""
 
 from collections.abc import Sequence
 from pathlib import Path

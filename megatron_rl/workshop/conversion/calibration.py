@@ -1,4 +1,5 @@
-"""Calibration of a conversion on texts: maxima of activations by a learner, for smoothing; FP8 and NVFP4 by modelopt.
+"""Calibration of `tools/convert.py quantize` on texts: maxima of activations by a learner, for smoothing; FP8 and NVFP4
+by modelopt. `verify` takes its texts from here, and the models that score them.
 
 modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form, without INT8.
 """

@@ -1,4 +1,5 @@
-"""`tools/convert.py dequantize`: quantized weights, whoever made them -> plain BF16 ones, which a learner can train.
+"""`tools/convert.py dequantize`: quantized weights, whoever made them -> plain BF16 ones, which a learner can train;
+and, for `verify`, how far rounding may have moved each value.
 
 A module's weight is one of
 
@@ -9,7 +10,6 @@ A module's weight is one of
     weight_packed, weight_scale, weight_shape           integers of 4 or 8 bits in words of 32 (llm-compressor)
 
 A scale is for the whole tensor, for each output row, for groups of a row's columns, or for blocks.
-
 O output features, I input features.
 """
 

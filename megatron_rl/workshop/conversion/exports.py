@@ -1,5 +1,5 @@
-"""Writer of the Hugging Face folder that a conversion makes: safetensors files, their index, config, tokenizer. An
-import keeps the headers of the files that it came from, and their index: it comes back byte for byte."""
+"""`tools/convert.py export` (plain weights -> a Hugging Face folder, an import's as it was to the byte), and the writer
+of the folders that dequantize and quantize make, too: safetensors files, their index, config, tokenizer."""
 
 import json
 import shutil

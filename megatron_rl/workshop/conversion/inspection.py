@@ -1,4 +1,4 @@
-"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, and what to do with them next."""
+"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, misfits, and the next command."""
 
 from collections import Counter
 from pathlib import Path

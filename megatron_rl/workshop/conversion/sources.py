@@ -1,4 +1,4 @@
-"""Finds the weights that a conversion is given: a run, RUN@STEP, a checkpoint, a Hugging Face folder; read lazily."""
+"""Weights to convert, of a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder: found, read lazily, digested."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""`tools/convert.py verify`: whether two folders hold one model, by every tensor and, on texts, by their logprobs.
+"""`tools/convert.py verify`: whether two models on disk, each a checkpoint or a folder, are one, by every tensor and,
+on texts, by their logprobs; `quantize` judges modelopt's export by its tensors.
 
-A tensor is equal, equal but for the dtype, within the rounding of a format, or different. A quantized weight is held
-against the plain one element by element: rounding moves a number by half a step of the format at the most, so that one
-swapped row, one lost scale or one stale expert shows, however small the mean error. Smoothing, which divides norms by
-powers of two and multiplies what reads them, is read off the norms and undone first.
+A tensor is equal, equal but for the dtype, within a format's rounding or the bound asked for, different, or missing.
+A quantized weight is held against the plain one element by element: rounding moves a number by half a step at the most,
+so that one swapped row, one lost scale or one stale expert shows, however small the mean error. Smoothing, which
+divides norms by powers of two and multiplies what reads them, is read off the norms, and done to the plain side first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Output folder of a conversion: a journal notes each finished file, a killed run goes on from there, and the folder
 gets its name when all tensors have been read back. Until then it is called .TARGET.partial. The journal says first what
-is made of what. The threads of conversions and their progress bar are here, too.
-"""
+is made of what. The threads of conversions and their progress bar are here, too."""
 
 import errno
 import fcntl

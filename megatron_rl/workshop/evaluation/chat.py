@@ -1,6 +1,5 @@
-"""`megatron-rl chat`: a stored model in an engine answers what is typed, in a conversation where it has a template; the
-tools of an environment answer its calls, as in training.
-"""
+"""Chat with a stored model in an engine, for `megatron-rl chat`, which reads what is typed: a conversation where it has
+a template, else texts continued; the tools of an environment answer its calls, as in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-rl eval`: a stored model on held-out sets, as a table; and as files, with pass rates prompt by prompt."""
+"""`megatron-rl eval`: a stored model on held-out sets (--set): a table, and files with pass rates prompt by prompt."""
 
 import json
 import re

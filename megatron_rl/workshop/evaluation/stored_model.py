@@ -1,4 +1,5 @@
-"""Finds a stored model (of a run, a checkpoint, a Hugging Face folder), and serves it by engines without a learner."""
+"""Finds a stored model (a run's, a checkpoint, a Hugging Face folder, LoRA adapters), settles the configuration that it
+is sampled with, and serves it by engines without a learner."""
 
 import signal
 import tempfile

@@ -1,4 +1,4 @@
-"""`megatron-rl mismatch`: where a learner and an engine of one stored model come to differ, as a table and a page."""
+"""`megatron-rl mismatch`: where a learner and an engine of one stored model come to differ, as table, page and JSON."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

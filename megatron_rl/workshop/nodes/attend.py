@@ -1,7 +1,7 @@
-"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders, joins an all-reduce.
+"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders, joins an all-reduce
+(its processes are this module as a program); and the board, in a torch store, over which nodes talk.
 
-python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum, for each GPU, or for each node without;
-                                                       cuda: where torch sees no GPU, an end
+python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum; cuda: an end where torch sees no GPU
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of such a process come from the environment.
 """
 

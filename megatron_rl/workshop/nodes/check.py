@@ -1,4 +1,4 @@
-"""Check of each node of a job against the recipe, before models load, by one task on each node, under srun.
+"""Check of each node of a job against the recipe, before models load: slurm/prologue.sh runs it on each by srun.
 
 python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that hold the learner
 

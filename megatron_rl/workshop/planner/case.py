@@ -27,7 +27,7 @@ WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no recipe says. Lengths are shares of rollout.max_*; efficiencies are of the maker's peak."""
+    """What no recipe says. Lengths are shares of their limits in the recipe; efficiencies are of the maker's peak."""
 
     response: float = 0.4  # mean length of an answer
     prompt: float = 0.25

@@ -1,6 +1,7 @@
-"""`megatron-rl plan`: a recipe's ranks, memory, cache and time on a machine, then its weight sync, link by link.
+"""Text or JSON of `megatron-rl plan`, and the problems found: a recipe's plan and weight sync, or in their place what
+--suggest, --precision or --sbatch ask for. commands/recipes.py parses the command line, and prints.
 
-A model's config.json in place of a recipe stands for its sync alone; where `--on` names a machine, for the rest, too.
+A model's config.json in place of a recipe stands for its sync alone; with --on, --suggest or --precision for the rest.
 """
 
 import json

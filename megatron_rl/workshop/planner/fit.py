@@ -1,4 +1,4 @@
-"""`--fit RUN`: seconds of a step's phases part by part, and what the first steps of runs say about the costs assumed.
+"""Costs of `megatron-rl plan --precision`: a step's seconds part by part, and (`--fit RUN`) what runs say of them.
 
 On hosts without a GPU a part is how often something is done, times what it costs; engines and ranks share the cores, so
 that what is computed takes as long on one of them as on several. A run gives one measured time for each phase, the

@@ -1,4 +1,5 @@
-"""The plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason against it."""
+"""Plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason against it; and the
+check of an engine's share of a GPU beside the learner, which `megatron-rl train` makes before a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """sbatch line of a plan (`megatron-rl plan --sbatch`), and sbatch options of a checked recipe, for slurm/submit.
 
-python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     for slurm/submit: its options, one on a
-                                                                             line, or all that is wrong
+python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     its options by line, or all that is wrong
 """
 
 import os

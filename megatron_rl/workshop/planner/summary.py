@@ -1,4 +1,4 @@
-"""Summary of a checked recipe in a few lines: what `megatron-rl train --dry-run` prints."""
+"""Summary of a checked recipe in a few lines, for `megatron-rl train --dry-run`; `plan` has some of its rows, too."""
 
 from collections.abc import Sequence
 from pathlib import Path

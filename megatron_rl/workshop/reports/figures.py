@@ -1,4 +1,4 @@
-"""Figures of runs: each takes them and returns a plotly figure, or None where no run has the data."""
+"""Plotly figures of runs (accuracy, groups, ratios, mismatch, times, lanes, plan); None where no run has the data."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""Reading a run directory back: the curves, the configuration and the recorded tokens, for reports and comparisons."""
+"""Run directories read back, torn ones as far as they go: configuration, curves, lanes, recorded tokens, their mismatch
+by cuts, and a table of it for sessions; for reports, status, comparisons and `mismatch`."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -220,10 +221,7 @@ def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 
 def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
-    """Who was at work when in some consecutive steps of the middle of a run (runs/timeline.py); empty for old runs.
-
-    Early steps hold what happens once.
-    """
+    """Who worked when in some steps of a run's middle: early ones hold what happens once. Empty for old runs."""
     if not path.is_file():
         return []
     lines: dict[int, list[tuple[str, float, float]]] = {}

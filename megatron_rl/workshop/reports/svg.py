@@ -1,4 +1,4 @@
-"""Line charts as SVG text for docs: no plotting library, the same bytes everywhere, files readable in a diff."""
+"""Line charts as SVG text for docs, drawn by no plotting library: the same bytes everywhere, readable in a diff."""
 
 from __future__ import annotations
 

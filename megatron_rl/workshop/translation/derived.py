@@ -1,7 +1,5 @@
-"""Derives keys of a translated recipe that follow from several of the other project's: batch, lengths, layout, data.
-
-A table's rows may name facts besides our keys, after a = (`shared.yaml` lists them); `derive` turns them into keys.
-"""
+"""Makes our keys of facts that another project's recipe says (in rows of a table after a =, listed in `shared.yaml`):
+batch, lengths, schedule, layout, model, data; and fits a translated recipe's keys to each other."""
 
 import re
 

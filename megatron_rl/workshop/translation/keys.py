@@ -1,4 +1,5 @@
-"""Typed reading of another project's settings by name, and the weights and reject rules that several come down to."""
+"""Typed reading of another project's settings by name, its errors and notes; and the Translation, weights and reject
+rules that several projects' settings come down to."""
 
 from __future__ import annotations
 

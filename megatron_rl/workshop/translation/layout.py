@@ -1,4 +1,5 @@
-"""Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of theirs."""
+"""Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of theirs; and
+the account of where each key of their file has gone."""
 
 import re
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Another project's whole recipe as one of ours: each key of the file is translated, or listed with a reason."""
+"""`megatron-rl translate -o`: another project's whole recipe as one of ours; each key of the file is translated, or
+listed as not needed, without a counterpart, or unknown; a layout that does not fit its cluster is replaced."""
 
 import difflib
 import textwrap

@@ -1,4 +1,4 @@
-"""Reader of another project's settings: found wherever the user's file has them, and none silently ignored.
+"""Finds another project's correction settings among the keys of a file, which sources.py reads; none silently ignored.
 
 A file may be the section alone, a whole run's configuration, dotted overrides or flags. Everything is flattened to
 dotted names first. What is not about correction is listed in a note, what may be is an error: a misspelt switch, or one

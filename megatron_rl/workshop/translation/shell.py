@@ -1,4 +1,4 @@
-"""Reader of a shell script's command line: assignments, arrays, tests and cases are followed, nothing is executed.
+"""Command that starts a training, read from a shell script: assignments, tests, cases are followed, nothing executed.
 
 What only a running shell could tell (a command's output, a branch that depends on the machine) is `Unset`: an error
 where it is needed, and of no matter where it is not.

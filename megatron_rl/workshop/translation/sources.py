@@ -1,4 +1,4 @@
-"""Reader of another project's recipe, in the form that it ships: YAML with its bases, TOML, a command line, Python."""
+"""Reader of another project's file in the form it ships: YAML with its bases, TOML, a script's command line, Python."""
 
 import ast
 import operator

@@ -108,7 +108,7 @@ class Table:
 
 @cache
 def shared() -> Mapping[str, Any]:
-    """`facts`: what a row may name after a =, and `others`: names that sound like a correction in most projects."""
+    """`facts`: what a row may name after a =; `switches`; `others`: names like a correction's; `says`: notes."""
     return dict(read_yaml((FOLDER.parent / "shared.yaml").read_text(encoding="utf-8")))
 
 

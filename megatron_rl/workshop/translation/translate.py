@@ -1,7 +1,7 @@
-"""`megatron-rl translate`: other projects' correction settings as ours, or why that cannot be.
+"""`megatron-rl translate` without -o: another project's correction settings as ours, in YAML, or why that cannot be.
 
-`translate` is exact or an error: where the result is the same only under a condition it says so in a
-note, where it cannot be the same it names the key and the reason. Group baselines are never recomputed
+`translate`, which recipe.py calls too, is exact or an error: where the result is the same only under a condition it
+says so in a note, where it cannot be the same it names the key and the reason. Group baselines are never recomputed
 after a rejection in those projects, so every translation has `rebaseline: false`.
 """
 

@@ -1,4 +1,5 @@
-"""Bytes that a rank of the learner keeps of a pack's forward pass for its backward pass.
+"""Bytes of activations on a learner's rank: what a pack's forward pass keeps for backward, less what is recomputed,
+over all packs in flight; and the logits of the last stage.
 
 A layer's tensors are listed by the part of the layer that keeps them, in bytes for each position of a pack. Two sets
 of kernels do that: those of hosts (learner/modules/layers.py and megatron-core's local layers), those of Transformer

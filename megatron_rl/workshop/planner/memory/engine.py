@@ -1,4 +1,4 @@
-"""Bytes on one GPU of an engine, and how many tokens and sequences its cache holds.
+"""Bytes of a vLLM engine on one GPU, or on a host: weights, runtime, cache, what stays asleep; and its cache's tokens.
 
 As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker makes its CUDA context
 and NCCL's buffers, and looks at the memory; gpu_memory_utilization times all of it has to be free then, or the start
