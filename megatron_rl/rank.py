@@ -1,5 +1,5 @@
 """Process of a learner rank: signals, secrets, watch, then train.py's loop; started by launch.py, srun or torchrun.
-`alone` prepares a tool's process for a learner of one rank."""
+`alone` prepares another command's process for a learner of one rank."""
 
 import faulthandler
 import os

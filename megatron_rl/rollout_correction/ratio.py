@@ -1,5 +1,5 @@
-"""Log-ratio of each token, learner's logprob less the sampler's, whose non-finite values are met as the recipe says;
-its sums, means and extremes by row, turn or prefix; slices of a batch's rows.
+"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as the recipe says;
+sums, means and extremes of such values by row, turn or prefix; slices of a batch's rows.
 
 Shape legend: B sequences, T response positions.
 """
