@@ -1,5 +1,5 @@
-"""Driver of a run, on rank 0: sampling, scoring, evaluation, records, when to save and stop; the other ranks run the
-same loop with a `Follower`, whose every answer is None: the driver's arrives through `learner.broadcast`."""
+"""Driver of a run on rank 0, for train.py's loop: sampling, scoring, evaluation, probes' answers, records, when to save
+and stop; the other ranks have a `Follower`, whose every answer is None: the driver's comes by `learner.broadcast`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Process of a learner rank: signals, secrets, watch, then train.py's loop; started by launch.py, srun or torchrun."""
+"""Process of a learner rank: signals, secrets, watch, then train.py's loop; started by launch.py, srun or torchrun.
+`alone` prepares another command's process for a learner of one rank."""
 
 import faulthandler
 import os

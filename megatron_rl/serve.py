@@ -1,8 +1,7 @@
 """Work of `megatron-rl serve`: runs one vLLM engine server for the fleet of a run elsewhere, until it is interrupted.
 
-The run names it under `sampler.fleet.addresses`; both sides read the key from the environment
-variable MEGATRON_RL_FLEET_KEY. The weights come from the run: until its first sync the server holds none. It ends with
-whoever started it, unless under nohup.
+The run names it under `sampler.fleet.addresses`; both sides have the key in the environment: MEGATRON_RL_FLEET_KEY.
+The weights come with the run's first sync: it holds none before. It ends with whoever started it, unless under nohup.
 """
 
 import asyncio

@@ -141,8 +141,7 @@ class Activations:
     def beside(
         self, values: Mapping[str, Tensor], replace: bool = False, only: Point | None = None
     ) -> Iterator[dict[Point, list[Pair]]]:
-        """Yields what forward passes fill, pairs of values, beside the engine's `values` of the one sequence that is
-        passed.
+        """Yields what forward passes fill: pairs of values of the one sequence passed, ours and the engine's `values`.
 
         `replace`: the pass goes on from them, at each point.
         """
@@ -158,9 +157,8 @@ class Activations:
                 hook.remove()
 
     def hold(self, point: Point) -> None:
-        """Fix this point at the engine's values of the last replacing pass until `release`: its module computes
-        nothing.
-        """
+        """Fix this point at the engine's values of the last replacing pass until `release`: a module that has them as
+        outputs computes nothing."""
         self._hold_logits(True)
         for port in self._ports:
             if port.point != point:

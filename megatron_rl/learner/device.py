@@ -1,5 +1,5 @@
-"""Allocator setting that lets the learner return GPU memory at syncs to an engine that sleeps meanwhile, and a clock
-for the forward passes inside an update."""
+"""Allocator setting that lets the learner return GPU memory at syncs to an engine that has slept, and a clock for
+the forward passes inside an update."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Non-finite loss or gradient norm: the update is skipped, with a dump if asked, or dumped and the run ended.
+"""Non-finite loss or gradient norm: skips the update (dumps it if asked), or dumps it and ends the run; reads dumps.
 
 dumps/nonfinite_12/          after 12 optimizer steps
   minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata

@@ -1,4 +1,5 @@
-"""Base class of the learner: builds one rank's megatron-core modules and optimizer, loads weights, names parameters."""
+"""Base class of the learner: builds one rank's megatron-core modules and optimizer, loads weights, names parameters;
+random states, memory returned to engines; `Sections`: the part of a config that a learner looks at."""
 
 from __future__ import annotations
 

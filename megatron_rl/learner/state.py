@@ -1,4 +1,5 @@
-"""A learner's state as checkpoints save and restore it: weights, optimizer, random states, the maxima it has measured.
+"""A learner's state as checkpoints save and restore it: weights, optimizer, random states, the maxima it has measured;
+`Snapshot`: weights and optimizer in this process's memory, to undo updates (update_check.py).
 
 Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """

@@ -1,4 +1,4 @@
-"""Check of a step's updates: what learner and quantized sampler gain by them; may undo them where the sampler lost.
+"""Check of a step's updates: what learner and quantized sampler gain, by the learner's own passes; it may undo them.
 
 The sampler that answers next has the learner's new weights, quantized: a step may vanish there, or turn around. Some
 rows of the batch are passed again: by the learner, and as the sampler computes. MIPU (arXiv 2606.29526) accepts updates

@@ -32,9 +32,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, largest: int | None = None) -> Any:
-        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none, the channel is of
-        no use.
-        """
+        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none, it is of no use."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
         if largest is not None and length > largest:

@@ -1,4 +1,4 @@
-"""Environment variables of a run's processes: secrets left out, those that rewards see, caches of compiled code."""
+"""Environment variables of a run's processes: secrets left out, what rewards and environments see, code caches."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A lock in a folder: take it and sign it, ask who holds it, tell folders whose owner has ended from live ones.
+"""A lock in a folder: take it, sign it, ask who holds it, tell whether its owner has ended; this process's own folder.
 
 It is judged on the kernel that gave it alone, as not every shared file system tells other machines about it.
 """
@@ -80,7 +80,7 @@ def holder(folder: Path) -> tuple[int, str] | None:
 
 
 def current() -> Path | None:
-    """The one that this process was given as its temporary folder."""
+    """The folder with a lock that this process was given as its temporary one."""
     folder = Path(tempfile.gettempdir())
     return folder if (folder / LOCK).is_file() else None
 

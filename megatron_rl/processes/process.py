@@ -1,5 +1,5 @@
 """Process helpers of a run: cores, memory, garbage collection, signals that wait or are left to the driver, ending with
-the parent or with all descendants, what the kernel knows of a process, output that may fail."""
+the parent or with all descendants, what the kernel knows of a process, a free port, output that may fail."""
 
 import ctypes
 import errno

@@ -1,5 +1,5 @@
 """Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its owner, or by the
-next start where that was killed, which removes none of a run that lives (`folder_lock.py`)."""
+next start where that was killed, never under a live run (`folder_lock.py`); an engine's segments of shared memory."""
 
 import getpass
 import os

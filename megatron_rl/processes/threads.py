@@ -1,4 +1,4 @@
-"""Thread helpers: work in a daemon thread, an asyncio loop in a thread, pauses between pieces, fewer OpenMP helpers.
+"""Thread helpers: daemon threads, an asyncio loop in a thread, pauses between pieces, OpenMP helpers, core affinity.
 
 A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them than cores, none
 waits awake any more, and each small operation waits 30 to 60 us for its helpers (docs/benchmarks.md).

@@ -1,5 +1,5 @@
-"""Weight formats (int8, int4, fp8, fp8_block): which layers are quantized, into what tensors, where that runs, and the
-quantization_config that tells vLLM. Torch-free.
+"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): which layers are quantized, into what tensors, where
+that runs, and the quantization_config that tells vLLM. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """
@@ -86,7 +86,8 @@ def format_problem(format: Format, kind: Device, name: str, capability: float | 
 def quantization_config(
     format: Format, ignore: Sequence[str], kv_cache: KvCache = KvCache.none
 ) -> dict[str, Any] | None:
-    """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
+    """Of config.json: W8A8, weights per output channel, activations per token; fp8_block: per 128x128 block, per 128
+    inputs of a token. Without a weight format that of an FP8 cache alone, or None."""
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     cached = {} if kv_cache == KvCache.none else {"kv_cache_scheme": cache}
     about = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed"}

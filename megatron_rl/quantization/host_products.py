@@ -1,4 +1,5 @@
-"""Matrix products of BF16, INT8 and FP8 on CPUs, multiplied in FP32 where the processor lacks instructions for them.
+"""Matrix products of BF16, INT8 and FP8 on CPUs, multiplied in FP32 where the processor lacks instructions for them;
+codes and scales of activations, and rounding to BF16, as vLLM's kernels for CPUs make them.
 
 BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in FP32
 (docs/decisions/host_kernels.md). INT8: sums are exact whatever their order, as long as they stay below 2^24. FP8:

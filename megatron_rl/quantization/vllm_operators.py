@@ -1,6 +1,7 @@
-"""vLLM's CPU operators (INT8 products and codes, rotary embedding) in a process without vLLM, by its library alone.
+"""vLLM's CPU operators (INT8 products and codes, rotary embedding), by its library, without an import of vLLM: for the
+learner. An engine's worker asks only whether INT8 products are exact (engine/host_kernels.py).
 
-It is loaded in a twentieth of a second; INT8 weights are packed once. No other module calls `torch.ops._C`.
+The library is loaded in a twentieth of a second; INT8 weights are packed once. No other module calls `torch.ops._C`.
 
 Shapes: M tokens, K input features, N output features, S positions, A heads of width D.
 """

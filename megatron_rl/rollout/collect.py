@@ -1,6 +1,5 @@
-"""Collection of a step's batch on the driver: prompts drawn, answered (by sampler or data set), groups filtered and
-refilled; `Scorer`: rewards, the penalty of overlong answers, which answers the loss leaves out.
-"""
+"""Collection of a step's batch on the driver: prompts drawn, answered (sampler, sessions or data set), groups filtered
+and refilled, metrics; `Scorer`: rewards, the penalty of overlong answers, which answers the loss leaves out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Mismatch of a batch by slices: position, probability, length, staleness, finish reason and weight format; of
-sessions, also turn, place in the turn, and kind of token.
+sessions, also turn, place in the turn, and kind of token. For a step's metrics, and for reports, which pool them.
 
 A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small probabilities,
 stale weights in the staleness, a stop-token fault in the finish reasons, a format that does not suit in the weight

@@ -1,11 +1,12 @@
-"""Correction of a batch: from sampler's and learner's logprobs to importance weights, a mask, advantages, and metrics.
+"""Correction of a batch: from sampler's and learner's logprobs to importance weights, a mask and metrics; from rewards
+to advantages; stale tokens cut. policy_loss.py calls it too, by micro-batch, where it alone has the learner's logprobs.
 
 The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every token's probability.
 With d = p - mu and rho = exp(d), tokens without a ratio are dealt with (`non_finite`), tokens and sequences rejected by
 rules on d (`reject`), the rest weighed (`weight`), and the disagreement measured (`metrics`, under `rollout_corr/`).
 
-Pure: the caller hands over the global batch. Rows are worked on in slices that fit a core's cache; only `budget`,
-`target_ess` and `normalize` look at all of them together. `docs/corrections.md` explains how to choose.
+Pure: the caller hands over the rows. They are worked on in slices that fit a core's cache; only `budget`, `target_ess`
+and `normalize` look at all together, and need the global batch. `docs/corrections.md` explains how to choose.
 
 Shape legend: B sequences, T response positions (right-padded).
 """
@@ -89,7 +90,7 @@ def rollout_correction(
     config: CorrectionConfig,
     turns_BT: Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and metrics for the global batch; without turns each row is one.
+    """Weights, mask and metrics of the global batch, or of the loss's rows; without turns each row is one.
 
     Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the batch) hand over
     None here, and give `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.

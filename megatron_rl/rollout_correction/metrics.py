@@ -212,7 +212,7 @@ class WeightSums:
         return _ratio(self.unit_total, self.units)
 
     def add_units(self, raw: Tensor, bounded: Tensor, kept_float: Tensor, low: float, high: float) -> None:
-        """Tokens or, for sequence weights, rows: what the bounds and the normalisation act on."""
+        """Tokens or, for sequence and turn weights, rows and turns: what the bounds and the normalisation act on."""
         raw, kept = raw.reshape(-1), kept_float.reshape(-1)
         self.units += float(kept.sum())
         self.unit_total += float(torch.dot(bounded.reshape(-1), kept))

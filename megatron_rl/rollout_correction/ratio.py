@@ -1,4 +1,5 @@
-"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as the recipe says.
+"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as the recipe says;
+sums, means and extremes of such values by row, turn or prefix; slices of a batch's rows.
 
 Shape legend: B sequences, T response positions.
 """

@@ -1,4 +1,5 @@
-"""Importance weights from log-ratios: level, bounds, the cap or mix that meets a target effective sample size.
+"""Importance weights from log-ratios: level, bounds, the cap or mix that meets a target effective sample size;
+`step_scale`: what the learning rate of an update is multiplied by for that size.
 
 Shape legend: B sequences, T response positions. d = p - mu.
 """

@@ -1,4 +1,4 @@
-"""Patches between two versions of a tensor's bytes, made and applied; and the sender's memory of what it sent last.
+"""Patches between two versions of a tensor's bytes, made and applied; a sender's last bytes, and its chain of versions.
 
 A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes.
 """

@@ -1,4 +1,4 @@
-"""Export of a run's last and best policy as Hugging Face folders, at its end, by every pipeline stage at once."""
+"""Export of a run's last and best policy as Hugging Face folders, at its end, by all stages and expert ranks."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Sender of the `file` transport on learner ranks: a thread writes a version, rank 0 has the sampler load it."""
+"""Sender of the `file` transport on learner ranks: a thread writes a version; rank 0 has it loaded, later removed."""
 
 import errno
 import queue

@@ -1,8 +1,8 @@
-"""Reading an update of the `file` transport: each tensor into memory of this process, checked there, then handed over.
+"""Reader of an update of the `file` transport: refuses what is not expected; then, of each tensor asked for, what the
+rank loads is read into memory, patches applied, and the checksum compared. Loading it is engine/receiver.py's.
 
-What is loaded is what was checked, whatever happens to the files meanwhile: nothing is mapped.
-A version of patches is put together from the last whole one and the patches upon it, all of which lie beside it:
-a receiver needs no memory of its own, and one that has just started can read any version.
+What is loaded is what was checked, whatever happens to the files meanwhile: nothing is mapped. A version of patches is
+made of the last whole one and the patches upon it, which lie beside it: a receiver that has just started can read any.
 Knows neither vLLM nor the model: what is expected comes as names, dtypes and shapes.
 """
 

@@ -1,8 +1,8 @@
 """Files of the `file` transport: a version's buckets and manifests in a run's own folder, written and removed.
 
-Each writer (one per pipeline stage) writes its own buckets and then, last and atomically, its manifest: a version is
-complete when all its manifests exist. With `delta` a version may hold patches of the version before (`delta.py`), which
-then has to stay beside it. The receiving half is `engine/receiver.py`.
+Each writer (one per pipeline stage and expert rank) writes its own buckets and then, last and atomically, its
+manifest: a version is complete when all its manifests exist. With `sync.full_every` above 1 it may hold patches of
+the version before (`delta.py`), which then has to stay beside it. The receiving half is file_reader.py.
 
 The directory is a private folder of one run. A lock, not a process number, says whether that run is still alive: it
 holds across containers that share memory, and the kernel drops it however the run ends (folder_lock.py).

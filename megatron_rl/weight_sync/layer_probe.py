@@ -1,4 +1,4 @@
-"""Layer probe after a sync: compares engine and learner at each point of a forward pass, from equal inputs, or raises.
+"""Layer probe after a sync: raises where engine and learner differ at a point of a forward pass, from equal inputs.
 
 The learner goes on from the engine's values at each point (learner/activations.py), so that what differs there was made
 there: by another arithmetic, a few hundredths, or by other weights, about one. A list of names cannot see two tensors

@@ -1,6 +1,6 @@
-"""Manifest of a weight update: names, shapes, dtypes, places, checksums and policy version of its tensors; its checks.
+"""Manifest of an update: names, shapes, dtypes, places, checksums, policy version of its tensors; checks; sync errors.
 
-Each writer (one per pipeline stage) leaves one manifest as JSON beside its bucket files. The receiver joins
+Each writer (one per pipeline stage and expert rank) leaves one as JSON beside its bucket files. The receiver joins
 them and compares the whole with what its engine expects before a single byte reaches the live model.
 """
 

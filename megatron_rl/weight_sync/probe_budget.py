@@ -1,5 +1,5 @@
 """Table of the probe's limits for each weight format: how far sampler and learner may differ after a sync, in nats, as
-multiples of one rounding's effect.
+multiples of one rounding's effect; the probe's size, in prompts and tokens.
 
 The noise of one rounding more grows with a model as what a format adds does; the learner tells it of its own weights
 (learner/weights.py), so that a wrong sampler does not raise it. Odd tokens are noisier: hence an end to every budget.

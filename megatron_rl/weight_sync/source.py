@@ -1,9 +1,10 @@
-"""A learner rank's half of a sync: quantize its shards, gather over its tensor-parallel group, yield full tensors.
+"""A learner rank's half of a sync, or of an export: merge adapters into its shards, smooth, quantize, gather over its
+tensor-parallel group, yield full tensors; and scales of an FP8 cache.
 
 Every rank of the learner iterates in lockstep; only writer ranks (the first of each tensor-parallel group of the
 first replica) get tensors out of it. Quantization happens before the gather, so quantized bytes travel; row-parallel
 weights first take the maximum of their row amax over the group, which makes the result bit-equal to quantizing the
-whole tensor. A bucket costs two collectives, however many tensors it holds.
+whole tensor. A bucket costs two collectives at most, however many tensors it holds.
 
 An error on one rank does not break the lockstep: the rank keeps taking part with empty content and keeps the
 reason in `failure`, which the caller exchanges over all ranks.

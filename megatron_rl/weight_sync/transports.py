@@ -1,4 +1,4 @@
-"""Interfaces of a weight sync (learner's weights, sampler's client, a transport's sender); its report for metrics."""
+"""Interfaces of a sync (learner's weights, sampler's client, a transport's sender); ranks' contributions, report."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class SamplerClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncSeconds:
-    """Seconds of a sync by part; the first four are the slowest writer's. The driver waits for `load`."""
+    """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver waits for `load`."""
 
-    plan: float = 0.0
+    plan: float = 0.0  # this rank's
     quantize: float = 0.0
     gather: float = 0.0
     transfer: float = 0.0  # writing, as far as it does not hide behind the two before

@@ -33,9 +33,7 @@ class Step:
 
 
 class WholeSource:
-    """Every rank makes one (collective) and iterates it in lockstep, each sync anew: for all ranks, or for rank 0
-    alone.
-    """
+    """Every rank makes one (collective) and iterates it in lockstep, each sync anew: for all ranks, or rank 0 alone."""
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
         self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded

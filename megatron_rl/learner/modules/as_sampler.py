@@ -1,4 +1,5 @@
-"""Switch of a CPU learner's linear layers between BF16 and the sampler's arithmetic, for which it quantizes weights."""
+"""Switch of a CPU learner's linear layers, experts left out: plain BF16, the quantized sampler's arithmetic (for which
+it quantizes their weights), or that of a BF16 engine on one rank."""
 
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto

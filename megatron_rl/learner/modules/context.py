@@ -1,4 +1,4 @@
-"""Context parallelism: splits a pack's sequences over ranks, two parts of each, and joins response tokens' values.
+"""Context parallelism: splits a pack's sequences; joins response tokens' values and, on hosts, keys and values.
 
 A sequence is cut into twice as many parts of one length as there are ranks, and rank r has the r-th from the start and
 the r-th from the end: under a causal mask all have as much to do. That is Transformer Engine's layout, whose attention

@@ -1,4 +1,4 @@
-"""Mixture-of-experts (MoE) layer on a CPU, in place of megatron-core's: experts and router round as vLLM's there.
+"""Mixture-of-experts (MoE) layer on a CPU, in place of megatron-core's: its router and experts round as vLLM's on CPUs.
 
 M tokens that went to the experts held here, H hidden width.
 """

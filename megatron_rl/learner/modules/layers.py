@@ -1,4 +1,4 @@
-"""CPU layers of a learner (norm, rotary, attention, SwiGLU) in place of megatron-core's, rounding as vLLM's do there.
+"""CPU layers of a learner (norm, residual, rotary, attention, SwiGLU) in place of megatron-core's, rounding as vLLM's.
 
 Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that stay in cache.
 
@@ -70,8 +70,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in FP32, rounded where vLLM's is on a host: what is normed, and its product with the
-    weight.
+    """RMS norm in FP32, rounded where vLLM's is on a host: what is normed, and its product with the weight.
 
     Of a sum (`add`) it norms what the sum was before it was rounded.
     """
@@ -133,9 +132,7 @@ def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
 def rotary(
     x_S1AD: Tensor, angles: Tensor, config: TransformerConfig, *args: Any, mscale: float = 1.0, **kwargs: Any
 ) -> Tensor:
-    """Rotary embedding as vLLM's kernel for hosts, and by it where it is here: cosine and sine in the model's
-    precision.
-    """
+    """Rotary embedding as vLLM's kernel for hosts, by it where it is here: cosine, sine in the model's precision."""
     width = x_S1AD.shape[-1]
     if config.rotary_interleaved or config.multi_latent_attention or mscale != 1.0 or angles.shape[-1] != width:
         return apply_rotary_pos_emb(x_S1AD, angles, config, *args, mscale=mscale, **kwargs)

@@ -1,4 +1,4 @@
-"""Linear layers in place of megatron-core's: those that compute as the sampler does, and an output layer in FP32.
+"""Linear layers in place of megatron-core's: those that compute as the sampler does; FP32 outputs of head and experts.
 
 `learner.forward=as_sampler` (docs/one_arithmetic.md): weights are quantized as a sync quantizes them, activations per
 token as the engine does. INT8 products are exact, the engine's own to the last bit; FP8 products are summed in FP32,

@@ -1,4 +1,5 @@
-"""Builder of the learner's megatron-core GPT model from config.json and the recipe: a pipeline stage without weights.
+"""The learner's megatron-core GPT model: config from config.json and the recipe, a pipeline stage without weights, and
+its forward pass, from a pack to hidden states or, on the last stage, to scores of response tokens.
 
 S positions of a pack, H hidden width, N response tokens.
 """

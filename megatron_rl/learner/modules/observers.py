@@ -1,5 +1,5 @@
 """Observers of the learner's forward passes: largest outputs of norms (for smoothing), largest keys and values (for the
-scales of an FP8 cache).
+scales of an FP8 cache); for other hooks, the pack that passes and norms inside Transformer Engine's kernels.
 
 Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever the layout (to the
 rounding of the forward pass itself), because filler positions are left out.

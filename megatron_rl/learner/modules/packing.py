@@ -1,6 +1,5 @@
-"""Packs, micro-batches of whole sequences: which rank trains which rows of a batch in which pack, and a pack's layout.
-
-Pure functions of lengths: every rank works out the same packs without talking.
+"""Packs, micro-batches of whole sequences: which replica has which rows of a batch in which pack, and a pack's layout;
+many tensors copied to a device as one. Which rows go where follows from lengths alone: no rank has to ask another.
 
 B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack, X positions of a pack
 whose sequences are padded to the length of their bucket.

@@ -1,5 +1,5 @@
 """Router replay: tokens go to the experts that the sampler has sent them to, or an earlier pass of the learner's, with
-weights of the learner's own gate.
+weights of the learner's own gate; counts of the tokens that its routers would have sent elsewhere, and their check.
 
 Each router of megatron-core asks an object which experts to take (`router_replay`, of its RouterReplay's form). Ours
 finds them in the pack that is passing through: no list that is handed out by micro-batch, and nothing of another layer.
