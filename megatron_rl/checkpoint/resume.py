@@ -119,7 +119,7 @@ def _step(line: bytes) -> float:
     try:
         found = json.loads(line)
         return int(found.get("progress/step", found.get("step"))) if line.endswith(b"\n") else float("inf")
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return float("inf")
 
 

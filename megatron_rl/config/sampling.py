@@ -65,7 +65,7 @@ class EnvironmentSection:
     tool_timeout_s: Seconds = 10.0  # of a tool, a reset or a step; then it is stopped
     session_timeout_s: Seconds = 600.0  # of an agent's session
     observation_tokens: Positive = 512  # of what is answered to a turn: more is cut, and says so
-    sessions: Annotated[int, between(1, 65536)] = 64  # open at once, each with a process of its own
+    sessions: Annotated[int, between(1, 65536)] = 64  # open at once, a process each; an evaluation has as many
     history: History = History.template  # how a turn is written behind those before it
     tool_parser: str = AUTO  # one of vLLM's, such as hermes; auto: told from the chat template
     credit: Credit = Credit.outcome  # how a session's rewards become its turns'

@@ -91,9 +91,8 @@ def as_step(returned: Any) -> Step:
         step = Step(*returned)
     else:
         raise TypeError(f"step returned {type(returned).__name__}; return Step, or (messages, reward, done)")
-    if step.reward is not None:
-        step = Step(step.messages, float(step.reward), bool(step.done), step.numbers, step.advantage)
-    return step
+    reward = None if step.reward is None else float(step.reward)
+    return Step(step.messages, reward, bool(step.done), step.numbers or {}, step.advantage)
 
 
 def as_messages(given: Any) -> list[dict[str, Any]]:

@@ -140,15 +140,15 @@ class Policy:
             )
 
             reader = torch_dist.Reader(Path(path))
-            self._load(torch_dist.getter(reader, self.shape), reader.holds_adapters)
+            self.load(torch_dist.getter(reader, self.shape), reader.holds_adapters)
         else:
-            self._load(HfFolder(path).get)
+            self.load(HfFolder(path).get)
 
     def init_random(self, seed: int) -> None:
         """A random model: the same one for every layout."""
-        self._load(weights.random_tensors(self.model, seed))
+        self.load(weights.random_tensors(self.model, seed))
 
-    def _load(self, get_hf: Callable[[str], Tensor], adapters_alone: bool = False) -> None:
+    def load(self, get_hf: Callable[[str], Tensor], adapters_alone: bool = False) -> None:
         """Adapters that `get_hf` does not know begin as ones that change nothing."""
         named = (
             (name, parameter)

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.schema import Device
 from megatron_rl.processes import gpu_driver, instructions
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # of the environment: CUDA sees those named before the first that is none
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,13 @@ def _installed(distribution: str) -> bool:
 
 
 def _gpu() -> Machine | None:
-    found = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version")
-    if not found:
+    found, visible = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version"), os.environ.get(VISIBLE)
+    seen = found if visible is None else [*takewhile(lambda one: one and one[0] != "-", visible.split(","))]
+    if not found or not seen:
         return None
     name, capability, memory, driver = found[0]
     try:
-        seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-        count, gib, host = len(seen or found), float(memory) / 1024, installed_gib()  # it answers in MiB
+        count, gib, host = len(seen), float(memory) / 1024, installed_gib()  # it answers in MiB
         return Machine(Device.cuda, name, float(capability), count, gib=gib, driver=driver, host_gib=host)
     except ValueError:
         return None

@@ -155,9 +155,10 @@ def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Confi
     kept = checkpoint.keep_last + bool(checkpoint.best)
     if checkpoint.keep_every:
         kept += run.steps // checkpoint.keep_every
-    row = rollout.max_prompt_tokens * PROMPT_TOKEN + rollout.max_response_tokens * RESPONSE_TOKEN
+    written = rollout.context_tokens - rollout.max_prompt_tokens  # in all turns of a row
+    row = rollout.max_prompt_tokens * PROMPT_TOKEN + written * RESPONSE_TOKEN
     if log.record_experts:
-        row += (rollout.max_prompt_tokens + rollout.max_response_tokens) * choices_bytes(shape, hf_config)
+        row += rollout.context_tokens * choices_bytes(shape, hf_config)
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
         checkpoint=trained(shape) * PARAMETER[config.learner.precision] if saves else 0,

@@ -110,9 +110,10 @@ def _file(where: str) -> ModuleType:
     if path is None:
         raise FileNotFoundError(f"no file {' or '.join(map(str, tried))}")
     sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if path.stem not in {*sys.modules, *sys.stdlib_module_names} else str(path)  # math.py is no math
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

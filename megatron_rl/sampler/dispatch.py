@@ -205,11 +205,7 @@ class Dispatcher:
         samples = [
             asyncio.ensure_future(
                 given.replica.engine.generate(
-                    given.job.prompt.token_ids,
-                    params,
-                    given.job.seed + sample,
-                    version=version,
-                    patient=self._patient,
+                    given.job.prompt.token_ids, params, given.job.seed + sample, version=version, patient=self._patient
                 )
             )
             for sample in range(distinct)

@@ -309,7 +309,7 @@ class Answering:
         if not self._open:
             return []
         groups = [_rollouts(done) for done in self._ask(lambda replicas: replicas.finished(self._dispatcher))]
-        retried, self._retried = self._dispatcher.retried - self._retried, self._dispatcher.retried
+        retried, self._retried = (now := self._dispatcher.retried) - self._retried, now
         self._open -= len(groups)
         self._meter.count(-len(groups), sum(len(one.token_ids) for group in groups for one in group), retried)
         return groups
@@ -350,7 +350,7 @@ class Turns:
             done = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
             written = len(done.completions[0].token_ids)
         finally:
-            retried, self._retried = self._dispatcher.retried - self._retried, self._dispatcher.retried
+            retried, self._retried = (now := self._dispatcher.retried) - self._retried, now
             self._meter.count(-1, written, retried)
         return done.completions[0], done.format
 

@@ -190,8 +190,7 @@ class Updates:
         while True:
             try:
                 answers = await self._on(
-                    self._taking,
-                    lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given),
+                    self._taking, lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given)
                 )
             except NoServerLeft:
                 self.require_group()

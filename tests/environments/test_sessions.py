@@ -284,5 +284,5 @@ def test_tools_have_schemas_of_their_signatures() -> None:
 
 
 def test_a_step_may_be_a_tuple() -> None:
-    assert as_step(("Again.", 1, False)) == Step("Again.", 1.0, False)
+    assert as_step(("Again.", 1, False)) == as_step(("Again.", 1, False, None)) == Step("Again.", 1.0, False)
     assert as_step(Environment().step(Answer("42", "42"))).done

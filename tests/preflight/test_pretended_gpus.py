@@ -16,7 +16,7 @@ from megatron_rl.config import ConfigError, cluster, load
 from megatron_rl.config.schema import Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight import checks
-from megatron_rl.preflight.machine import detect, named
+from megatron_rl.preflight.machine import _gpu, detect, named
 from megatron_rl.processes import gpu_driver
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +51,13 @@ def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, nod
     assert all(str(gpus) in line for line in about)
 
 
-def test_what_nvidia_smi_says_is_the_machine(node) -> None:
+def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPatch) -> None:
     node(2)
     machine = detect(Device.auto)
+    for visible, gpus in (("1", 1), ("0,-1,1", 1), ("GPU-4f2a,GPU-77b1", 2), ("", 0), ("-1", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = _gpu()
+        assert (found.gpus if found else 0) == gpus, visible
     assert (machine.kind, machine.gpus, machine.capability) == (Device.cuda, 2, 9.0)
     assert str(machine) == "1 node of 2 x NVIDIA H100 80GB HBM3"
 

@@ -20,9 +20,7 @@ CORRECTION = CorrectionConfig()
 def config(**keys: Any) -> Config:
     sizes = {"prompts_per_step": 1, "samples_per_prompt": 4, "max_gen_batches": 2}
     return Config(
-        rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}),
-        advantage=AdvantageConfig("dr_grpo"),
-        **keys,
+        rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}), advantage=AdvantageConfig("dr_grpo"), **keys
     )
 
 

@@ -17,8 +17,7 @@ from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 
 def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config:
     return Config(
-        correction=CorrectionConfig(weight=WeightConfig(level=level)),
-        quantization=QuantizationSection(format=fmt),
+        correction=CorrectionConfig(weight=WeightConfig(level=level)), quantization=QuantizationSection(format=fmt)
     )
 
 

@@ -76,7 +76,7 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
     config = Config(quantization=quantization or QuantizationSection())
     learner = Learner(Model.of(source.hf_config, Layout()), Sections.of(config))
     try:
-        learner.load_hf(source.path)
+        learner.load(source.weights.open())
         yield learner
     finally:
         learner.close()

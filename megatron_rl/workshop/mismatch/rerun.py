@@ -205,7 +205,7 @@ def _describe(
 ) -> str:
     recorded = about["metrics"]
     again = not all(map(math.isfinite, now))
-    sizes = " ".join(f"{name.upper()}{about['layout'][name]}" for name in ("tp", "pp", "ep", "dp"))
+    sizes = " ".join(f"{name.upper()}{about['layout'][name]}" for name in ("tp", "pp", "ep", "dp", "cp"))
     rows = [
         ("dump", f"{path}: after {about['steps']} optimizer steps, {len(targets.batch)} rows"),
         ("then", f"loss {recorded.get('loss/total')}, gradient norm {recorded['optim/grad_norm']} ({sizes})"),

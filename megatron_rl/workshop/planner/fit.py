@@ -87,7 +87,11 @@ def measured(run: Path, machine: Machine) -> Measured:
             f"take {WARMING + LEAST} steps (run.steps), or give one that has"
         )
     config = recorded_config(found.config)
-    if bool(json.loads(found.env.read_text()).get("devices")) != (machine.kind == Device.cuda):
+    try:
+        on_gpus = bool(json.loads(found.env.read_text()).get("devices"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"--fit {run}: env.json, which says what it ran on, cannot be read ({error})") from None
+    if on_gpus != (machine.kind == Device.cuda):
         raise ConfigError(
             f"--fit {run}: it ran on {'GPUs' if machine.kind == Device.cpu else 'a host'}, and the plan is for "
             f"{machine}; give a run of such a machine, or name the run's with --on"

@@ -5,7 +5,7 @@ import re
 
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.workshop.translation.layout import Accounts, Values, layout, number, ranks
+from megatron_rl.workshop.translation.layout import Accounts, Values, layout, number, ranks, size
 from megatron_rl.workshop.translation.table import shared
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
@@ -59,7 +59,7 @@ def _lengths(values: Values, told: Accounts) -> None:
 
 
 def _batch(values: Values, told: Accounts) -> None:
-    samples = int(number(values, "rollout.samples_per_prompt", 1))
+    samples = size(values, "rollout.samples_per_prompt", 1)
     if (rows := number(values, "=device_answers")) is not None:
         rows, updates = int(rows) * int(number(values, "=gpus", 1)), int(number(values, "=accumulated", 1))
         values.setdefault("=batch_answers", rows * int(number(values, "=steps_per_generation", updates)))
@@ -68,10 +68,10 @@ def _batch(values: Values, told: Accounts) -> None:
         values["rollout.prompts_per_step"] = max(1, int(answers) // samples)
     prompts = int(number(values, "rollout.prompts_per_step", 1))
     for fact, whole in (("=minibatch_prompts", prompts), ("=minibatch_answers", prompts * samples)):
-        if (part := number(values, fact)) is not None:
-            values["learner.n_minibatches"] = min(max(1, whole // int(part)), prompts)
-            if whole % int(part) and int(part) < whole:
-                told.note("larger_updates", whole=whole, part=int(part))
+        if part := int(number(values, fact, 0)):  # 0, for some: the whole batch
+            values["learner.n_minibatches"] = min(max(1, whole // part), prompts)
+            if whole % part and part < whole:
+                told.note("larger_updates", whole=whole, part=part)
     if (passes := number(values, "=passes", 1)) != 1:
         told.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(int(number(values, f"rollout.max_{part}_tokens", 0)) for part in ("prompt", "response"))

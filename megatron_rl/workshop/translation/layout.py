@@ -34,7 +34,12 @@ class Accounts:
 
 def number(values: Values, name: str, default: float | None = None) -> Any:
     found = values.get(name)
-    return default if found is None or isinstance(found, bool) else found
+    return found if isinstance(found, int | float) and not isinstance(found, bool) else default
+
+
+def size(values: Values, name: str, default: int) -> int:
+    """A number that others are divided by: what is no size is refused where the translated recipe is loaded."""
+    return max(1, int(number(values, name, default)))
 
 
 def ranks(values: Values, told: Accounts) -> None:
@@ -55,9 +60,9 @@ def ranks(values: Values, told: Accounts) -> None:
 
 
 def layout(values: Values, told: Accounts) -> None:
-    nodes, gpus = int(number(values, "=nodes", 1)), int(number(values, "=gpus", 8))
-    tensor, stages = (int(number(values, f"learner.{kind}_parallel", 1)) for kind in ("tensor", "pipeline"))
-    engine = int(number(values, "sampler.tensor_parallel", 1))
+    nodes, gpus = size(values, "=nodes", 1), size(values, "=gpus", 8)
+    tensor, stages = (size(values, f"learner.{kind}_parallel", 1) for kind in ("tensor", "pipeline"))
+    engine = size(values, "sampler.tensor_parallel", 1)
     ahead, own = values.get("rollout.ahead"), number(values, "=sampler_gpus")
     if own is None and (servers := number(values, "=sampler_nodes")):
         own = int(servers) * gpus
@@ -80,7 +85,7 @@ def layout(values: Values, told: Accounts) -> None:
             own, learner = learner // 2, learner - learner // 2
             told.note("halves")
         values["sampler.fleet.servers"] = max(1, int(own) // engine)
-    each = tensor * stages * int(number(values, "learner.context_parallel", 1))
+    each = tensor * stages * size(values, "learner.context_parallel", 1)
     if learner % each:
         told.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)
     values["learner.data_parallel"] = max(1, learner // each)

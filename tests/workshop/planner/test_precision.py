@@ -101,10 +101,7 @@ def test_a_node_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert ahead["step"] == pytest.approx(sum(ahead["seconds"].values()) - shorter)
 
 
-@pytest.mark.parametrize(
-    ("machine", "without"),
-    [("1x8xB200", {"INT8"}), ("1x8xA100-80", {"FP8", "FP8, FP8 cache"})],
-)
+@pytest.mark.parametrize(("machine", "without"), [("1x8xB200", {"INT8"}), ("1x8xA100-80", {"FP8", "FP8, FP8 cache"})])
 def test_what_a_gpu_does_not_run_is_left_out(
     capsys: pytest.CaptureFixture[str], machine: str, without: set[str]
 ) -> None:
