@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sourced by every batch script: reads the site's lines, checks the job, places learner and servers on its nodes, and runs
-# the recipe. Expects RECIPE; takes OVERRIDES ("key=value key=value", or one on a line) from the environment. The job goes
+# the recipe. Expects RECIPE; takes OVERRIDES ("key=value key=value", or one on a line, each ended) from the environment. The job goes
 # on with a run of its name; stopped at its time limit, it is queued again, at most REQUEUES times (20), as long as it
 # comes further each time.
 
@@ -20,7 +20,7 @@ fi
 
 overrides=(run.if_exists=resume)
 if [[ ${OVERRIDES:-} == *$'\n'* ]]; then
-  mapfile -t -O 1 overrides <<<"$OVERRIDES"
+  mapfile -t -O 1 overrides <<<"${OVERRIDES%$'\n'}"
 else
   read -r -a words <<<"${OVERRIDES:-}"
   overrides+=("${words[@]}")

@@ -291,10 +291,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in (experiment.name for experiment in options.grid.experiments(options.size)):
         if not is_folder_name(name):
             parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
-    mine = ("run.name", "run.root", *options.grid.axes)
+    mine = ("run.name", "run.root", *(["run.seed"] if options.grid.seeds else []), *options.grid.axes)
     for override in overrides:
         if override.split("=", 1)[0] in mine:
-            parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
+            parser.error(f"{override}: this tool sets that key itself; see --group, --root, --seeds and --corrections")
     return options
 
 

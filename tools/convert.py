@@ -148,9 +148,11 @@ def verify(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.verification import verify
 
     sources = [find(name, given.hf) for name in (given.one, given.other)]
+    if given.report.is_dir():
+        raise ValueError(f"--report: {given.report} is a folder; name a file")
     found = verify(*sources, given.logprobs, given.bound)
-    found.write(given.report, sources, logprobs=given.logprobs, bound=given.bound)
     print(found.text())
+    found.write(given.report, sources, logprobs=given.logprobs, bound=given.bound)
     print(f"the whole of it: {given.report}")
     return 0 if found.ok else 1
 

@@ -63,13 +63,15 @@ class Grid:
         seeds = [seed for seed in self.seeds if seed in chosen.get("seeds", self.seeds)]
         return [
             self._experiment(labels, seed)
-            for seed in seeds or [None]
+            for seed in (seeds if self.seeds else [None])
             for labels in itertools.product(*self.axes.values())
             if self._covers(chosen, labels) and not any(self._covers(one, labels) for one in self.leave_out)
         ]
 
     def _covers(self, selection: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> bool:
-        return all(label in selection.get(axis, (label,)) for axis, label in zip(self.axes, labels, strict=True))
+        return all(
+            label in _listed(selection.get(axis, (label,))) for axis, label in zip(self.axes, labels, strict=True)
+        )
 
     def _experiment(self, labels: tuple[str, ...], seed: int | None) -> Experiment:
         name = "_".join([self.group, *labels, *([] if seed is None else [f"s{seed}"])])
@@ -105,8 +107,8 @@ def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Gri
         path.parent / content["base"],
         content["axes"],
         seeds or content.get("seeds", ()),
-        [{axis: _listed(labels) for axis, labels in one.items()} for one in content.get("leave_out", ())],
-        content.get("sizes", {}),
+        content.get("leave_out") or (),
+        {size: _without(one, "seeds") if seeds else one or {} for size, one in (content.get("sizes") or {}).items()},
         tuple(reference[axis] for axis in content["axes"]) if reference else None,
         content.get("task"),
         Outliers(**outliers) if outliers else None,
@@ -118,6 +120,10 @@ def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Gri
 
 def _listed(labels: Any) -> Sequence[str]:
     return [labels] if isinstance(labels, str) else labels
+
+
+def _without(selection: Mapping[str, Any] | None, axis: str) -> dict[str, Any]:
+    return {name: labels for name, labels in (selection or {}).items() if name != axis}
 
 
 def _problems(content: Any, path: Path) -> Iterator[str]:
@@ -187,17 +193,23 @@ def _outliers(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """`leave_out`, `sizes` and `reference` name labels that there are."""
-    left_out, sizes, reference = (content.get(key, {}) for key in ("leave_out", "sizes", "reference"))
+    left_out, sizes, reference = (content.get(key) or {} for key in ("leave_out", "sizes", "reference"))
     if reference and not (isinstance(reference, Mapping) and set(reference) == set(axes)):
         yield f"reference: {reference!r}, expected a label for each of {', '.join(axes)}"
     if left_out and not isinstance(left_out, list):
         yield f"leave_out: {left_out!r}, expected a list such as [{{sampler: bf16, correction: [tis]}}]"
-    named = [("reference", reference), *((f"sizes.{size}", one) for size, one in dict(sizes or {}).items())]
+    if not isinstance(sizes, Mapping):
+        yield f"sizes: {sizes!r}, expected a choice for each of {', '.join(SIZES)}, such as {{subset: {{seeds: [1]}}}}"
+        sizes = {}
+    named = [("reference", reference), *((f"sizes.{size}", one) for size, one in sizes.items())]
     named += [("leave_out", one) for one in left_out] if isinstance(left_out, list) else []
     for place, one in named:
+        if not (isinstance(one or {}, Mapping) and all(isinstance(each, str | list) for each in (one or {}).values())):
+            yield f"{place}: {one!r}, expected labels by axis, such as {{{next(iter(axes))}: [...]}}"
+            continue
         if place.startswith("sizes.") and place.removeprefix("sizes.") not in SIZES:
             yield f"{place}: no size; they are {', '.join(SIZES)}"
-        for axis, labels in dict(one or {}).items() if isinstance(one, Mapping) else ():
+        for axis, labels in (one or {}).items():
             if axis == "seeds" and place.startswith("sizes."):
                 continue
             known = axes.get(axis)

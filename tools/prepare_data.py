@@ -77,7 +77,7 @@ def boxed(solution: str) -> str:
         return solution.strip()
     content = solution[start + len("\\boxed") :].lstrip()
     if not content.startswith("{"):
-        return content.split("$")[0].split()[0] if content else ""
+        return (content.split("$")[0].split() or [""])[0]
     depth = 0
     for place, letter in enumerate(content):
         depth += (letter == "{") - (letter == "}")

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import Checkpoint
 from megatron_rl.config import ConfigError, to_yaml
+from megatron_rl.config.layers import read_file
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.files import replacing
@@ -28,7 +29,7 @@ NONE = "(none)"  # a key that one of two recipes does not have
 
 def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     """Raises where the recipe has changed in what the run has learnt with, unless the key is in run.resume_allow."""
-    before, after = read_yaml(recorded.read_text(encoding="utf-8")), read_yaml(resolved_yaml)
+    before, after = read_file(recorded), read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
     defaults = dict(flatten(read_yaml(to_yaml(Config()))))
     found = [

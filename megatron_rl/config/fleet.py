@@ -2,6 +2,7 @@
 run starts, addresses off this machine, weight formats, sequences at once; and a phrase that describes it."""
 
 import ipaddress
+import re
 from collections import Counter
 from urllib.parse import urlsplit
 
@@ -83,11 +84,10 @@ def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection)
 
 
 def is_loopback(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return ipaddress.ip_address(urlsplit(address).hostname or "").is_loopback
+    except ValueError:  # a name, or no address at all
+        return bool(re.match(r"(?i)https?://localhost(:|$)", address))
 
 
 def distant(sampler: SamplerSection) -> list[str]:

@@ -75,9 +75,7 @@ def fits(kind: ast.expr, value: Any) -> bool:
         return True
     if isinstance(value, list) and plain[0] is list and name.lower() != "tuple" and inner:
         return all(fits(inner[0], element) for element in value)
-    if plain[0] is float:
-        return is_number(value)
-    return type(value) is plain[0]
+    return is_number(value) if plain[0] is float else type(value) is plain[0]
 
 
 def _words(kind: ast.expr) -> Iterator[str]:

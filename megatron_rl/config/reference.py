@@ -71,7 +71,7 @@ def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
     if not asked:  # learner.megatron.fp8: as the mapping that it stands in
         asked = [one for one in known if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])]
     if not asked:
-        raise ConfigError(next(misfits(nested(name, None), Config)).replace(": unknown key", ": no key"))
+        raise ConfigError(next(misfits(nested(name, None), Config), f"{name}: no key").replace("unknown key", "no key"))
     config, _ = read(recipe, overrides)
     values, by = flat(config), sources(recipe, overrides)
     return "\n\n".join(_explained(one, name if len(asked) == 1 else one.name, values, by) for one in asked)

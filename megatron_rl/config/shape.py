@@ -18,7 +18,7 @@ from megatron_rl.config.bounds import Bound, Inside, as_written, is_number
 from megatron_rl.config.unknown import unknown
 
 Section = TypeVar("Section")
-RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
+RESOLVER = re.compile(r"\$\{[^}]*(?::|\$\{)")  # a function of OmegaConf, such as ${oc.env:HOME}
 LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
 WANTED = {
     bool: "true or false",
@@ -168,6 +168,8 @@ def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
         fits = value in [*map(str, key.choices), *key.choices.__members__]
     elif type(value) is int and bool in key.kinds:
         fits = value in (0, 1)
+    elif isinstance(value, (bool, float)) and str in key.kinds:
+        fits = type(value) in key.kinds  # OmegaConf would make 1.10 to 1.1, and no to False
     if not fits:
         yield f"{full} is {as_written(value)}: {_way_out(value, key.kind)}"
         return

@@ -78,6 +78,9 @@ class ColumnRows(Rows):
         """Rows as JSON has them: dates and decimals are text, and what is not a number is null."""
         try:
             rows = piece.to_pylist()
+            for row in [] if self._plain else rows:  # text that its writer has stored as bytes
+                found = {name: one.decode(errors="ignore") for name, one in row.items() if isinstance(one, bytes)}
+                row |= {name: text for name, text in found.items() if text.encode() == row[name]}
             return rows if self._plain else msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
         except (ValueError, TypeError, OverflowError) as error:  # text that is not UTF-8, times that no clock shows
             if piece.num_rows == 1:

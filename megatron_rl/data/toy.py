@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import ConfigError
+
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+-*= "
 REASONING = "chain_sum"
@@ -99,18 +101,24 @@ def write_toy(
     random.Random(task.seed).shuffle(problems)
     test, train = problems[: task.held_out], problems[task.held_out :]
     counts = write_rows(folder, train=train, test=test)
-    write_tokenizer(folder / "model")
     config = hf_config(shape) if like is None else shrunk(like)
-    (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write({folder / "model" / "config.json": json.dumps(config, indent=2) + "\n"})
+    write_tokenizer(folder / "model")
     return counts
 
 
 def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Writes NAME.jsonl of each, and counts its rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _write({folder / f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in files[name]) for name in files})
     return {name: len(rows) for name, rows in files.items()}
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    for path, text in texts.items():
+        if path.exists() and path.read_bytes() != text.encode():
+            raise ConfigError(f"{path} is there already, with other content: remove it, or name another folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:

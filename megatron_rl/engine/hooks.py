@@ -84,9 +84,7 @@ def _point(name: str, module: torch.nn.Module) -> Point | None:
 
 def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
     """Queries and keys side by side. Of the logits the last come for the prompt; before them, those to sample from."""
-    if point.kind is Kind.lm_head:
-        return values[-1].contiguous()
-    return torch.cat(values, 1)
+    return values[-1].contiguous() if point.kind is Kind.lm_head else torch.cat(values, 1)
 
 
 class RouterChoices:

@@ -301,7 +301,7 @@ def test_everything_wrong_is_said_at_once_and_nothing_else(tmp_path: Path) -> No
         ("correction.reject.0.high=3", "an override replaces all of it"),
         ("correction.preset=nonsense", "correction is nonsense: no preset"),
         ("run.seed=${oc.env:SEED}", r"run\.seed holds \$\{oc\.env:\.\.\.\}: a recipe reads no environment"),
-        ("run.name=${run.${oc.env:X}}", r"run\.name holds .* reads no environment"),
+        ("run.name=${oc.${run.root}:X}", r"run\.name holds .* reads no environment"),
         ("run.root=a${run.seed}${oc.decode:'1'}", r"run\.root holds .* reads no environment"),
         ("data={train: '${oc.env:HOME}'}", r"data\.train holds .* reads no environment"),
         ("sampler.vllm={a: [{b: '${oc.env:WANDB_API_KEY}'}]}", r"sampler\.vllm holds .* reads no environment"),

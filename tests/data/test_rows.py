@@ -97,11 +97,11 @@ def test_broken_parquet(tmp_path: Path) -> None:
 def test_parquet_rows_are_as_json_has_them(tmp_path: Path) -> None:
     columns = {
         "prompt": [[{"role": "user", "content": "é"}]], "gold": [float("nan")], "day": [datetime.date(2026, 1, 2)],
-        "raw": [b"\xff"], "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())),
+        "raw": [b"\xff"], "text": [b"1+1="], "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())),
     }  # fmt: skip
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     rows = read_rows("data.train", tmp_path / "rows.parquet")
-    plain = {"gold": None, "day": "2026-01-02", "raw": "/w==", "map": [["a", 1]]}
+    plain = {"gold": None, "day": "2026-01-02", "raw": "/w==", "text": "1+1=", "map": [["a", 1]]}
     assert list(rows) == [{"prompt": [{"role": "user", "content": "é"}]} | plain]
 
 

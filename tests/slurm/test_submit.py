@@ -94,7 +94,7 @@ def test_what_is_queued(site: Site) -> None:
     """The plan's options, then the user's; account and the like by the environment; no secret among the words."""
     site.stand_in("sbatch", "SBATCH_ACCOUNT", "SBATCH_QOS", "RECIPE", "OVERRIDES", then="print('11;cluster')")
     site.write(MINE, like=read_card("Qwen3-8B"))
-    words = ["recipe=mine.yaml", "optim.lr=5e-7", "run.name=half", "--time=01:00:00"]
+    words = ["recipe=mine.yaml", "run={name: half, seed: 3}", "--time=01:00:00"]
     secret = {"WANDB_API_KEY": "canary-71b2", "SBATCH_ACCOUNT": "lab"}
     done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", *words, **secret)
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_what_is_queued(site: Site) -> None:
     assert called[:5] == ["sbatch", "--parsable", "--job-name=half", "--nodes=1", "--ntasks-per-node=4"]
     assert called[-2:] == ["--time=01:00:00", "slurm/dapo_int8.sbatch"]
     assert "--mem=0" in called, "all memory of the nodes"
-    given = {"RECIPE": "mine.yaml", "OVERRIDES": "optim.lr=5e-7\nrun.name=half"}
+    given = {"RECIPE": "mine.yaml", "OVERRIDES": "run={name: half, seed: 3}\n"}
     assert environment == given | {"SBATCH_ACCOUNT": "lab", "SBATCH_QOS": None}
     assert "job 11 is queued" in done.stdout
     assert "ls runs/half/logs/" in done.stdout
@@ -184,7 +184,7 @@ def test_a_report_is_written_where_python_lives(site: Site, tool: str) -> None:
 
 def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
     on_nodes(site)
-    done = run_script(site, "dapo_split", "sampler.fleet.servers=2 sync.dir=sync learner.tensor_parallel=1")
+    done = run_script(site, "dapo_split", "\nsampler={fleet: {servers: 2}}\nsync.dir=sync\nlearner.tensor_parallel=1\n")
     assert done.returncode == 0, done.stdout + done.stderr
     steps = {word: call for call in site.calls() for word in call[0] if word.startswith("--job-name=")}
     servers, learner = (steps[f"--job-name={name}"] for name in ("servers", "learner"))

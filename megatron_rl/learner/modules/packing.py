@@ -259,9 +259,7 @@ def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str
 
     On a host they are there already, and nothing is copied.
     """
-    if device.type == "cpu":
-        return dict(tensors)
-    return views(buffer(tensors).to(device), tensors)
+    return dict(tensors) if device.type == "cpu" else views(buffer(tensors).to(device), tensors)
 
 
 def buffer(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -140,9 +140,7 @@ class EngineClient:
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
         # a version may have been loaded before the connection ended
         content = await self.call(METHODS[step], arguments, again=step != "finish")
-        if step != "finish":
-            return {}
-        return asdict(self._read(content, SyncState))
+        return asdict(self._read(content, SyncState)) if step == "finish" else {}
 
     async def sleep(self, level: int) -> None:
         await self.call("sleep", {"level": level})

@@ -212,7 +212,7 @@ def verify(one: Source, other: Source, prompts: str | None, bound: float) -> Ver
         return Verified(list(compare(one, other, bound)))
     for source in (one, other):
         refuse_unscored(source)
-    tensors, rows = list(compare(one, other, bound)), token_rows(prompts, one.folder)
+    rows, tensors = token_rows(prompts, one.folder), list(compare(one, other, bound))
     note(f"{prompts}: {len(rows)} texts, {sum(map(len, rows))} tokens")
     one_1T, other_1T = (torch.cat(score(source, rows))[None] for source in (one, other))
     gate = PLAIN_GATE if one.quantization is None and other.quantization is None else QUANTIZED_GATE
