@@ -114,6 +114,8 @@ class OpenSamples:
         Samples of one prompt come one after the other: what vLLM makes of the first is copied for the others, as it
         does for samples that are asked for together.
         """
+        if wanted.get("tools"):
+            self._calls.check(**wanted["tools"])
         like = (tokens, wanted, self.salt)
         if self._last is None or self._last[0] != like:
             self._last = like, self._processed(tokens, **wanted)

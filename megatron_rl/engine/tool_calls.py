@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.data.tokenizer import without_stops
+from megatron_rl.engine.messages import Refused
 
 
 class ToolCallParser:
@@ -15,6 +16,13 @@ class ToolCallParser:
         self._folder = folder
         self._tokenizer: Any = None
         self._parser = lru_cache(4)(self._made)
+
+    def check(self, parser: str, schemas: str) -> None:
+        """Refuses a request whose parser cannot be made: its answer would fail in the middle of a step."""
+        try:
+            self._parser(parser, schemas)
+        except Exception as error:
+            raise Refused(f"tool_parser {parser!r}, or its tools: {type(error).__name__}: {error}"[:500]) from None
 
     def parsed(self, token_ids: list[int], stop_token_ids: list[int], parser: str, schemas: str) -> dict[str, Any]:
         """What was said beside the calls, and each call's name and arguments, as JSON text.
@@ -27,6 +35,7 @@ class ToolCallParser:
             found = tool_parser.extract_tool_calls(text, request)
             calls = [{"name": one.function.name, "arguments": one.function.arguments} for one in found.tool_calls]
             content = found.content
+            "".join([content or "", *(text for one in calls for text in one.values())]).encode()  # no half pair travels
         except Exception:  # a parser's, of whatever kind: the text is what a model wrote
             calls, content = [], text
         return {"content": text if content is None and not calls else content or "", "calls": calls}

@@ -18,6 +18,7 @@ from aiohttp import web
 from megatron_rl.environments.environment import as_messages
 from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.environments.session import ContextFull, Policy, Rules, TemplateRefuses, read_arguments
+from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import SessionTurn
 
 LARGEST_BODY = 32 << 20
@@ -40,6 +41,7 @@ class Opened:
     policy: Policy
     key: str
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    failure: SamplerError | None = None  # the agent sees it as a server's error
 
 
 class Gateway:
@@ -67,8 +69,12 @@ class Gateway:
         return name, f"http://127.0.0.1:{self._port}/{name}/v1", key
 
     def end(self, name: str) -> None:
-        for task in self._sessions.pop(name).tasks:
+        """Raises what the engines have failed with, whatever the agent has made of it."""
+        opened = self._sessions.pop(name)
+        for task in opened.tasks:
             task.cancel()
+        if opened.failure is not None:
+            raise opened.failure
 
     async def _serve(self, request: web.Request) -> web.Response:
         try:
@@ -96,6 +102,9 @@ class Gateway:
         opened.tasks.add(task)
         try:
             return await task
+        except SamplerError as error:
+            opened.failure = error
+            raise
         finally:
             opened.tasks.discard(task)
 
@@ -122,8 +131,8 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if most is not None and not (isinstance(most, int) and most > 0):
             raise TypeError("max_tokens is a whole number above 0")
-        if not isinstance(tools, list):
-            raise TypeError("tools is a list")
+        if not (isinstance(tools, list) and all(isinstance(one["function"]["name"], str) for one in tools)):
+            raise TypeError("tools is a list of {type: function, function: {name, ...}}")
     except (TypeError, ValueError, KeyError) as error:
         raise Refused(400, f"messages: {str(error)[:300]}") from None
     try:
@@ -162,9 +171,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     for one in as_messages(given):
         content = one.get("content")
         if isinstance(content, list):
-            if any(part.get("type") != "text" for part in content):
-                raise TypeError("content: text alone is taken")
-            content = "".join(part["text"] for part in content)
+            raise TypeError("content: text alone is taken")
         message = {**one, "content": content or ""}
         if one.get("tool_calls"):
             message["tool_calls"] = [{**call, "function": _as_sampled(call["function"])} for call in one["tool_calls"]]

@@ -59,8 +59,11 @@ class Turn:
     @property
     def tokens(self) -> list[int]:
         """Of the request."""
-        before = [] if self.parent is None else self.parent.ended
-        return before + self.added
+        found: list[int] = []
+        for one in self.path[:-1]:
+            assert one.sampled is not None
+            found += [*one.added, *one.sampled.token_ids]
+        return found + self.added
 
     @property
     def ended(self) -> list[int]:
@@ -70,7 +73,11 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        return [*(self.parent.path if self.parent else []), self]
+        found, one = [self], self.parent
+        while one is not None:
+            found.append(one)
+            one = one.parent
+        return found[::-1]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ docs/environments.md takes both to a run.
 """
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,8 +92,14 @@ def as_step(returned: Any) -> Step:
         step = Step(*returned)
     else:
         raise TypeError(f"step returned {type(returned).__name__}; return Step, or (messages, reward, done)")
-    reward = None if step.reward is None else float(step.reward)
+    reward = None if step.reward is None else finite(step.reward)
     return Step(step.messages, reward, bool(step.done), step.numbers or {}, step.advantage)
+
+
+def finite(number: Any) -> float:
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"{found} is no finite number")
+    return found
 
 
 def as_messages(given: Any) -> list[dict[str, Any]]:
@@ -106,4 +113,6 @@ def as_messages(given: Any) -> list[dict[str, Any]]:
         content = one.get("content", "")
         if not (content is None or isinstance(content, str | list)):
             raise TypeError(f"the content of a message is {type(content).__name__}, not text")
+        if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
+            one["content"] = "".join(each["text"] for each in content)
     return messages

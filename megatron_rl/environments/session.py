@@ -143,6 +143,7 @@ def read_arguments(text: str) -> Any:
     """A call's arguments: a mapping, or the text itself where it is none."""
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # half a pair is no text
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text

@@ -269,8 +269,11 @@ def credit(row: Row, session: Session, section: EnvironmentSection) -> list[floa
     if section.credit == Credit.environment:
         by_turn = [one.advantage or 0.0 for one in session.turns]
     else:
-        by_turn, later = [0.0] * len(session.turns), 0.0
-        for place in reversed(range(len(session.turns))):
-            later = (session.turns[place].reward or 0.0) + section.discount * later
+        earned = [one.reward or 0.0 for one in session.turns]
+        if earned and all(one.reward is None for one in session.turns):
+            earned[-1] = session.reward or 0.0  # an agent's, which names no turn
+        by_turn, later = [0.0] * len(earned), 0.0
+        for place in reversed(range(len(earned))):
+            later = earned[place] + section.discount * later
             by_turn[place] = later - (session.reward or 0.0)
     return [by_turn[turn] if 0 <= turn < len(by_turn) else 0.0 for turn in row.turns]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from megatron_rl.environments.environment import Agent, Answer, Environment, Loaded, as_messages, as_step, load
+from megatron_rl.environments.environment import Agent, Answer, Environment, Loaded, as_messages, as_step, finite, load
 from megatron_rl.environments.tools import ToolBox, as_text
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent
@@ -139,21 +139,21 @@ class Conversation:
         messages = [] if step.done and not step.messages else as_messages(step.messages)
         if not step.done and not messages:
             raise ValueError("step returned no message and done=False: the policy would have nothing to answer")
-        numbers = {str(name): float(number) for name, number in step.numbers.items()}
-        advantage = None if step.advantage is None else float(step.advantage)
+        numbers = {str(name): finite(number) for name, number in step.numbers.items()}
+        advantage = None if step.advantage is None else finite(step.advantage)
         about = {"reward": step.reward, "done": bool(step.done), "numbers": numbers, "advantage": advantage}
         return {"messages": _plain(messages), **about}
 
     def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the policy is to read, and whether the call has failed: a failure is something to be answered."""
         try:
-            result = self._settled(self._tools.bound(name, arguments)())
+            text = _cut(as_text(self._settled(self._tools.bound(name, arguments)())))
         except TooLate:
             self._loop = asyncio.new_event_loop()
             return {"text": f"error: {name} was stopped: it took too long", "failed": True, "late": True}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return {"text": f"error: {_text_of(error)}", "failed": True}
-        return {"text": _cut(as_text(result)), "failed": False}
+        return {"text": text, "failed": False}
 
     def _run(self, base_url: str, key: str, row: Mapping[str, Any]) -> Any:
         assert self._loaded.agent is not None
@@ -161,15 +161,15 @@ class Conversation:
         os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}  # where OpenAI's clients look for them
         found = self._settled(self._agent(base_url, row))
         if isinstance(found, Mapping):
-            numbers = {str(name): float(number) for name, number in found.items()}
+            numbers = {str(name): finite(number) for name, number in found.items()}
             return {"reward": numbers.pop("reward", numbers.pop("score", None)), "numbers": numbers}
-        return {"reward": None if found is None else float(found), "numbers": {}}
+        return {"reward": None if found is None else finite(found), "numbers": {}}
 
     def _close(self) -> float | None:
         """The reward that the environment adds at the end."""
         environment, self._environment = self._environment, None
         reward = None if environment is None else self._settled(_closed(environment))
-        return None if reward is None else float(reward)
+        return None if reward is None else finite(reward)
 
     def _settled(self, returned: Any) -> Any:
         return _settle(self._loop, returned)

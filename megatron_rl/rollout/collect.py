@@ -298,9 +298,11 @@ class Scorer:
 
 
 def _task(rollout: Rollout, text: str) -> Task:
-    prompt = rollout.prompt
-    text = rollout.session.answer if rollout.session else text
-    return Task(prompt.row, text, rollout.finish_reason, prompt.prompt_key, prompt.answer_key)
+    prompt, session, finish = rollout.prompt, rollout.session, rollout.finish_reason
+    text = session.answer if session else text
+    if session and session.turns and session.end != "length":  # whatever the end of this branch was
+        finish = session.turns[-1].finish_reason
+    return Task(prompt.row, text, finish, prompt.prompt_key, prompt.answer_key)
 
 
 class AtOnce:

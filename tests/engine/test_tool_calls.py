@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from environments.chats import TOOLS
 
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.engine.messages import Refused
 from megatron_rl.engine.tool_calls import ToolCallParser
 from megatron_rl.workshop.toy_tools import write_tools
 
@@ -31,3 +33,7 @@ def test_vllms_parser_reads_a_call_and_leaves_what_is_none(model: Path) -> None:
     for text in ("316683", CALL[:40]):
         found = parser.parsed(tokenizer.encode(text), stops, *about)
         assert found == {"content": tokenizer.decode_all(tokenizer.encode(text)), "calls": []}
+    parser._tokenizer = SimpleNamespace(decode=lambda *_, **__: CALL.replace("317*999", r"\ud800"))
+    assert parser.parsed([], stops, *about)["calls"] == [], "half a pair, which could not be sent"
+    with pytest.raises(Refused, match="tool_parser 'hermess'"):
+        parser.check("hermess", json.dumps(TOOLS))

@@ -15,7 +15,7 @@ class Guess(Environment):
 
     def __init__(self, tries: int = 3) -> None:
         self.tries, self.turn = tries, 0
-        self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.turns_so_far)
+        self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.odd, self.turns_so_far)
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         self.row, self.how = row, row.get("how", "")
@@ -92,6 +92,10 @@ class Guess(Environment):
     def nothing(self) -> Any:
         """Return no text."""
         return None
+
+    def odd(self) -> Any:
+        """Return what is no JSON."""
+        return {(1, 2): 3}
 
     def turns_so_far(self) -> int:
         """The number of steps before."""

@@ -11,8 +11,10 @@ from environments.chats import TOOLS
 from environments.scripted_policy import HERE, Played, call
 from helpers import wait_for
 
+from megatron_rl.config.schema import Credit
 from megatron_rl.environments.session import Policy
 from megatron_rl.processes.threads import in_thread
+from megatron_rl.sampler.client.interface import SamplerError
 
 
 def counting(text: str, seed: int) -> str:
@@ -20,15 +22,24 @@ def counting(text: str, seed: int) -> str:
 
 
 def test_an_agent_with_openais_client_is_a_session(tmp_path: Path) -> None:
-    with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0) as played:
+    with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, credit=Credit.turns) as played:
         groups = played.play({}, {"answer": "43"}, samples=2)
     for group, reward in zip(groups, (1.0, 0.0), strict=True):
         for rollout in group:
             assert rollout.session is not None
             assert (rollout.session.error, rollout.session.reward, rollout.session.rows) == (None, reward, 1)
             assert rollout.session.numbers == {"answers": 2.0}
+            assert set(rollout.credit) == {0.0}, "no turn is worth another return than the session"
             written = [one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept]
             assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
+
+
+def test_what_the_engines_fail_with_is_no_failure_of_the_agent(tmp_path: Path) -> None:
+    def gone(text: str, seed: int) -> str:
+        raise SamplerError("no engine is left")
+
+    with Played(tmp_path, gone, f"{HERE}:agent") as played, pytest.raises(SamplerError, match="no engine is left"):
+        played.play()
 
 
 class Asked:
@@ -78,6 +89,7 @@ def test_the_gateway_is_closed_to_strangers_and_to_other_sessions(asked: Asked) 
 
 
 REFUSED = {
+    "tools of others": ({**HELLO, "tools": [{"name": "add", "input_schema": {}}]}, "function"),
     "not JSON": (b"{", "is not JSON"), "a list": ([], "no JSON object"), "no messages": ({}, "at least one message"),
     "no role": ({"messages": [{"content": "x"}]}, "no role"), "stream": ({**HELLO, "stream": True}, "leave it out"),
     "two": ({**HELLO, "n": 2}, "one answer"), "odd": ({"messages": [{"role": "user", "content": 7}]}, "not text"),

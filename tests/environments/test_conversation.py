@@ -20,7 +20,7 @@ from environments.chats import (
 )
 
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.environments.conversation import Conversation
+from megatron_rl.environments.conversation import Conversation, Turn
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,13 @@ def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(tokenizer
     conversation.answered(then, later, answer)
     (row,) = conversation.rows()
     assert row.experts_SLK[:, 0, 0].tolist() == [1] * read + [2] * (len(then.tokens) - read)
+
+
+def test_a_conversation_may_have_thousands_of_turns() -> None:
+    turn = None
+    for number in range(3000):
+        turn = Turn(number, (), (), "", turn, [number], completion([7]))
+    assert turn.tokens[-3:] == [2998, 7, 2999] and len(turn.tokens) == 5999
 
 
 def test_templates_are_told_apart(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from environments.scripted_policy import HERE, Played, call
 from helpers import refusal, wait_for
 
 from megatron_rl.config.schema import Credit, EnvironmentSection
-from megatron_rl.environments.environment import Answer, Environment, Step, as_step
+from megatron_rl.environments.environment import Answer, Environment, Step, as_messages, as_step
 from megatron_rl.environments.pool import check_importable
 from megatron_rl.environments.sessions import SessionsEnded
 from megatron_rl.environments.tools import ToolBox
@@ -71,6 +71,8 @@ MISTAKES = {
     "it hangs": (call("wait", seconds=600), "wait was stopped: it took too long"),
     "it says nothing": (call("nothing"), "null"),
     "it floods": (call("flood"), "[cut: the first 512 tokens]"),
+    "half a pair": (call("add", a="\ud800"), "not a JSON object"),
+    "it returns what is no JSON": (call("odd"), "keys must be str"),
     "no mapping": ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
     "no call": ("<tool_call>{add 1", "the tool call could not be read"),
     "seventeen": (call("add", a=1) * 17, "more than 16 calls"),
@@ -99,6 +101,7 @@ FAULTS = {
     "hangs on": "no reply within 2 s: its process was killed", "swallows": "not done within 2 s", "dies": "died",
     "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
     "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
+    "nan": "nan is no finite number",
 }  # fmt: skip
 
 
@@ -285,4 +288,6 @@ def test_tools_have_schemas_of_their_signatures() -> None:
 
 def test_a_step_may_be_a_tuple() -> None:
     assert as_step(("Again.", 1, False)) == as_step(("Again.", 1, False, None)) == Step("Again.", 1.0, False)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert as_messages(parts) == [{"role": "user", "content": "ab"}]
     assert as_step(Environment().step(Answer("42", "42"))).done

@@ -10,9 +10,17 @@ from collectors import Script, collector
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
-from megatron_rl.rollout.collect import MOST_DETAILS, Collected, DatasetAnswers, RewardError, _verdicts, sampling_params
+from megatron_rl.rollout.collect import (
+    MOST_DETAILS,
+    Collected,
+    DatasetAnswers,
+    RewardError,
+    _task,
+    _verdicts,
+    sampling_params,
+)
 from megatron_rl.rollout_correction.correction import correct, rollout_correction
-from megatron_rl.types import Prompt, Rollout, Scored
+from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn
 
 CORRECTION = CorrectionConfig()
 
@@ -85,6 +93,15 @@ def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
     assert asked.stop_token_ids == (1, 2)
     assert asked.candidates == RolloutSection(**keys).candidates > 5
     assert sampling_params(RolloutSection(), ()).top_k == -1  # among all
+
+
+def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> None:
+    turns = [SessionTurn(finish_reason="length"), SessionTurn()]
+    for end, expected in (("done", "stop"), ("length", "length")):
+        session = Session(turns, rows=2, end=end, answer="42")
+        cut = Rollout(Prompt(0, (1,), "", {}), 0, 0, (5,), (-1.0,), (True,), "length", 0, session=session)
+        task = _task(cut, "4")
+        assert (task.response, task.finish_reason) == ("42", expected)
 
 
 def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:

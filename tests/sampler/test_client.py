@@ -185,6 +185,20 @@ def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told
     told(lambda frames: None, use)
 
 
+def test_what_is_given_up_just_after_a_transmission_is_told_in_the_next() -> None:
+    async def use(engine: EngineClient) -> list[Any]:
+        samples = [asyncio.ensure_future(generate(engine)) for _ in range(2)]
+        await until(lambda: engine.line.sent)
+        samples[0].cancel()
+        engine._send({"id": 99, "method": "status", "arguments": {}})  # it goes out between the two
+        samples[1].cancel()
+        await asyncio.wait(samples)
+        await until(lambda: engine.line.sent[-1]["method"] == "cancel" and not engine._to_send)
+        return [one["arguments"]["requests"] for one in engine.line.sent if one["method"] == "cancel"]
+
+    assert told(lambda frames: None, use) == [[1], [2]]
+
+
 def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
     tools = ToolFormat("hermes", "[]")
     params = SamplingParams(3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3, tools=tools)

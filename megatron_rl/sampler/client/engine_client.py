@@ -204,7 +204,7 @@ class EngineClient:
         self._to_send.append(frame)
 
     def _flush(self) -> None:
-        frames, self._to_send = self._to_send, []
+        frames, self._to_send, self._cancelled = self._to_send, [], []
         if self._gone is None:
             for content in transmissions(frames):
                 self.line.send(content)
@@ -215,11 +215,7 @@ class EngineClient:
             return
         if not self._cancelled:
             self._send({"id": 0, "method": "cancel", "arguments": {"requests": self._cancelled}})
-            asyncio.get_running_loop().call_soon(self._forget_cancelled)
         self._cancelled.append(number)
-
-    def _forget_cancelled(self) -> None:
-        self._cancelled = []
 
     def _receive(self, content: bytes) -> None:
         try:
@@ -261,7 +257,7 @@ class EngineClient:
             self._patience.cancel()
 
     def _ask_again(self) -> None:
-        self._to_send = []
+        self._to_send, self._cancelled = [], []
         for number, asked in list(self._asked.items()):
             if asked.again:
                 self._send(asked.frame)

@@ -141,7 +141,7 @@ class EngineProcess:
         self.note_shared_memory()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait(REAP_S)
+        self.wait(REAP_S)
         remove_segments(self._segments)
 
     def log_end(self) -> str:
