@@ -14,6 +14,7 @@ import msgspec
 
 from megatron_rl.engine.readiness import LARGEST_ID
 from megatron_rl.models.tensors import DTYPES
+from megatron_rl.processes.channel import Refused
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 LARGEST = 2**63 - 1
@@ -134,10 +135,6 @@ AROUND: dict[str, Any] = {
     "seal": _form(seal=_form(policy_version=Natural, checksums=dict[Name, tuple[int, int]])),
     "abandon": _form(abandon=Name),
 }
-
-
-class Refused(Exception):
-    """A message that fits no form."""
 
 
 class _Frame(msgspec.Struct, forbid_unknown_fields=True):

@@ -18,9 +18,10 @@ import uvicorn
 
 from megatron_rl.engine.child import run
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused, checked, transmissions
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION, checked, transmissions
 from megatron_rl.engine.server_access import Connection, Message, Receive, RequireKey, Send
 from megatron_rl.engine.service import Frame, Service
+from megatron_rl.processes.channel import Refused
 from megatron_rl.processes.pulse import Heartbeat
 
 PING_S = 20.0  # of a connection on which nothing is said

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.data.tokenizer import without_stops
-from megatron_rl.engine.messages import Refused
+from megatron_rl.processes.channel import Refused
 
 
 class ToolCallParser:

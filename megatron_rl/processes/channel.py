@@ -15,6 +15,10 @@ class ChannelClosed(ConnectionError):
     """The other side is gone."""
 
 
+class Refused(Exception):
+    """A request that fits no form, or cannot be followed: another engine would refuse it, too."""
+
+
 class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from megatron_rl.engine import messages
-from megatron_rl.engine.messages import REQUESTS, Refused, checked, transmissions
+from megatron_rl.engine.messages import REQUESTS, checked, transmissions
+from megatron_rl.processes.channel import Refused
 
 SAMPLING = {
     "seed": 7, "max_tokens": 4, "temperature": 0.0, "top_p": 0.5, "top_k": -1, "stop_token_ids": [3], "candidates": 16,

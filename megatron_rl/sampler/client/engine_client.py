@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from megatron_rl.engine.messages import Refused, Version, transmissions
+from megatron_rl.engine.messages import Version, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
+from megatron_rl.processes.channel import Refused
 from megatron_rl.processes.pulse import mark
 from megatron_rl.sampler.client.interface import (
     Completion,
