@@ -1,8 +1,8 @@
-"""Batch of a step: collates scored rollouts into tensors (packed, or padded on request); inputs of updates and losses.
+"""Batch of a step: scored rollouts as packed tensors, padded by its `*_BT` properties; and the dataclasses made of it:
+`Targets`, what an optimizer update is given, and `LossInputs`, what the policy loss of a micro-batch is given.
 
-Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response (right-padded), N
-response tokens of all rows, P tokens of all rows, K ids. Every matrix with T is aligned to responses: column 0 is the
-first response token.
+Shape suffixes: B sequences, T response positions, S positions of prompt + response (both right-padded), N response
+tokens of all rows, P tokens of all rows, L layers, K ids or experts. Of what has T, column 0 is the response's first.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Driver of a run on rank 0, for train.py's loop: sampling, scoring, evaluation, probes' answers, records, when to save
-and stop; the other ranks have a `Follower`, whose every answer is None: the driver's comes by `learner.broadcast`."""
+"""Driver: rank 0's side of train.py's loop: sampling, scoring, evaluation, records, when to save and stop, samples that
+sampler and learner are compared by. Other ranks have a `Follower`, which answers None: they are told by the learner."""
 
 from __future__ import annotations
 

@@ -229,7 +229,10 @@ class Prepared:
 
 def source(options: argparse.Namespace) -> Tables | Generated:
     if options.kind == "reasoning_gym":
-        return Generated(options.kind, options.inputs, options.count, options.seed, json.loads(options.options))
+        own = json.loads(options.options)
+        if not isinstance(own, dict) or options.count < 1:
+            raise ConfigError(f"--options {options.options} --count {options.count}: a JSON object, and 1 or more")
+        return Generated(options.kind, options.inputs, options.count, options.seed, own)
     files = [(path, read_rows("INPUT", Path(path))) for path in options.inputs]
     return Tables(options.kind, KINDS[options.kind], files)
 
@@ -273,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pass
         else:
             write(prepared, options.output)
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, TypeError, AssertionError, OSError) as error:  # also of a task's own settings
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(prepared.summary()))

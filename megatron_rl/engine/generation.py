@@ -1,11 +1,11 @@
-"""Driver of vLLM's step loop: queues, steps and cancels samples, after an update queues anew those not yet begun, and
-encodes the finished ones as bytes, with their experts and tool calls.
+"""Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after an update if not begun;
+finished ones as bytes, with their experts and tool calls. The loop itself is in service.py.
 
 Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them: what they cut is -inf.
 An engine keeps what ties with the last of the k, so that a few more candidates than k are asked for. Where all of those
 are finite there may be more, and the position is as good as unknown.
 
-T tokens of an answer, N candidates of a token.
+T tokens of an answer, N candidates of a token, K of them kept; S tokens of an answer's sequence, L layers, K experts.
 """
 
 import math
@@ -185,9 +185,9 @@ class OpenSamples:
     def renew(self) -> None:
         """Queue samples that are not begun anew: the prefixes that they will share are of the new weights."""
         queued = self._core.engine_core.scheduler.waiting
-        begun = [self._open[one.request_id] for one in queued if not one.num_computed_tokens]
-        self.cancel([sample.number for sample in begun])
-        for sample in begun:
+        waiting = [self._open[one.request_id] for one in queued if not one.num_computed_tokens]
+        self.cancel([sample.number for sample in waiting])
+        for sample in waiting:
             self.add(sample.number, **sample.wanted)
 
     def take_finished(self) -> list[tuple[int, dict[str, Any]]]:

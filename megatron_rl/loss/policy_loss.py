@@ -73,7 +73,7 @@ def policy_loss(
     """The loss of some rows and its metrics (0-dim tensors, each a sum over rows, additive like the loss).
 
     Without `totals` these rows are the batch. `correction` is looked at where the policy's own logprobs complete it
-    here: with `anchor: sampler`, and where there is no anchor, so that the policy is its own.
+    here: with another anchor than prox, without any (the policy is its own), and with `weight.current`.
     """
     if totals is None:
         counted_BT = inputs.denominator_mask_BT

@@ -48,7 +48,7 @@ class LineFile:
         return len(self._waiting)
 
     def write(self, line: str) -> None:
-        """Raises where the file is not in its place any more."""
+        """Raises where the file has been removed."""
         self._waiting.append(line.encode() + b"\n")
         self._catch_up()
         if not os.fstat(self._file.fileno()).st_nlink:

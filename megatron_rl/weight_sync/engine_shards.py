@@ -1,7 +1,7 @@
 """Shards of an engine's ranks: how a writer cuts a tensor for them, what a rank loads of it, and keeps (`Held`).
 
-An engine of several tensor-parallel ranks reads each byte once instead of once per rank: a writer lays a tensor down
-part by part, each with a checksum of its own, and a rank reads those that hold something of its shard.
+An engine of several tensor-parallel ranks reads each byte of what is cut once instead of once per rank: a writer lays a
+tensor down part by part, each with a checksum of its own, and a rank reads those that hold something of its shard.
 """
 
 from __future__ import annotations

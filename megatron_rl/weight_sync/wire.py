@@ -1,8 +1,8 @@
-"""Messages beside the tensors of vLLM's transports (nccl, ipc): an announcement, a seal of checksums, ipc's handles.
+"""Messages beside the tensors of vLLM's transports (nccl, ipc): an announcement, a seal, ipc's handles, an end.
 
-The announcement adds the policy version to names, dtypes and shapes, and is compared with what the engine expects
-before anything moves; the seal adds a checksum of every tensor, computed where it lies, and is compared before anything
-is served. Both travel as `update_weights` messages of their own. So do the handles of shared device memory that `ipc`
+The announcement adds version, format and staging to names, dtypes and shapes, and is compared with what the engine
+expects before anything moves; the seal adds a checksum of every tensor, computed where it lies (`checksum`), and is
+compared before anything is served; `abandon` ends an update. They travel as `update_weights` messages of their own. So do the handles of shared device memory that `ipc`
 hands over: nothing on the way is ever unpickled.
 """
 

@@ -98,7 +98,8 @@ def _quantization(source: Source) -> str:
         return f"{config.get('format', method)}, by {by}"
     if method == "fp8":
         block = config.get("weight_block_size")
-        return f"fp8 in blocks of {block[0]}x{block[1]}, as DeepSeek's" if block else "fp8 per tensor"
+        blocks = "x".join(map(str, block)) if isinstance(block, list) else block
+        return f"fp8 in blocks of {blocks}, as DeepSeek's" if block else "fp8 per tensor"
     return f"{config.get('quant_algo', method)}, by modelopt" if method.startswith("modelopt") else method
 
 

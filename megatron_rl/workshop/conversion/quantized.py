@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.checkpoint.checkpoints import POLICY, SYNC
 from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.config.bounds import are_modules
 from megatron_rl.config.schema import Format, KvCache, Precision, QuantizationSection
 from megatron_rl.distributed import TorchGroup
 from megatron_rl.models.hf_folder import read_stored
@@ -66,6 +67,8 @@ def quantize_as_asked(
     if format not in FORMATS:
         why = "modelopt's export has no INT8; int8 is made here" if format == "modelopt_int8" else "there is none"
         raise ConfigError(f"--format {format}: {why}; take one of {', '.join(FORMATS)}")
+    if not are_modules(ignore or ()):
+        raise ConfigError(f"--ignore {' '.join(ignore or ())}: no regular expression stands after re:")
     if format == AS_SAMPLER:
         if smooth is not None or calibrate or ignore:
             raise ConfigError(f"--format {AS_SAMPLER}: the run has chosen the rest; leave the other options out")
