@@ -2,8 +2,8 @@
 
 The announcement adds version, format and staging to names, dtypes and shapes, and is compared with what the engine
 expects before anything moves; the seal adds a checksum of every tensor, computed where it lies (`checksum`), and is
-compared before anything is served; `abandon` ends an update. They travel as `update_weights` messages of their own. So do the handles of shared device memory that `ipc`
-hands over: nothing on the way is ever unpickled.
+compared before anything is served; `abandon` ends an update. They are `update_weights` messages of their own. So are
+the handles of shared device memory that `ipc` hands over: nothing on the way is ever unpickled.
 """
 
 from collections.abc import Mapping

@@ -97,9 +97,8 @@ def _quantization(source: Source) -> str:
         by = next((maker for file, maker in makers.items() if (source.folder / file).is_file()), "an unknown tool")
         return f"{config.get('format', method)}, by {by}"
     if method == "fp8":
-        block = config.get("weight_block_size")
-        blocks = "x".join(map(str, block)) if isinstance(block, list) else block
-        return f"fp8 in blocks of {blocks}, as DeepSeek's" if block else "fp8 per tensor"
+        block = str(config.get("weight_block_size") or "").strip("[]").replace(", ", "x")
+        return f"fp8 in blocks of {block}, as DeepSeek's" if block else "fp8 per tensor"
     return f"{config.get('quant_algo', method)}, by modelopt" if method.startswith("modelopt") else method
 
 

@@ -29,8 +29,7 @@ def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -
     alone = "slurm/dapo_int8.sbatch" if config.quantization.format == Format.int8 else "slurm/dapo_fp8.sbatch"
     given = f"RECIPE={shlex.quote(str(recipe))} "
     if overrides:
-        spaced = any(len(one.split()) > 1 for one in overrides)
-        words = "".join(f"{one}\n" for one in overrides) if spaced else " ".join(overrides)
+        words = " ".join(overrides) if all(len(one.split()) == 1 for one in overrides) else "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
     script = "slurm/dapo_split.sbatch" if servers else alone
     lines = [f"{given}sbatch {' '.join(options(config, made))} {script}"]
