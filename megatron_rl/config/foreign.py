@@ -26,7 +26,7 @@ _UNWRITABLE = ("Callable", "dtype", "type", "Timers")  # what no YAML can expres
 
 @cache
 def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) -> Mapping[str, ast.expr] | None:
-    """Name -> annotation of each public field; None where the package is not installed."""
+    """Name -> annotation of each public field, or key -> value of a mapping; None where there is no such package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -37,6 +37,9 @@ def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) ->
                 for each in node.body:
                     if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
                         found.setdefault(each.target.id, each.annotation)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) in classes:
+                pairs = zip(node.value.keys, node.value.values, strict=True)
+                found |= {str(key.value): value for key, value in pairs if isinstance(key, ast.Constant)}
     return {name: kind for name, kind in found.items() if not name.startswith("_")}
 
 

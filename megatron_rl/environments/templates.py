@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import AUTO
+from megatron_rl.config.foreign import fields_of
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.conversation import Conversation
@@ -24,6 +25,9 @@ WRITES = (
 def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
     """The parser that the recipe names, or that the chat template shows; ConfigError where it shows none."""
     if section.tool_parser != AUTO:
+        known = fields_of("vllm", ("tool_parsers/__init__.py",), ("_TOOL_PARSERS_TO_REGISTER",))
+        if known and section.tool_parser not in known:
+            raise ConfigError(f"environment.tool_parser: {section.tool_parser}: vLLM has {', '.join(sorted(known))}")
         return section.tool_parser
     template = tokenizer.template()
     found = next((parser for mark, parser in WRITES if mark in template), None)

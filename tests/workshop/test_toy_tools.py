@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.calculator import Calculator
@@ -41,7 +42,9 @@ def test_nothing_is_trained_on_that_is_held_out(folder: Path) -> None:
 
 def test_the_template_only_appends_and_shows_the_hermes_form(tokenizer: FolderTokenizer) -> None:
     assert behaviour(tokenizer, {}, TOOLS) == Behaviour(appends_tool=True, appends_user=True, thinking_stays=True)
-    assert parser_of(EnvironmentSection(), tokenizer) == "hermes"
+    assert parser_of(EnvironmentSection(), tokenizer) == parser_of(EnvironmentSection(tool_parser="hermes"), tokenizer)
+    with pytest.raises(ConfigError, match=r"environment\.tool_parser: hermess: vLLM has .*hermes"):
+        parser_of(EnvironmentSection(tool_parser="hermess"), tokenizer)
 
 
 def test_a_conversation_comes_back_and_is_short(folder: Path, tokenizer: FolderTokenizer) -> None:
