@@ -120,14 +120,12 @@ def test_narrowing_brings_the_metrics_up_to_date() -> None:
 
 
 def test_nothing_left_is_all_zeros_and_finite() -> None:
-    prox_BT, mu_BT, mask_BT = example()
-    for mask, rules in [(mask_BT & False, []), (mask_BT, [RejectRule(level="token", stat="abs", low=50.0)])]:
-        config = CorrectionConfig(reject=rules)
-        empty = rollout_correction(prox_BT, mu_BT, mask, config)
-        assert not empty.mask_BT.any()
-        assert not empty.weights_BT.any()
-        assert all(math.isfinite(value) for value in empty.metrics.values())
-        assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
+    rule = RejectRule(level="token", stat="abs", low=50.0)
+    empty = rollout_correction(*example(), CorrectionConfig(reject=[rule]))
+    assert not empty.mask_BT.any()
+    assert not empty.weights_BT.any()
+    assert all(math.isfinite(value) for value in empty.metrics.values())
+    assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
 
 
 def test_small_deviations_survive_float32() -> None:
