@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +26,6 @@ from megatron_rl.rollout_correction import ratio
 from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.rollout_correction.estimates import learner_reward
-from megatron_rl.workshop.translation.keys import TranslationError
-from megatron_rl.workshop.translation.translate import translate, translate_file
 
 RATIO_LOSSES = [name for name in LossName if LOSSES[name].ratio]
 
@@ -236,30 +233,6 @@ def test_loss_metrics_count_no_padding() -> None:
     selected_BT = torch.tensor([[True, False, True, True]])
     metrics = policy_loss(replace(inputs, selected_BT=selected_BT), LossConfig(name="kl_cov"))[1]
     assert float(metrics["loss/selected_fraction"]) == 0.5
-
-
-def test_a_one_sided_bound_of_others_is_translated_or_refused() -> None:
-    (low,) = translate("skyrl", {"outlier_token_is_threshold_low": 0.1}).config.reject
-    (high,) = translate("skyrl", {"outlier_token_is_threshold_high": 9.0}).config.reject
-    assert [(rule.reduce, rule.low, rule.high) for rule in (low, high)] == [("min", 0.1, None), ("max", None, 9.0)]
-    for side in ("low", "high"):
-        with pytest.raises(TranslationError, match="ignores one bound"):
-            translate("skyrl", {f"token_mask_is_threshold_{side}": 0.5})
-
-
-def test_underscores_of_others_are_never_digit_separators(tmp_path: Path) -> None:
-    weight = translate("verl", {"rollout_is": "token", "rollout_is_threshold": "0.5_5"}).config.weight
-    assert (weight.outside, weight.low, weight.high) == ("zero", 0.5, 5.0)
-    source = tmp_path / "verl.yaml"
-    source.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5\n")
-    assert "high: 5.0" in translate_file("verl", source)
-    with pytest.raises(TranslationError, match="expected a number"):
-        translate("skyrl", {"tis_ratio_type": "token", "token_tis_ratio_clip_high": "0.5_5"})
-
-
-def test_a_weight_of_others_that_only_their_metrics_see_is_left_out() -> None:
-    config, *_ = translate("verl", {"bypass_mode": True, "rollout_is": "token"})
-    assert config.weight.level == "none"
 
 
 @pytest.mark.parametrize("name", list(LossName))
