@@ -269,7 +269,8 @@ def test_no_selection_looks_at_a_rejected_token(name: str, fraction: float) -> N
 @pytest.mark.parametrize("name", RATIO_LOSSES)
 def test_no_weight_on_top_of_a_ratio_that_holds_it(name: LossName, level: str) -> None:
     config = replace(BYPASS, weight=WeightConfig(level=level))
-    assert "twice" in check_objective(config, LossConfig(name=name), AdvantageConfig())[0]
+    found, *_ = check_objective(config, LossConfig(name=name), AdvantageConfig())
+    assert found.startswith(f"correction.weight.level is {level}") and "twice" in found
     assert check_objective(config, LossConfig(name="reinforce"), AdvantageConfig()) == []
     with pytest.raises(
         ValueError, match=r"correction\.weight\.level is .* already holds the mismatch; .*loss\.name: reinforce"
