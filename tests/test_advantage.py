@@ -77,7 +77,8 @@ def test_a_group_with_one_survivor_is_dropped() -> None:
 
 def test_reinforce_pp_whitens_the_survivors_of_the_batch() -> None:
     keep_N = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
-    advantages_N, _ = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig("reinforce_pp"))
+    rewards_N = REWARDS.where(keep_N, math.nan)
+    advantages_N, _ = group_advantages(rewards_N, GROUPS, keep_N, AdvantageConfig("reinforce_pp"))
     kept = advantages_N[keep_N]
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.std()) == pytest.approx(1.0, abs=1e-5)
@@ -101,7 +102,7 @@ def test_equal_rewards_are_exactly_zero() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"maxrl needs rewards >= 0, the lowest is -1\.0"):
-        group_advantages(-torch.ones(2), torch.zeros(2), torch.ones(2), AdvantageConfig("maxrl"))
+        group_advantages(torch.tensor([2.0, -1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig("maxrl"))
     with pytest.raises(ValueError, match="no finite reward"):
         group_advantages(torch.tensor([math.nan, 1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig())
     with pytest.raises(ValueError, match=r"advantage\.estimator is 'gae'"):
@@ -124,6 +125,7 @@ def test_has_spread() -> None:
 def test_overlong_penalty() -> None:
     found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20, penalty=0.5)
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
+    assert overlong_penalty([100, 90], max_tokens=100, buffer=20).tolist() == [-1.0, -0.5]
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
 
 

@@ -6,7 +6,6 @@ import pytest
 from helpers import Command
 
 from megatron_rl import cli
-from megatron_rl.config import load
 from megatron_rl.config.schema import Device, Format
 from megatron_rl.quantization.formats import format_problem
 
@@ -16,8 +15,6 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.train=missing.jsonl", ["data.train", "missing.jsonl", "megatron-rl toy"]),
-        ("model.path=nowhere", ["model.path", "nowhere", "config.json"]),
         ("model.init=pretrained", ["model.path", ".safetensors", "model.init=random"]),
         ("learner.tensor_parallel=3", ["learner.tensor_parallel=3", "4 attention heads", "nearest valid"]),
         ("learner.pipeline_parallel=3", ["learner.pipeline_parallel=3", "2 layers"]),
@@ -99,14 +96,6 @@ def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> Non
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
-
-
-def test_translate_prints_a_section_or_names_what_is_wrong(place: Path, command: Command) -> None:
-    (place / "theirs.yaml").write_text("use_tis: true\ntis_imp_ratio_cap: 2.0\n")
-    (place / "ours.yaml").write_text(command("translate", "skyrl", "theirs.yaml"))
-    assert load(place / "ours.yaml").correction.weight.high == 2.0
-    assert "nowhere.yaml" in command("translate", "skyrl", "nowhere.yaml", status=2)
-    assert "skyrl" in command("translate", "skyr", "theirs.yaml", status=2)
 
 
 @pytest.mark.usefixtures("place")

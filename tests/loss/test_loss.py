@@ -303,6 +303,8 @@ def test_totals() -> None:
     assert (totals.tokens, totals.sequences, totals.prompts, totals.horizon) == (29, 7, 3, 100)
     assert totals.prompt_ids_P.tolist() == [3, 7, 9]
     assert totals.prompt_tokens_P.tolist() == [6, 14, 9]
+    none = count_totals(torch.zeros(2, 3).bool(), torch.tensor([1, 2]), horizon=3)
+    assert (none.tokens, none.sequences, none.prompts) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])

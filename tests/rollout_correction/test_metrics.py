@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import sys
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.runs.metrics import METRICS
 
-BENCH = Path(__file__).parents[2] / "tools" / "bench" / "corrections.py"
+sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
+import corrections as bench
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,14 +120,12 @@ def test_narrowing_brings_the_metrics_up_to_date() -> None:
 
 
 def test_nothing_left_is_all_zeros_and_finite() -> None:
-    prox_BT, mu_BT, mask_BT = example()
-    for mask, rules in [(mask_BT & False, []), (mask_BT, [RejectRule(level="token", stat="abs", low=50.0)])]:
-        config = CorrectionConfig(reject=rules)
-        empty = rollout_correction(prox_BT, mu_BT, mask, config)
-        assert not empty.mask_BT.any()
-        assert not empty.weights_BT.any()
-        assert all(math.isfinite(value) for value in empty.metrics.values())
-        assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
+    rule = RejectRule(level="token", stat="abs", low=50.0)
+    empty = rollout_correction(*example(), CorrectionConfig(reject=[rule]))
+    assert not empty.mask_BT.any()
+    assert not empty.weights_BT.any()
+    assert all(math.isfinite(value) for value in empty.metrics.values())
+    assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
 
 
 def test_small_deviations_survive_float32() -> None:
@@ -202,17 +200,7 @@ def test_ratios_are_clamped_before_they_are_squared() -> None:
             assert metrics[f"rollout_corr/{name}"] == pytest.approx(ratio**2 - 1, rel=1e-5), name
 
 
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_corrections", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_agrees_with_the_plain_version() -> None:
-    bench = benchmark()
     prox_BT, mu_BT, mask_BT = bench.example(96, 200)
     # a milder mismatch on half of the rows, so that the geometric rule keeps some and rejects some
     prox_BT = torch.where(torch.arange(96)[:, None] % 2 == 0, prox_BT, prox_BT + 0.02)
@@ -228,7 +216,6 @@ def test_agrees_with_the_plain_version() -> None:
 
 def test_memory() -> None:
     """Beside its inputs: the weights, two masks, and slices that do not grow with the batch."""
-    bench = benchmark()
     prox_BT, mu_BT, mask_BT = bench.example(512, 2048)
     peak = bench.peak_bytes(lambda: rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG))
     assert 1.5 * prox_BT.nbytes < peak < 4 * prox_BT.nbytes

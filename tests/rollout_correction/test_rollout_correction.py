@@ -180,14 +180,15 @@ def test_denominators_are_no_view_of_the_mask(anchor: str) -> None:
 def test_keep_rows_is_a_rejection() -> None:
     prox_BT, mu_BT, mask_BT = example(5)
     keep_B = torch.tensor([True, False, True, True, False, True, True])
-    for renormalize in (True, False):
-        config = CorrectionConfig(weight=WEIGHTS["normalized"], renormalize=renormalize)
+    for renormalize, name in itertools.product((True, False), ("normalized", "product normalized")):
+        config = CorrectionConfig(weight=WEIGHTS[name], renormalize=renormalize)
         found = keep_rows(rollout_correction(prox_BT, mu_BT, mask_BT, config), keep_B, config)
         only_BT = mask_BT & keep_B[:, None]
         weights, kept, _ = correct(prox_BT, mu_BT, only_BT, config)
         np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
         np.testing.assert_allclose(found.weights_BT.numpy(), weights, rtol=1e-6)
         assert torch.equal(found.denominator_mask_BT, only_BT if renormalize else mask_BT)
+        assert found.metrics["rollout_corr/rollout_is_max"] == pytest.approx(weights.max())
 
 
 class TestTargetEss:
@@ -276,6 +277,8 @@ def test_anchor_sampler_before_the_loss() -> None:
         np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
         np.testing.assert_array_equal(found.denominator_mask_BT.numpy(), denominators)
         np.testing.assert_array_equal(found.weights_BT.numpy(), weights)
+        np.testing.assert_array_equal(found.rejected_B.numpy(), mask_BT.any(1).numpy() & ~kept.any(1))
+        assert found.metrics == {"rollout_corr/non_finite_sampler": 1.0}
     with pytest.raises(ValueError, match=r"correction\.weight\.target_ess needs"):
         rollout_correction(None, mu_BT, mask_BT, CorrectionConfig(weight=WeightConfig(target_ess=0.9)))
 

@@ -48,23 +48,19 @@ class Faulty(TinyModel):
     victim: str = ""
     change: str = ""
 
+    def right(self, seed: int) -> dict[str, torch.Tensor]:
+        return super().weights(seed)
+
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        return {
-            name: CHANGES[self.change](weight) if name == self.victim else weight
-            for name, weight in super().weights(seed).items()
-        }
+        right = self.right(seed)
+        return {name: CHANGES[self.change](one) if name == self.victim else one for name, one in right.items()}
 
 
-@dataclass(frozen=True)
-class Outlying(TinyModel):
+class Outlying(Faulty):
     """A stored model, of which one tensor may be wrong."""
 
-    victim: str = ""
-    change: str = ""
-
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        weights = load_file(self.folder / "model.safetensors")
-        return {name: CHANGES[self.change](one) if name == self.victim else one for name, one in weights.items()}
+    def right(self, seed: int) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "model.safetensors")
 
 
 def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from simulated import hf_config, random_hf, run_sources
-from test_file_transport import edit, seal
+from test_file_transport import edit, flip, seal
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Layout
@@ -73,9 +73,7 @@ def test_a_rank_reads_the_parts_of_its_shard(tmp_path: Path, patches: bool, rank
 def test_what_a_rank_does_not_load_is_not_read(tmp_path: Path) -> None:
     write(tmp_path)
     (bucket,) = transport.version_directory(tmp_path, 0).glob("*.bin")
-    data = bytearray(bucket.read_bytes())
-    data[50] ^= 1  # in the second half of the rows
-    bucket.write_bytes(data)
+    flip(bucket, 50)  # in the second half of the rows
     first, second = Shard(0, ((0, 6),)), Shard(0, ((6, 6),))
     assert torch.equal(read(tmp_path, 0, {ROWS: first}).tensors[ROWS][:6], tensors_of(0)[ROWS][:6])
     assert read(tmp_path, 0, {ROWS: NOTHING}).tensors[ROWS].shape == (12, 8)

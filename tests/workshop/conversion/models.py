@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+import convert
 import pytest
 import torch
 from simulated import hf_config, random_hf
@@ -16,18 +16,6 @@ from megatron_rl.models.shape import FAMILIES, ModelShape
 
 ROOT = Path(__file__).parents[3]
 ALL = sorted(FAMILIES)
-
-
-def _tool() -> Any:
-    spec = importlib.util.spec_from_file_location("convert", ROOT / "tools" / "convert.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-convert = _tool()
 
 
 def done(*words: object) -> None:

@@ -58,7 +58,7 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         (verl_is(loss_mode="dro", dro_beta=0.1), "rollout_is is 'token': verl weighs"),
     ],
     "skyrl": [
-        ({"token_mask_is_threshold_low": 0.5}, "token_mask_is_threshold_low"),
+        *(({f"token_mask_is_threshold_{side}": 0.5}, f"_{side}.*ignores one bound") for side in ("low", "high")),
         (TOKEN_MASK | {"sequence_mask_metric": "geometric"}, "sequence_mask_metric"),
         (TOKEN_MASK | {"tis_ratio_type": "sequence"}, "tis_ratio_type"),
         (skyrl({"policy_loss_type": "dppo"}, tis_ratio_type="token"), "tis_ratio_type"),
