@@ -204,6 +204,13 @@ def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path / "checkpoints") == [2]
 
 
+@pytest.mark.parametrize("content", [b"", b"[1]", b"a: \xe9", b"a: 1\na: 2"])
+def test_a_record_of_no_recipe_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        refuse_changes(tmp_path / "config.yaml", write_yaml(CONFIG))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "refused"),
     [

@@ -295,6 +295,8 @@ def test_everything_wrong_is_said_at_once_and_nothing_else(tmp_path: Path) -> No
     ("override", "said"),
     [
         ("correction.weight.high=", "null for no value"),  # an unset variable of a shell
+        ("run.name=1.10", r"run\.name is 1\.1: "),
+        ("run.name=no", r"run\.name is false: "),
         ("correction.weight.high=0.5_5", "correction.weight.high is 0.5_5: one number"),
         ("correction.weight.high={", "not find|expected"),
         ("correction.reject[0].high=3", r"did you mean correction\.reject\?"),

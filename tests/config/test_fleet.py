@@ -127,6 +127,7 @@ def test_what_other_transports_ask_of_a_fleet(transport, fleet, words):
     [
         ("node7:8000", "scheme"),
         ("http://node7", "port is missing"),
+        ("http://[::1", "Invalid IPv6 URL"),
         ("http://:8000", "host or port is missing"),
         ("http://node7:80000", "range"),
         ("http://node7:8000/v1", "behind the port"),
@@ -152,7 +153,7 @@ def test_loopback(host, monkeypatch):
     assert addresses(config(addresses=[f"http://{host}:1"]).sampler) == []
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node7", "127.0.0.1.example"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node7", "127.0.0.1.example", "localhost.example"])
 def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(host, monkeypatch, tmp_path):
     address = f"http://{host}:1"
     assert not is_loopback(address)

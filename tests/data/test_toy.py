@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import (
@@ -50,6 +51,17 @@ def test_the_same_files_each_time(folder: Path, tmp_path: Path) -> None:
     assert counts["train"] > 2500
     for name in ("train.jsonl", "test.jsonl", "model/tokenizer.json", "model/config.json"):
         assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_nobody_s_own_rows_are_written_over(tmp_path: Path) -> None:
+    for own in ("train.jsonl", "model/config.json"):
+        path = tmp_path / own.replace("/", "-") / own
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"{own} is there already, with other content"):
+                write_toy(tmp_path / own.replace("/", "-"))
+        assert path.read_text() == "mine"
 
 
 def test_nothing_is_trained_on_that_is_held_out(folder: Path) -> None:

@@ -304,6 +304,7 @@ def test_who_names_no_recipe_is_given_the_first_grid(monkeypatch):
     [
         (["--corrections", "tis", "tis"], "names one twice"),
         (["--corrections", "tis", "run.name=x"], "sets that key itself"),
+        (["--corrections", "tis", "--seeds", "1", "2", "run.seed=7"], "sets that key itself"),
         ([], "is a recipe, without axes; name some"),
         (["--corrections", "tis", "--full"], "those of a grid"),
         (["--corrections", "tis", "--jobs", "0"], "--jobs 0: expected 1 to "),

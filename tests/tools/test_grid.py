@@ -48,6 +48,10 @@ def test_other_seeds_and_another_group(tmp_path):
     grid = grids.read(written(tmp_path, sizes=None), group="mine", seeds=[7])
     assert {one.name.partition("_")[0] for one in grid.experiments()} == {"mine"}
     assert {one.seed for one in grid.experiments()} == {7}
+    grid = grids.read(written(tmp_path), seeds=[7, 8])  # of every size: the file's choice of seeds is of its own
+    assert [one.name for one in grid.experiments("subset")][::2] == ["small_fine_none_s7", "small_fine_none_s8"]
+    grid = grids.read(written(tmp_path, sizes={"subset": {"correction": "none"}}, leave_out=[]))
+    assert {one.labels[1] for one in grid.experiments("subset")} == {"none"}
 
 
 def test_corrections_of_a_recipe_are_a_grid_of_one_axis():
@@ -75,6 +79,11 @@ def test_corrections_of_a_recipe_are_a_grid_of_one_axis():
         ({"reference": {"sampler": "fine"}}, "reference: {'sampler': 'fine'}, expected a label for each of"),
         ({"reference": {"sampler": "fine", "correction": "tiss"}}, "reference: 'tiss' is no label of correction"),
         ({"leave_out": [{"samplers": "fine"}]}, "leave_out: 'samplers' is no axis"),
+        ({"leave_out": ["fine"]}, "leave_out: 'fine', expected labels by axis"),
+        ({"leave_out": [{"correction": 5}]}, "expected labels by axis, such as {sampler: [...]}"),
+        ({"sizes": ["full"]}, "sizes: ['full'], expected a choice for each of subset, default, full"),
+        ({"sizes": {"full": {"seeds": 1}}}, "sizes.full: {'seeds': 1}, expected labels by axis"),
+        ({"sizes": {"subset": {"seeds": [9]}}}, "leave no cell"),
         ({"sizes": {"tiny": {}}}, "sizes.tiny: no size; they are subset, default, full"),
         ({"sizes": {"subset": {"seeds": [9], "sampler": ["fine"], "correction": ["tis"]}}}, "leave no cell"),
     ],
