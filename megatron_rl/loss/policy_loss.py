@@ -84,7 +84,7 @@ def policy_loss(
     elif inputs.anchor_logprobs_BT is None:
         inputs = _anchored_to_itself(inputs, correction)
     elif correction is not None and correction.weight.current:
-        # what is trained on was decided before the first update
+        # weights of the policy as this update finds it; what is trained on was decided before the first one
         found = _correct_now(inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[]))
         inputs = replace(inputs, weights_BT=found.weights_BT)
     assert inputs.anchor_logprobs_BT is not None
