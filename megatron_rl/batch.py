@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -22,20 +22,11 @@ from megatron_rl.types import NO_EXPERT, Rollout, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """Prompts and answers as a forward pass reads them: rows of unlike lengths one after another, nothing between.
-
-    A column's last letters say what it holds of a row: one value (B), one for each response token (N) or for each token
-    (P), or as many ids as that row's tokens were drawn among (K).
-    """
+class Lengths:
+    """How many tokens each row's prompt and its response have."""
 
     prompt_lengths_B: Tensor  # int64
     response_lengths_B: Tensor
-    tokens_P: Tensor  # int32: of each row, prompt and then response
-    # int32: how many tokens each was drawn among, and which; None: among all
-    kept_counts_N: Tensor | None = None
-    kept_ids_K: Tensor | None = None
-    experts_PLK: Tensor | None = None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
 
     def __len__(self) -> int:
         return len(self.prompt_lengths_B)
@@ -43,6 +34,21 @@ class Sequences:
     @property
     def lengths_B(self) -> Tensor:
         return self.prompt_lengths_B + self.response_lengths_B
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences(Lengths):
+    """Prompts and answers as a forward pass reads them: rows of unlike lengths one after another, nothing between.
+
+    A column's last letters say what it holds of a row: one value (B), one for each response token (N) or for each token
+    (P), or as many ids as that row's tokens were drawn among (K).
+    """
+
+    tokens_P: Tensor  # int32: of each row, prompt and then response
+    # int32: how many tokens each was drawn among, and which; None: among all
+    kept_counts_N: Tensor | None = None
+    kept_ids_K: Tensor | None = None
+    experts_PLK: Tensor | None = None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
 
     @property
     def bare(self) -> Sequences:
@@ -102,25 +108,15 @@ class Batch(Sequences):
         **more: Tensor | None,
     ) -> Self:
         """A batch from right-padded matrices."""
-        flat = {"mask_BT": mask_BT, "sampler_logprobs_BT": sampler_logprobs_BT, **more}
+        given = {"mask_BT": mask_BT, "sampler_logprobs_BT": sampler_logprobs_BT, **more}
         lengths = {"prompt_lengths_B": prompt_lengths_B, "response_lengths_B": response_lengths_B}
-        parts: dict[str, Any] = {name: value for name, value in flat.items() if not name.endswith("_BT")}
-        parts |= {
-            name.replace("_BT", "_N"): flat_of(value, response_lengths_B)
-            for name, value in flat.items()
-            if name.endswith("_BT") and value is not None
-        }
-        tokens_P = flat_of(tokens_BS, prompt_lengths_B + response_lengths_B).int()
         of_rows = {"rewards_B": rewards_B, "groups_B": groups_B, "versions_B": versions_B}
-        return cls(tokens_P=tokens_P, **lengths, **of_rows, **parts)
+        tokens_P = flat_of(tokens_BS, prompt_lengths_B + response_lengths_B).int()
+        return cls(tokens_P=tokens_P, **lengths, **of_rows, **_without_padding(given, response_lengths_B))
 
     def with_matrices(self, **matrices: Tensor | None) -> Self:
         """The batch with other values of each response token."""
-        flat: dict[str, Any] = {
-            name.replace("_BT", "_N"): None if one is None else flat_of(one, self.response_lengths_B)
-            for name, one in matrices.items()
-        }
-        return replace(self, **flat)
+        return replace(self, **_without_padding(matrices, self.response_lengths_B))
 
     def matrix(self, values_N: Tensor, fill: float = 0) -> Tensor:
         """Values of each response token as a matrix, right-padded with `fill`."""
@@ -182,6 +178,14 @@ def flat_of(matrix: Tensor, lengths_B: Tensor, rows: Sequence[int] | None = None
     chosen = matrix if rows is None else (matrix[row] for row in rows)
     parts = [row[:length] for row, length in zip(chosen, lengths_B.tolist(), strict=True)]
     return torch.cat([matrix.new_zeros(0, *matrix.shape[2:]), *parts])
+
+
+def _without_padding(columns: Mapping[str, Tensor | None], lengths_B: Tensor) -> dict[str, Any]:
+    """Columns of a batch, where some may be matrices with a value of each response token."""
+    return {
+        name.replace("_BT", "_N"): flat_of(one, lengths_B) if one is not None and name.endswith("_BT") else one
+        for name, one in columns.items()
+    }
 
 
 def collate(scored: Sequence[Scored]) -> Batch:

@@ -32,8 +32,7 @@ def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     try:
         return options.run(options)
     except ConfigError as error:
-        lines = str(error).splitlines()
-        print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -131,11 +131,8 @@ class Driver:
         engines = len(replica_formats(config.sampler, config.quantization))
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
         self._calibration = train.prompts[:CALIBRATION_PROMPTS]
-        short = replace(
-            config.rollout,
-            samples_per_prompt=PROBE_SAMPLES,
-            max_response_tokens=min(config.rollout.max_response_tokens, PROBE_TOKENS),
-        )
+        most = min(config.rollout.max_response_tokens, PROBE_TOKENS)
+        short = replace(config.rollout, samples_per_prompt=PROBE_SAMPLES, max_response_tokens=most)
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
         self._sleep_schedule.sleep()  # vLLM has measured what it may take: now the learner may take what it needs
 

@@ -97,6 +97,5 @@ async def _until_ended(server: EngineProcess, starter: int | None, what: str) ->
 
 def own_devices(sampler: SamplerSection) -> str | None:
     """The server's GPUs. A list in a fleet's recipe names those of the servers that the run itself starts."""
-    if is_fleet(sampler) and isinstance(sampler.devices, list):
-        return None
-    return next(iter(devices(sampler)), None)
+    of_replicas = is_fleet(sampler) and isinstance(sampler.devices, list)
+    return None if of_replicas else next(iter(devices(sampler)), None)

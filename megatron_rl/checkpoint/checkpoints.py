@@ -15,6 +15,7 @@ import re
 import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -219,12 +220,9 @@ def best_step(root: Path) -> int | None:
     """The first of those with the highest value of checkpoint.best."""
     scores = {}
     for step in steps(root):
-        try:
-            found = read(path_of(root, step))
-        except TornCheckpoint:
-            continue
-        if found.best:
-            scores[step] = found.best[1]
+        with suppress(TornCheckpoint):
+            if best := read(path_of(root, step)).best:
+                scores[step] = best[1]
     return max(scores, key=lambda step: (scores[step], -step), default=None)
 
 

@@ -180,8 +180,7 @@ class Saver:
         self.settle(wait=True)
 
     def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:
-        written = [block for outcome in outcomes for block in outcome["written"]]
-        write_index(save.partial / POLICY, written)
+        write_index(save.partial / POLICY, [block for outcome in outcomes for block in outcome["written"]])
         files = {name: value for outcome in outcomes for name, value in outcome["files"].items()}
         for path in (save.partial / POLICY).iterdir():
             if (name := f"{POLICY}/{path.name}") not in files:

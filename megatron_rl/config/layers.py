@@ -168,10 +168,8 @@ def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
 def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _deep(merged[key], value)
-        else:
-            merged[key] = value
+        inside = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _deep(merged[key], value) if inside else value
     return merged
 
 

@@ -94,7 +94,7 @@ def unknown(key: str, value: object, prefix: str, siblings: Sequence[str], every
         yield f"{full}: unknown key; {REMOVED[full]}"
         return
     names = () if prefix else _inner_names(value)  # of a section that there is none of
-    theirs = {inner: ours for inner in names if (ours := _meant(inner, everywhere))}
+    theirs = {inner: ours for inner in names if (ours := _named(inner, everywhere) or _elsewhere(inner))}
     near = difflib.get_close_matches(key, siblings, n=1)
     if not theirs or any(f"{prefix}{one}.{inner}" in everywhere for one in near for inner in theirs):
         yield f"{full}: unknown key{_suggest(key, prefix, siblings, everywhere)}"
@@ -104,20 +104,16 @@ def unknown(key: str, value: object, prefix: str, siblings: Sequence[str], every
 
 def _inner_names(value: object) -> Iterator[str]:
     for name, inner in value.items() if isinstance(value, Mapping) else ():
-        below = [f"{name}.{one}" for one in _inner_names(inner)]
-        yield from below or [str(name)]
-
-
-def _meant(key: str, everywhere: Sequence[str]) -> list[str]:
-    """Our keys of that name in any section, or what other projects mean by it."""
-    return _named(key, everywhere) or _elsewhere(key)
+        yield from [f"{name}.{one}" for one in _inner_names(inner)] or [str(name)]
 
 
 def _named(key: str, everywhere: Sequence[str]) -> list[str]:
+    """Our keys of that name in any section."""
     return [known for known in everywhere if known.rpartition(".")[2] == key.rpartition(".")[2]]
 
 
 def _elsewhere(key: str) -> list[str]:
+    """What other projects mean by it."""
     name = key.rpartition(".")[2].lower().replace("-", "_")
     return [ELSEWHERE[name]] if name in ELSEWHERE else []
 

@@ -67,7 +67,7 @@ class Source(Sequence[Prompt]):
         self._rows: Rows = read_rows(key, path)
         self._layout = Layout("prompt", "answer")
         if self._rows:
-            self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, self._place(0))
+            self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, self._rows.place(0))
         self._sizes = array("L")  # bytes of each row's prompt
         self._found = distinct(self._sized(pair) for pair in self._pairs())
         self._kept = self._found.rows
@@ -88,7 +88,7 @@ class Source(Sequence[Prompt]):
         encoded = dict(zip(chosen, ids, strict=True))
         empty = next((each for each, ids in encoded.items() if not ids), None)
         if empty is not None:
-            raise ConfigError(f"{self._key}: {self._place(int(self._kept[empty]))} has an empty prompt; remove it")
+            raise ConfigError(f"{self._key}: {self._rows.place(int(self._kept[empty]))} has an empty prompt; remove it")
         too_long = [each for each, ids in encoded.items() if len(ids) > max_tokens]
         if too_long and self._config.long_prompts == LongPrompts.error:
             most = max(map(len, encoded.values()))
@@ -186,9 +186,9 @@ class Source(Sequence[Prompt]):
         row, layout = split(row, self._layout)
         key, column = f"data.{name}_key", getattr(layout, name)
         try:
-            return field(row, column), lambda: f"{key}: {column!r} of {self._place(index)}"
+            return field(row, column), lambda: f"{key}: {column!r} of {self._rows.place(index)}"
         except LookupError as error:
-            raise ConfigError(f"{key}: {column!r} is not in {self._place(index)}: {error}") from None
+            raise ConfigError(f"{key}: {column!r} is not in {self._rows.place(index)}: {error}") from None
 
     def _text(self, place: int) -> str:
         """What the model is to read."""
@@ -201,7 +201,7 @@ class Source(Sequence[Prompt]):
         try:
             return self._tokenizer.text(prompt, config.template)
         except ConfigError as error:
-            raise ConfigError(f"{error} ({self._place(index)})") from None
+            raise ConfigError(f"{error} ({self._rows.place(index)})") from None
 
     def _made(self, place: int, ids: Sequence[int]) -> Prompt:
         index = int(self._kept[place])
@@ -212,9 +212,6 @@ class Source(Sequence[Prompt]):
                 row[name] = field(row, name)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         return Prompt(self._first_id + index, tuple(ids), text, row, layout.prompt, layout.answer)
-
-    def _place(self, index: int) -> str:
-        return self._rows.place(index)
 
     def _recognised(self) -> str:
         if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":

@@ -117,8 +117,7 @@ def has_template(folder: Path) -> bool:
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json knows best, then config.json, then the tokenizer."""
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        eos = _read_json(path).get("eos_token_id")
+        eos = _read_json(folder / name).get("eos_token_id")
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (int(eos),)
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")

@@ -74,7 +74,8 @@ def restore_checkpoint_layout(model: Any) -> None:
         for name, meta in checkpoint_parameters(layer).items():
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
-                layer.register_parameter(name, _parameter(meta, layer))
+                # uninitialized, with the class and the weight loader of the recorded one
+                layer.register_parameter(name, restore_layer_refs(materialize_meta_tensor(meta), layer))
     mark_unwritten_experts(model)
 
 
@@ -140,11 +141,6 @@ def refresh_tied_head(model: Any) -> None:
     ]
     if model.config.tie_word_embeddings and len(heads) == 1 and len(embeddings) == 1:
         heads[0].weight = embeddings[0].weight
-
-
-def _parameter(meta: torch.Tensor, layer: torch.nn.Module) -> Any:
-    """An uninitialized parameter with the class and the weight loader of the recorded one."""
-    return restore_layer_refs(materialize_meta_tensor(meta), layer)
 
 
 def refuse_missing(names: set[str]) -> None:

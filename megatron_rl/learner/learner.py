@@ -58,8 +58,7 @@ class Learner(ForwardPasses):
     ) -> None:
         super().__init__(model, sections)
         self.loss, self.correction = sections.loss, sections.correction
-        place = self.place
-        speaks = (place.replica, place.tp, place.cp) == (0, 0, 0)  # of each stage one
+        speaks = (self.place.replica, self.place.tp, self.place.cp) == (0, 0, 0)  # of each stage one
         self.profiler = Profiler(sections.log.profile_steps, dump_dir, self.rank if speaks else None, note)
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._reused_forward: ReusedForward | None = None
@@ -143,8 +142,7 @@ class Learner(ForwardPasses):
 
     def _step(self, about: About, targets: Targets | SharedTargets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
-        rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
-        rate *= about.rate
+        rate = about.rate * learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()
@@ -179,8 +177,7 @@ def loss_inputs(share: Share, mine: Pack, logprobs_bT: Tensor, device: torch.dev
     """The micro-batch's part of everything that the loss looks at."""
     index = torch.tensor(share.at(mine.rows), dtype=torch.int64)
     taken = {name: share.sequences.taken(name, one, index) for name, one in share.columns.items()}
-    there = {name: one for name, one in taken.items() if one is not None}
-    on_device = in_one_copy(there, device)
+    on_device = in_one_copy({name: one for name, one in taken.items() if one is not None}, device)
     matrices = {name.replace("_N", "_BT"): mine.matrix(one) for name, one in on_device.items() if name.endswith("_N")}
     turns_N = on_device.get("turns_N")
     if turns_N is not None:

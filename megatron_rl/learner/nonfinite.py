@@ -47,8 +47,7 @@ class NonFiniteUpdates:
     ) -> None:
         self._learner, self._weights, self._dump_dir, self._note = learner, weights, dump_dir, note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
-        config = learner.megatron_config
-        self._draws = any(getattr(config, name) for name in DRAWS)
+        self._draws = any(getattr(learner.megatron_config, name) for name in DRAWS)
         self._random: dict[str, Tensor] = {}
 
     def begin(self) -> None:

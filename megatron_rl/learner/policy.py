@@ -135,9 +135,8 @@ class Policy:
     def load_hf(self, path: Path | str) -> None:
         """Weights of a Hugging Face folder, or of a torch_dist checkpoint of any layout."""
         if is_checkpoint(Path(path)):
-            from megatron_rl.checkpoint.torch_dist import (
-                reader as torch_dist,  # with torch's own checkpoints: seconds that few runs need
-            )
+            # with torch's own checkpoints: seconds that few runs need
+            from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 
             reader = torch_dist.Reader(Path(path))
             self.load(torch_dist.getter(reader, self.shape), reader.holds_adapters)

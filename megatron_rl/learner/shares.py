@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch import Batch, Sequences, Targets, flat_of, sizes_of
+from megatron_rl.batch import Batch, Lengths, Sequences, Targets, flat_of, sizes_of
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
@@ -38,24 +38,15 @@ class _Held:
     mine: Sequences | None = None  # in this rank's memory; the driver has them all
 
 
-@dataclass(frozen=True)
-class Shared:
+@dataclass(frozen=True, kw_only=True)
+class Shared(Lengths):
     """A batch as one rank sees it: lengths and groups of all rows, the rows themselves on the driver alone."""
 
     whole: Batch | None  # None on the other ranks
-    prompt_lengths_B: Tensor
-    response_lengths_B: Tensor
     groups_B: Tensor
     kept_sizes_B: Tensor  # ids in `kept_ids_K`
     kinds: Mapping[str, Kind]
     held: _Held
-
-    def __len__(self) -> int:
-        return len(self.prompt_lengths_B)
-
-    @property
-    def lengths_B(self) -> Tensor:
-        return self.prompt_lengths_B + self.response_lengths_B
 
     def sizes(self, name: str) -> list[int]:
         """How much of a column each row has."""

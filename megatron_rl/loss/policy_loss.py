@@ -22,7 +22,7 @@ from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, rollout_correction
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
-from megatron_rl.rollout_correction.ratio import bounded_exp
+from megatron_rl.rollout_correction.ratio import bounded_exp, wide
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
 
@@ -84,12 +84,12 @@ def policy_loss(
     elif inputs.anchor_logprobs_BT is None:
         inputs = _anchored_to_itself(inputs, correction)
     elif correction is not None and correction.weight.current:
-        inputs = _weighed_anew(inputs, correction)
+        # weights of the policy as this update finds it; what is trained on was decided before the first one
+        found = _correct_now(inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[]))
+        inputs = replace(inputs, weights_BT=found.weights_BT)
     assert inputs.anchor_logprobs_BT is not None
     mask_BT = inputs.mask_BT.bool()
-    logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
-    if logprobs_BT.dtype in (torch.bfloat16, torch.float16):
-        logprobs_BT = logprobs_BT.float()
+    logprobs_BT = wide(inputs.logprobs_BT.masked_fill(~mask_BT, 0.0))
     anchor_BT = inputs.anchor_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
     selected_BT = inputs.selected_BT.bool() & mask_BT if inputs.selected_BT is not None else None
     advantages_B1 = inputs.advantages_B[:, None] if inputs.advantages_BT is None else inputs.advantages_BT
@@ -226,12 +226,6 @@ def _anchored_to_itself(inputs: LossInputs, correction: CorrectionConfig | None)
         return inputs
     found = _correct_now(inputs, inputs.logprobs_BT.detach(), correction)
     return replace(inputs, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
-
-
-def _weighed_anew(inputs: LossInputs, correction: CorrectionConfig) -> LossInputs:
-    """Weights of the policy as this update finds it; what is trained on was decided before the first one."""
-    found = _correct_now(inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[]))
-    return replace(inputs, weights_BT=found.weights_BT)
 
 
 def _anchored_to_sampler(

@@ -245,8 +245,7 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
 def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:
     spellings = tuple(re.sub(r"\.weight", f"{ADAPTER_KEY}{letter}", spelling) for spelling in param.row.megatron)
     names = tuple(f"{name.removesuffix('weight')}lora_{letter}.weight" for name in hf)
-    row = Row(spellings, param.row.hf, (), split)
-    return Param(row, param.layer, param.expert, names, tuple(shapes))
+    return Param(Row(spellings, param.row.hf, (), split), param.layer, param.expert, names, tuple(shapes))
 
 
 def adapted_rows(param: Param, shape: ModelShape, layout: Layout, place: Place) -> list[tuple[Span, ...]]:

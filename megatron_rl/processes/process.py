@@ -35,9 +35,7 @@ def keep_to(cores: str) -> None:
 def share_of_cores(index: int, servers: int) -> str:
     """This machine's cores, divided among the servers that are started on it."""
     share = len(cores := own_cores()) // servers
-    if servers == 1 or share == 0:
-        return ALL_CORES
-    return ",".join(cores[index * share : (index + 1) * share])
+    return ALL_CORES if servers == 1 or share == 0 else ",".join(cores[index * share : (index + 1) * share])
 
 
 def own_cores() -> list[str]:

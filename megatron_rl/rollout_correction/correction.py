@@ -195,11 +195,10 @@ def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config
     kept_BT = correction.mask_BT
     if rules:
         kept_BT = kept_BT.clone()
-        advantages_B1 = advantages_B[:, None]
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
             for rule in rules:
-                kept_BT[rows] &= ~(violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B1[rows]))
+                kept_BT[rows] &= ~(violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B[rows, None]))
     correction = _only_where(_narrow(correction, kept_BT, config), advantages_B, config)
     quality = weight_quality(correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config)
     return replace(correction, metrics=correction.metrics | quality)
@@ -227,15 +226,10 @@ def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -
     gone_BT = correction.mask_BT & ~kept_BT
     if not gone_BT.any():
         return correction
-    denominator_BT = correction.denominator_mask_BT
-    weights_BT = correction.weights_BT.masked_fill(gone_BT, 0.0)
-    metrics = correction.metrics
-    if correction.source.prox_logprobs_BT is not None:
-        metrics = metrics | weigh_again(correction.source, weights_BT, kept_BT, correction.solved, config)
-    return replace(
-        correction,
-        weights_BT=weights_BT,
-        mask_BT=kept_BT,
-        denominator_mask_BT=denominator_BT & ~gone_BT if config.renormalize else denominator_BT,
-        metrics=metrics,
-    )
+    denominator_BT, weights_BT = correction.denominator_mask_BT, correction.weights_BT.masked_fill(gone_BT, 0.0)
+    denominator_BT = denominator_BT & ~gone_BT if config.renormalize else denominator_BT
+    narrowed = replace(correction, weights_BT=weights_BT, mask_BT=kept_BT, denominator_mask_BT=denominator_BT)
+    if correction.source.prox_logprobs_BT is None:
+        return narrowed
+    again = weigh_again(correction.source, weights_BT, kept_BT, correction.solved, config)
+    return replace(narrowed, metrics=correction.metrics | again)

@@ -15,17 +15,8 @@ from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bound
 
 PREFIX = "rollout_corr/"
 # means over tokens with a ratio, and one over all tokens: those of micro-batches add up
-MEANS = (
-    "kl",
-    "logp_diff_mean",
-    "k3_kl",
-    "chi2_token",
-    "rho_mean",
-    "mult_prob_error",
-    "logp_abs_diff_mean",
-    "probs_diff_mean",
-)
-TOKEN_MEANS = tuple(PREFIX + name for name in MEANS)
+MEANS = "kl logp_diff_mean k3_kl chi2_token rho_mean mult_prob_error logp_abs_diff_mean probs_diff_mean"
+TOKEN_MEANS = tuple(PREFIX + name for name in MEANS.split())
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
 OUTSIDE_SUPPORT, KEPT_LOG_MASS = PREFIX + "outside_support", PREFIX + "kept_log_mass"
 # whose products MismatchSums needs: each quantity with itself, and the two probabilities
@@ -91,8 +82,7 @@ class MismatchSums:
         self.d_B = torch.zeros(rows, device=device)
         self.prox_B = torch.zeros(rows, device=device)
         self.counted_B = torch.zeros(rows, device=device)
-        self.sampler_faults = 0
-        self.learner_faults = 0
+        self.sampler_faults = self.learner_faults = 0
 
     def add(self, rows: slice, ratio: LogRatio) -> None:
         self.sampler_faults += ratio.sampler_faults

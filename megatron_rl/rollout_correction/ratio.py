@@ -46,7 +46,7 @@ def row_chunks(like_BT: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _wide(logprobs: Tensor) -> Tensor:
+def wide(logprobs: Tensor) -> Tensor:
     """At least float32: a difference of two bfloat16 logprobs would be mostly rounding."""
     return logprobs.float() if logprobs.dtype in (torch.bfloat16, torch.float16) else logprobs
 
@@ -190,7 +190,7 @@ class LogRatio:
 
 
 def difference(prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, out_BT: Tensor) -> Tensor:
-    return torch.sub(_wide(prox_logprobs_BT), _wide(sampler_logprobs_BT), out=out_BT)
+    return torch.sub(wide(prox_logprobs_BT), wide(sampler_logprobs_BT), out=out_BT)
 
 
 def log_ratio(

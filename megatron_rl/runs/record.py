@@ -173,10 +173,8 @@ class Recorder:
     def end_early(self, reason: str, *, asked: bool) -> None:
         """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached what it was for."""
         step, steps = self._last_step, self._n_steps
-        if asked and step != steps:
-            self._end = "stopped", f"stopped after step {step} of {steps}: {reason}"
-        else:
-            self._end = "finished", f"ended after step {step} of {steps}: {reason}"
+        state, how = ("stopped", "stopped") if asked and step != steps else ("finished", "ended")
+        self._end = state, f"{how} after step {step} of {steps}: {reason}"
         self.note(self._end[1])
 
     def close(self, state: str = "finished", reason: str = "") -> None:

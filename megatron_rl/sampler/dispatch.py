@@ -304,11 +304,9 @@ class Dispatcher:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or all(replica.given_up for replica in self._replicas):
                 raise NoServerLeft(self._replicas, self._served[-1], self._patience_s)
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), remaining)
-            except TimeoutError:
-                continue
-            self.changed.clear()
+                self.changed.clear()
 
     async def _cancel_all(self) -> None:
         for answering in list(self._running):

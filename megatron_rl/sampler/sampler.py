@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -237,9 +236,7 @@ class Sampler:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask(self, ask: Callable[[Replicas], Coroutine[Any, Any, T]]) -> T:

@@ -43,8 +43,7 @@ class SamplerState:
     transport: Transport = Transport.file
     init_info: dict[str, Any] | None = None  # what engines were told before the first update
     served: list[int] = field(default_factory=lambda: [NO_VERSION])  # policy versions so far, the current one last
-    # the update that brought its weights, for re-syncs
-    kept_update: list[Told] = field(default_factory=list)
+    kept_update: list[Told] = field(default_factory=list)  # the update that brought its weights, for re-syncs
     restarted: int = 0  # engines, so far
     dispatchers: list[Dispatcher] = field(default_factory=list)  # those that are open
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update, or one re-sync, at a time
@@ -192,8 +191,7 @@ class Supervisor:
         replica, state = self.replica, self._state
         deadline = time.monotonic() + state.start_timeout_s
         while not (look := await replica.look()).alive:
-            ended = replica.process.ended() if replica.process else None
-            if ended:
+            if replica.process and (ended := replica.process.ended()):
                 raise EngineGone(ended)
             if time.monotonic() > deadline:
                 limit = f"sampler.start_timeout_s={state.start_timeout_s:g}"
@@ -224,8 +222,7 @@ class Supervisor:
         slow, unanswered, next_look = 0, 0, time.monotonic() + PROBE_EVERY_S
         while not taken_out():
             await asyncio.sleep(min(POLL_S, PROBE_EVERY_S))
-            ended = replica.process.ended() if replica.process else None
-            if ended:
+            if replica.process and (ended := replica.process.ended()):
                 return ended
             if time.monotonic() < next_look:
                 continue

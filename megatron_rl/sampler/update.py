@@ -133,7 +133,8 @@ class Updates:
             else:
                 self._stood_s += time.perf_counter() - began
         except BaseException:
-            await self._abort()
+            with contextlib.suppress(SamplerError):  # the first error is the one to report
+                await self._update("abort", {})
             await self._end()
             raise
 
@@ -189,9 +190,7 @@ class Updates:
     async def _tell(self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any) -> list[Any]:
         while True:
             try:
-                answers = await self._on(
-                    self._taking, lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given)
-                )
+                answers = await self._update(step, by_format, **given)
             except NoServerLeft:
                 self.require_group()
                 await self._start_over()
@@ -207,14 +206,12 @@ class Updates:
         self._taken_by = self._all_up()
         with contextlib.suppress(NoServerLeft):  # whoever called tries again
             for step, by_format in self._told:
-                await self._on(
-                    self._taking,
-                    lambda one, step=step, given=by_format: one.engine.update(step, **given.get(one.format, {})),  # type: ignore[misc]
-                )
+                await self._update(step, by_format)
 
-    async def _abort(self) -> None:
-        with contextlib.suppress(SamplerError):  # the first error is the one to report
-            await self._on(self._taking, lambda one: one.engine.update("abort"))
+    async def _update(self, step: UpdateStep, by_format: dict[Format, dict[str, Any]], **given: Any) -> list[Any]:
+        return await self._on(
+            self._taking, lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given)
+        )
 
     async def _until_one_is_up(self) -> None:
         await self.until(lambda: any(replica.up for replica in self._replicas))

@@ -95,8 +95,7 @@ class FilePush(Push):
         needed = self._lineage.versions
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
-            for format in self._sources:
-                remove_version(self._folder(format), old)
+            self.forget(old)
         # on a shared file system another host may have pages of the old content at hand, and a server that is just
         # starting may still be reading it
         if self._sync.dir is None and not self._fleet and self._lineage.base is None:

@@ -74,9 +74,7 @@ class Probe:
     unexplained: float | None = None  # where that should be nothing: all other roundings are the engine's as well
 
     def budget_of(self, format: Format) -> Budget:
-        if self.budget is not None:
-            return set_by_hand(self.budget)
-        return noise_budget(self.noise, format, self.learner)
+        return noise_budget(self.noise, format, self.learner) if self.budget is None else set_by_hand(self.budget)
 
     @property
     def pair(self) -> Budget:

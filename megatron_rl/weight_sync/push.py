@@ -52,11 +52,9 @@ class WeightSync:
         """`formats`: those of the sampler's engines, each once. `fleet`: the engines are servers of their own."""
         started = time.perf_counter()
         shape, world = learner.model.shape, learner.groups.world
-        smoothing = None
+        self.smoothing: Smoothing | None = None
         if quantization.smoothing:
-            take = learner.take_activation_amax
-            smoothing = Smoothing(shape, quantization.smoothing, SCALES_STAY, world, take)
-        self.smoothing = smoothing
+            self.smoothing = Smoothing(shape, quantization.smoothing, SCALES_STAY, world, learner.take_activation_amax)
         cache_scales = None
         if quantization.kv_cache == KvCache.fp8:
             cache_scales = CacheScales(shape.layers, world, learner.take_cache_amax)
@@ -67,13 +65,13 @@ class WeightSync:
                 format,
                 quantization.ignore,
                 bucket_bytes=buckets.BUCKET_BYTES,
-                smoothing=smoothing if format == Format.int8 else None,
+                smoothing=self.smoothing if format == Format.int8 else None,
                 cache_scales=cache_scales,
             )
             for format in formats
         }
         self._learner = learner
-        self._scales: tuple[Smoothing | CacheScales, ...] = tuple(filter(None, (smoothing, cache_scales)))
+        self._scales: tuple[Smoothing | CacheScales, ...] = tuple(filter(None, (self.smoothing, cache_scales)))
         self._rank = this_rank()
         self.transport = _transport(sources, sampler, sync, engines, fleet)
         self._again = False  # whether the last version failed in a way that sending it again can mend

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,8 +43,7 @@ class VllmPush(Push):
         self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
     ) -> None:
         self._rank = this_rank()
-        missing = self._rank == 0 and sampler is None
-        if any(exchange(missing)):
+        if any(exchange(self._rank == 0 and sampler is None)):
             raise WeightSyncError(f"sync.transport={sync.transport} needs a sampler to send to; take file")
         self._sync, self._addresses, self._patience_s = sync, engine.fleet.addresses, engine.request_timeout_s
         self._workers = (size(engine) or engine.engines) * engine.tensor_parallel
@@ -188,12 +187,8 @@ class Relay:
 
     def abandon(self, reason: str) -> None:
         """The engine drops what it holds of the update; it answers by repeating the reason."""
-        try:
+        with suppress(WeightSyncError, RuntimeError):  # the second: it had dropped the update before
             self.client.update_weights({wire.ABANDON: reason})
-        except WeightSyncError:
-            return
-        except RuntimeError:  # it had dropped the update before
-            return
 
     @property
     def client(self) -> SamplerClient:
