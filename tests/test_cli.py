@@ -98,6 +98,12 @@ def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> Non
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("words", [["train", "x" * 300], ["toy", f"{__file__}/x"], ["status", "x" * 300]])
+def test_a_path_that_cannot_be_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert words[1] in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("place")
 @pytest.mark.fault("a job's number of tasks is not the recipe's number of ranks", "its check says so, before the ranks")
 def test_the_number_of_tasks_is_checked(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
