@@ -38,7 +38,7 @@ from megatron_rl.survival import launch
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
 QUANTIZATIONS = ("compressed_tensors.compressed_tensors", "quark.quark", "inc", "online.base", "auto_gptq", "modelopt")
 MODULES = {
-    "torch": ("torch.distributed", "megatron_rl.weight_sync.push"),
+    "torch": ("torch.distributed", "megatron_rl.weight_sync.push", "megatron_rl.workshop.conversion.quantized"),
     "megatron": ("megatron_rl.learner.modules.host", "megatron_rl.train", "megatron_rl.learner.learner"),
     "vllm": (
         "vllm.entrypoints.llm",

@@ -7,63 +7,71 @@ import fcntl
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import struct
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from subprocess import DEVNULL
+from typing import IO, Any
 
 import pytest
 import torch
 from models import config_of, convert, done, fails, made, tensors_of
+from preloaded import Process
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models.hf_folder import make_header
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.workshop.conversion import exports, imports
-from megatron_rl.workshop.conversion import work as work_module
-from megatron_rl.workshop.conversion.work import JOURNAL, Work, partial_of
+from megatron_rl.workshop.conversion.work import JOURNAL, partial_of
 
 KILLS = 20
+FILE_BYTES = 30_000
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dozens of them; one thread, as forks are made here."""
-    monkeypatch.setattr(imports, "FILE_BYTES", 30_000)
-    monkeypatch.setattr(exports, "FILE_BYTES", 30_000)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dozens of them."""
+    monkeypatch.setattr(imports, "FILE_BYTES", FILE_BYTES)
+    monkeypatch.setattr(exports, "FILE_BYTES", FILE_BYTES)
 
 
 def asked(command: str, source: Path, target: Path) -> list[str]:
     return [command, str(source), str(target), *(["--format", "int8"] if command == "quantize" else [])]
 
 
-def in_a_fork(work: Callable[[], int], said: Path | None = None) -> int:
-    pid = os.fork()
-    if pid == 0:
-        sys.stderr = (said or Path(os.devnull)).open("w")
-        try:
-            status = work()
-        except BaseException:
-            traceback.print_exc()
-            status = 99
-        sys.stderr.flush()
-        os._exit(status)
-    return pid
+CONVERSION = f"""
+import os, resource, signal, sys
+sys.path.insert(0, {str(Path(convert.__file__).parent)!r})
+import convert, torch
+from megatron_rl.workshop.conversion import exports, imports, work
+imports.FILE_BYTES = exports.FILE_BYTES = {FILE_BYTES}
+torch.set_num_threads(1)
+%s
+sys.exit(convert.main(sys.argv[1:]))
+"""
+THREE_FILES = """
+finish = work.Work.finish
+
+def stop_after_three(self, name, *about, **more):
+    finish(self, name, *about, **more)
+    if len(self.finished) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+work.THREADS, work.Work.finish = 1, stop_after_three
+"""
+NO_SPACE = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+"""
 
 
-def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def begun(words: list[str], before: str = "", said: IO[Any] | None = None) -> Process:
+    """A conversion in a process of its own: a fork of this one, which has threads, might not get far."""
+    return Process("torch", [sys.executable, "-c", CONVERSION % before, *words], stdout=DEVNULL, stderr=said or DEVNULL)
 
 
 def finished(partial: Path) -> dict[str, tuple[int, int]]:
@@ -90,8 +98,9 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
         done("import", source, tmp_path / "checkpoint")
         source = tmp_path / "checkpoint"
     words, undisturbed = (asked(command, source, tmp_path / name) for name in ("out", "undisturbed"))
+    assert begun(asked(command, source, tmp_path / "first")).wait() == 0  # which may wait for imports
     started = time.perf_counter()
-    assert ended(in_a_fork(lambda: convert.main(undisturbed))) == 0
+    assert begun(undisturbed).wait() == 0
     whole_s = time.perf_counter() - started
     before, killed = content(source), 0
     least = KILLS if command == "import" else KILLS // 2
@@ -102,10 +111,10 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
             assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
             (tmp_path / "out").rename(tmp_path / f"whole_{attempt}")
         was = finished(partial_of(tmp_path / "out"))
-        pid = in_a_fork(lambda: convert.main(words))
+        process = begun(words)
         time.sleep(rng.uniform(0.1, 0.9) * whole_s)
-        os.kill(pid, signal.SIGKILL)
-        killed += ended(pid) == -signal.SIGKILL
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
         now = finished(partial_of(tmp_path / "out"))
         if now:  # neither ended nor killed before it had read what there was
             assert was.items() <= now.items()
@@ -119,19 +128,7 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
 
 def begin(source: Path, target: Path) -> None:
     """An import of which some files are finished."""
-
-    def work() -> int:
-        finish = Work.finish
-
-        def stop_after_three(work: Work, name: str, *about: Any, **more: Any) -> None:
-            finish(work, name, *about, **more)
-            if len(work.finished) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        work_module.THREADS, Work.finish = 1, stop_after_three
-        return convert.main(["import", str(source), str(target)])
-
-    assert ended(in_a_fork(work)) == -signal.SIGKILL
+    assert begun(["import", str(source), str(target)], THREE_FILES).wait() == -signal.SIGKILL
     assert len(finished(partial_of(target))) == 3
 
 
@@ -175,12 +172,8 @@ def test_no_space_left(tmp_path: Path, command: str) -> None:
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
     words = asked(command, source, target)
 
-    def work() -> int:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        return convert.main(words)
-
-    assert ended(in_a_fork(work, tmp_path / "said")) == 1
+    with (tmp_path / "said").open("w") as said_to:
+        assert begun(words, NO_SPACE, said_to).wait() == 1
     said = (tmp_path / "said").read_text()
     assert os.strerror(errno.EFBIG) in said
     assert "give the same command again" in said
