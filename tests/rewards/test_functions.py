@@ -140,7 +140,7 @@ def test_beside_the_recipe(place: Path, command: Command, monkeypatch: pytest.Mo
     (place / "sub" / "beside_recipe.py").write_text(GOOD)
     (place / "sub" / "pack" / "inner.py").write_text(GOOD)
     (place / "where_it_runs.py").write_text(GOOD)
-    (place / "math.py").write_text(GOOD.replace("return 0.5", "import math; return math.sqrt(0.25)"))
+    (place / "sub" / "math.py").write_text(GOOD.replace("return 0.5", "import math; return math.sqrt(0.25)"))
     for name in ("beside_recipe:right", "pack.inner:right", "where_it_runs:right", "math.py:right"):
         command.dry_run(f"reward.name={name}", recipe="sub/mine.yaml")
         pool = RewardPool(RewardSection(name=name))
