@@ -31,14 +31,16 @@ def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
         options.overrides += rest
     try:
         return options.run(options)
-    except (ConfigError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
-            raise
-        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print("\n".join(f"error: {line}" for line in said.splitlines()), file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
+    except ConfigError as error:
+        said = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        said = f"{error.filename}: {error.strerror}"
+    print("\n".join(f"error: {line}" for line in said.splitlines()), file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -69,9 +69,7 @@ class Grid:
         ]
 
     def _covers(self, selection: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> bool:
-        return all(
-            label in _listed(selection.get(axis, (label,))) for axis, label in zip(self.axes, labels, strict=True)
-        )
+        return all(label in selection.get(axis, (label,)) for axis, label in zip(self.axes, labels, strict=True))
 
     def _experiment(self, labels: tuple[str, ...], seed: int | None) -> Experiment:
         name = "_".join([self.group, *labels, *([] if seed is None else [f"s{seed}"])])
@@ -107,8 +105,8 @@ def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Gri
         path.parent / content["base"],
         content["axes"],
         seeds or content.get("seeds", ()),
-        content.get("leave_out") or (),
-        {size: _without(one, "seeds") if seeds else one or {} for size, one in (content.get("sizes") or {}).items()},
+        [_selection(one) for one in content.get("leave_out") or ()],
+        {size: _selection(one, "seeds" if seeds else None) for size, one in (content.get("sizes") or {}).items()},
         tuple(reference[axis] for axis in content["axes"]) if reference else None,
         content.get("task"),
         Outliers(**outliers) if outliers else None,
@@ -122,8 +120,8 @@ def _listed(labels: Any) -> Sequence[str]:
     return [labels] if isinstance(labels, str) else labels
 
 
-def _without(selection: Mapping[str, Any] | None, axis: str) -> dict[str, Any]:
-    return {name: labels for name, labels in (selection or {}).items() if name != axis}
+def _selection(given: Mapping[str, Any] | None, without: str | None = None) -> dict[str, Sequence[Any]]:
+    return {axis: _listed(labels) for axis, labels in (given or {}).items() if axis != without}
 
 
 def _problems(content: Any, path: Path) -> Iterator[str]:
@@ -201,7 +199,8 @@ def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) 
     if not isinstance(sizes, Mapping):
         yield f"sizes: {sizes!r}, expected a choice for each of {', '.join(SIZES)}, such as {{subset: {{seeds: [1]}}}}"
         sizes = {}
-    named = [("reference", reference), *((f"sizes.{size}", one) for size, one in sizes.items())]
+    named = [("reference", reference)] if isinstance(reference, Mapping) else []  # else it is told above
+    named += [(f"sizes.{size}", one) for size, one in sizes.items()]
     named += [("leave_out", one) for one in left_out] if isinstance(left_out, list) else []
     for place, one in named:
         if not (isinstance(one or {}, Mapping) and all(isinstance(each, str | list) for each in (one or {}).values())):

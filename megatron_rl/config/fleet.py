@@ -2,7 +2,6 @@
 run starts, addresses off this machine, weight formats, sequences at once; and a phrase that describes it."""
 
 import ipaddress
-import re
 from collections import Counter
 from urllib.parse import urlsplit
 
@@ -85,9 +84,10 @@ def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection)
 
 def is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(urlsplit(address).hostname or "").is_loopback
-    except ValueError:  # a name, or no address at all
-        return bool(re.match(r"(?i)https?://localhost(:|$)", address))
+        host = urlsplit(address).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name, or no address at all
+        return False
 
 
 def distant(sampler: SamplerSection) -> list[str]:

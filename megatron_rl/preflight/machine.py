@@ -13,8 +13,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.schema import Device
 from megatron_rl.processes import gpu_driver, instructions
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # of the environment: CUDA sees those named before the first that is none
+from megatron_rl.processes.gpu_driver import VISIBLE
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from importlib import metadata
 
 # of torch as pyproject.toml pins it: the CUDA that it is built for, and the oldest branch of the driver that runs that
 CUDA, BRANCH = 13, 580
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # of the environment: CUDA sees those named before the first that is none
 NEEDS = f"torch, built for CUDA {CUDA}, needs {BRANCH} or newer"
 
 

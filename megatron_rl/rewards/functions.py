@@ -181,14 +181,14 @@ def read(result: Any) -> Judgement:
             )
         others = {str(name): value for name, value in result.items() if name != "score"}
         result = result["score"]
-    score = _number(result)
+    score = number(result)
     if score is None:
         raise TypeError(f"the reward is {result!r:.60}, expected a number, or a mapping with the number 'score'")
     if not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     right = bool(others["acc"]) if "acc" in others else score >= RIGHT  # verl's functions say so themselves
-    numbers = ((name[:LONGEST_NAME], _number(value)) for name, value in others.items())
-    details = {name: number for name, number in numbers if number is not None and math.isfinite(number)}
+    numbers = ((name[:LONGEST_NAME], number(value)) for name, value in others.items())
+    details = {name: one for name, one in numbers if one is not None and math.isfinite(one)}
     answer = others.get("pred")  # verl's functions call it so
     verdict = Verdict.right if right else Verdict.wrong
     return Judgement(
@@ -196,7 +196,8 @@ def read(result: Any) -> Judgement:
     )
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """What counts as one: bools, floats, tensors of one number."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
     with suppress(Exception):  # an array or a tensor of several numbers, an integer too large for a float

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from megatron_rl.config.fleet import LOOPBACK
 from megatron_rl.files import last_lines
 from megatron_rl.processes.environment import compiled_code, without_secrets
+from megatron_rl.processes.gpu_driver import VISIBLE
 from megatron_rl.processes.process import (
     ALL_CORES,
     SHORT_SPIN,
@@ -39,7 +40,6 @@ REAP_S = 5.0
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 EVERYWHERE = ("0.0.0.0", "::")
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # an engine gets neither the learner's rendezvous and thread limits nor any secrets
 _DROPPED_VARIABLES = frozenset(

@@ -4,11 +4,11 @@ What is the user's own stands in `environment.settings`: `target: package.module
 docs/environments_adapters.md says what each was tried with.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.environments.environment import as_messages
+from megatron_rl.rewards.functions import number
 
 
 def opening(prompt: Any, said: Any, between: str = "\n\n") -> list[dict[str, Any]]:
@@ -25,9 +25,6 @@ def opening(prompt: Any, said: Any, between: str = "\n\n") -> list[dict[str, Any
 
 
 def numbers_of(found: Mapping[str, Any] | None) -> dict[str, float]:
-    """The numbers among what an environment reports: bools, floats, tensors of one number."""
-    numbers = {}
-    for name, value in (found or {}).items():
-        if hasattr(value, "__float__") and (not hasattr(value, "item") or math.prod(getattr(value, "shape", ())) == 1):
-            numbers[str(name)] = float(value)
-    return numbers
+    """The numbers among what an environment reports."""
+    read = ((str(name), number(value)) for name, value in (found or {}).items())
+    return {name: one for name, one in read if one is not None}
