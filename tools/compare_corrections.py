@@ -165,7 +165,7 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
     """What would end one of the runs at its start, a warm start included. Machine and files are looked at where the
     runs are to be `here`, the data once: it is the same for all."""
     grid, found = options.grid, dict[str, None]()
-    os.environ[RECIPE_FOLDER] = str(grid.recipe.resolve().parent)
+    os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(grid.recipe))
     experiments, configs, model = grid.experiments(options.size), [], []
     try:
         if grid.task is not None:  # its model is still to come: the one that it begins with has the same shape

@@ -22,4 +22,4 @@ def recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rewards_beside(recipe: Path) -> None:
     """Functions of the user's are looked for in the recipe's folder too."""
-    os.environ[RECIPE_FOLDER] = str(recipe.resolve().parent)
+    os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(recipe))

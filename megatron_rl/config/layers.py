@@ -50,9 +50,9 @@ def of_overrides(overrides: Sequence[str]) -> list[Layer]:
 
 def _files(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[Layer]:
     """A file above its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
+    loaded = read_file(path, seen)  # first: a name that cannot be one is refused there
     if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
-    loaded = read_file(path, seen)
     read.append(n_values(loaded))
     if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
         most = f"{MOST_FILES} files or {MOST_NODES} values"
@@ -130,7 +130,7 @@ def n_values(node: Any) -> int:
 def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
     if not path.is_file():
-        stems = {other.stem: other for other in path.parent.glob("*.yaml")}
+        stems = {other.stem: other for other in path.parent.glob("*.yaml") if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
         hint = f"; did you mean {stems[near[0]]}?" if near else ""
         raise ConfigError(f"{named} no such file{hint}")

@@ -22,6 +22,7 @@ from megatron_rl.environments.environment import Agent, Answer, Environment, Loa
 from megatron_rl.environments.tools import ToolBox, as_text
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent
+from megatron_rl.rewards.functions import for_metrics
 from megatron_rl.rewards.worker import begun
 
 MOST_ERROR = 500  # characters
@@ -139,10 +140,9 @@ class Conversation:
         messages = [] if step.done and not step.messages else as_messages(step.messages)
         if not step.done and not messages:
             raise ValueError("step returned no message and done=False: the policy would have nothing to answer")
-        numbers = {str(name): finite(number) for name, number in step.numbers.items()}
         advantage = None if step.advantage is None else finite(step.advantage)
-        about = {"reward": step.reward, "done": bool(step.done), "numbers": numbers, "advantage": advantage}
-        return {"messages": _plain(messages), **about}
+        about = {"reward": step.reward, "done": bool(step.done), "numbers": for_metrics(step.numbers)}
+        return {"messages": _plain(messages), "advantage": advantage, **about}
 
     def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """What the policy is to read, and whether the call has failed: a failure is something to be answered."""
@@ -159,11 +159,12 @@ class Conversation:
         assert self._loaded.agent is not None
         self._agent = self._agent or self._loaded.agent(**self._settings)
         os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}  # where OpenAI's clients look for them
-        found = self._settled(self._agent(base_url, row))
+        found, others = self._settled(self._agent(base_url, row)), dict[Any, Any]()
         if isinstance(found, Mapping):
-            numbers = {str(name): finite(number) for name, number in found.items()}
-            return {"reward": numbers.pop("reward", numbers.pop("score", None)), "numbers": numbers}
-        return {"reward": None if found is None else finite(found), "numbers": {}}
+            others = dict(found)
+            score = others.pop("score", None)
+            found = others.pop("reward", score)
+        return {"reward": None if found is None else finite(found), "numbers": for_metrics(others)}
 
     def _close(self) -> float | None:
         """The reward that the environment adds at the end."""

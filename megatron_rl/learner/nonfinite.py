@@ -71,7 +71,7 @@ class NonFiniteUpdates:
             )
         if ends:
             raise NonFiniteError(
-                f"{found}: not a number, for the {in_a_row}th update in a row; learner.on_nonfinite="
+                f"{found}: not a number, {in_a_row} updates in a row; learner.on_nonfinite="
                 f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. Lower optim.lr, or "
                 "mend what makes the value, and go on from a checkpoint"
             )

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import takewhile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.schema import Device
 from megatron_rl.processes import gpu_driver, instructions
-from megatron_rl.processes.gpu_driver import VISIBLE
 
 
 @dataclass(frozen=True)
@@ -129,13 +127,13 @@ def _installed(distribution: str) -> bool:
 
 
 def _gpu() -> Machine | None:
-    found, visible = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version"), os.environ.get(VISIBLE)
-    seen = found if visible is None else [*takewhile(lambda one: one and one[0] != "-", visible.split(","))]
-    if not found or not seen:
+    found, visible = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version"), gpu_driver.visible()
+    count = len(found if visible is None else visible)
+    if not found or not count:
         return None
     name, capability, memory, driver = found[0]
     try:
-        count, gib, host = len(seen), float(memory) / 1024, installed_gib()  # it answers in MiB
+        gib, host = float(memory) / 1024, installed_gib()  # it answers in MiB
         return Machine(Device.cuda, name, float(capability), count, gib=gib, driver=driver, host_gib=host)
     except ValueError:
         return None

@@ -1,12 +1,14 @@
 """NVIDIA's driver on this machine: what nvidia-smi says of its GPUs, and whether torch can use them. Torch-free."""
 
 import ctypes
+import os
 import subprocess
 from importlib import metadata
+from itertools import takewhile
 
 # of torch as pyproject.toml pins it: the CUDA that it is built for, and the oldest branch of the driver that runs that
 CUDA, BRANCH = 13, 580
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # of the environment: CUDA sees those named before the first that is none
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # of the environment
 NEEDS = f"torch, built for CUDA {CUDA}, needs {BRANCH} or newer"
 
 
@@ -19,6 +21,12 @@ def ask(*fields: str) -> list[list[str]]:
         return []
     rows = [[word.strip() for word in line.rsplit(",", len(fields) - 1)] for line in said.splitlines()]
     return [row for row in rows if len(row) == len(fields) and all(row)]
+
+
+def visible() -> list[str] | None:
+    """The devices that CUDA sees by this process's environment, named before the first that is none; None: all."""
+    named = os.environ.get(VISIBLE)
+    return None if named is None else [*takewhile(lambda one: one and one[0] != "-", named.split(","))]
 
 
 def too_old(version: str) -> str | None:

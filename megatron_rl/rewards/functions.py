@@ -179,7 +179,7 @@ def read(result: Any) -> Judgement:
             raise TypeError(
                 f"the reward is a mapping without 'score', it has {', '.join(map(str, result)) or 'nothing'}"
             )
-        others = {str(name): value for name, value in result.items() if name != "score"}
+        others = {name: value for name, value in result.items() if name != "score"}
         result = result["score"]
     score = number(result)
     if score is None:
@@ -187,13 +187,16 @@ def read(result: Any) -> Judgement:
     if not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     right = bool(others["acc"]) if "acc" in others else score >= RIGHT  # verl's functions say so themselves
-    numbers = ((name[:LONGEST_NAME], number(value)) for name, value in others.items())
-    details = {name: one for name, one in numbers if one is not None and math.isfinite(one)}
     answer = others.get("pred")  # verl's functions call it so
     verdict = Verdict.right if right else Verdict.wrong
-    return Judgement(
-        verdict, score, dict(islice(details.items(), MOST_DETAILS)), None if answer is None else str(answer)
-    )
+    return Judgement(verdict, score, for_metrics(others), None if answer is None else str(answer))
+
+
+def for_metrics(values: Mapping[Any, Any]) -> dict[str, float]:
+    """The finite numbers among what a user's code reports, by name."""
+    numbers = ((str(name)[:LONGEST_NAME], number(value)) for name, value in values.items())
+    finite = ((name, one) for name, one in numbers if one is not None and math.isfinite(one))
+    return dict(islice(finite, MOST_DETAILS))
 
 
 def number(value: Any) -> float | None:

@@ -23,7 +23,7 @@ from megatron_rl.rewards.functions import places
 START_TIMEOUT_S = 60.0
 MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
 MOST_BYTES = 1 << 20  # that the workers of a pool print into the run's log, all together
-LOG_ENDS = f"\nrewards have printed {MOST_BYTES >> 20} MiB: what they print from here on is left out\n".encode()
+LOG_ENDS = f"\nuser code has printed {MOST_BYTES >> 20} MiB: what it prints from here on is left out\n".encode()
 LOG_CHUNK = 64 << 10
 
 

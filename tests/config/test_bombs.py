@@ -101,12 +101,16 @@ def test_files_that_are_not_there(tmp_path: Path, command: Command) -> None:
     (tmp_path / "toy_sft.yaml").write_text("run: {steps: 1}\n")
     (tmp_path / "quickstart.yaml").write_text("base: toy_stf.yaml\n")
     (tmp_path / "far.yaml").write_text("base: nope.yaml\n")
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    (tmp_path / "zero.yaml").write_text('base: "x\\0.yaml"\n')
     for name, said in (
         ("nope.yaml", f"{tmp_path}/nope.yaml: no such file"),
         ("quikstart.yaml", f"{tmp_path}/quikstart.yaml: no such file; did you mean {tmp_path}/quickstart.yaml?"),
         ("quickstart.yaml", f"{tmp_path}/quickstart.yaml: base names {tmp_path}/toy_stf.yaml, but there is no such "
                             f"file; did you mean {tmp_path}/toy_sft.yaml?"),
         ("far.yaml", f"{tmp_path}/far.yaml: base names {tmp_path}/nope.yaml, but there is no such file"),
+        ("loop.yaml", f"{tmp_path}/loop.yaml: no such file"),
+        ("zero.yaml", f"{tmp_path}/zero.yaml: base names {tmp_path}/x\0.yaml, but there is no such file"),
     ):  # fmt: skip
         assert command.refused(recipe=tmp_path / name) == f"error: {said}\n"
 

@@ -51,6 +51,9 @@ def test_the_engine_sees_its_own_gpus(monkeypatch):
     assert visible_devices("2,3") == {"CUDA_VISIBLE_DEVICES": "6,7"}
     with pytest.raises(SamplerError, match=r"sampler\.devices: '3,4', but this job sees 4 GPUs"):
         visible_devices("3,4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,-1,3")  # CUDA sees those before what is none
+    with pytest.raises(SamplerError, match="this job sees 1 GPUs"):
+        visible_devices("1")
 
 
 def test_each_worker_gets_its_own_cores(monkeypatch):

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from megatron_rl.config.fleet import LOOPBACK
 from megatron_rl.files import last_lines
 from megatron_rl.processes.environment import compiled_code, without_secrets
-from megatron_rl.processes.gpu_driver import VISIBLE
+from megatron_rl.processes.gpu_driver import VISIBLE, visible
 from megatron_rl.processes.process import (
     ALL_CORES,
     SHORT_SPIN,
@@ -186,13 +186,12 @@ def visible_devices(wanted: str | None) -> dict[str, str]:
     """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
     if wanted is None:
         return {}
-    seen = [device for device in os.environ.get(VISIBLE, "").split(",") if device]
-    chosen = [int(device) for device in wanted.split(",")]
-    if seen and max(chosen) >= len(seen):
+    seen, chosen = visible(), [int(device) for device in wanted.split(",")]
+    if seen is not None and max(chosen) >= len(seen):
         raise SamplerError(
             f"sampler.devices: {wanted!r}, but this job sees {len(seen)} GPUs ({VISIBLE}={','.join(seen)})"
         )
-    return {VISIBLE: ",".join(seen[device] if seen else str(device) for device in chosen)}
+    return {VISIBLE: ",".join(str(device) if seen is None else seen[device] for device in chosen)}
 
 
 def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
