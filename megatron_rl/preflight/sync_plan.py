@@ -3,6 +3,7 @@ and engine over which their model does not divide. Reckoned from shapes and layo
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from itertools import chain
 
@@ -86,6 +87,8 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
     maxima: dict[GroupKey, int] = {}
     plain = uncut = 0
     held = dict.fromkeys(("whole", "split", "key_value"), 0)
+    joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
+    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}  # the part of a tensor that is key-value heads
     for param in params(shape):
         if param.row.copy:
             continue
@@ -106,8 +109,9 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
                 tensor = TensorSpec(out_name, kind.tensor.dtype, kind.tensor.shape)
                 transfers.append(Transfer(tensor, stage, expert_rank, shards=size if kind.split else 1))
                 writers[writer] = writers.get(writer, 0) + tensor.nbytes
-                heads = "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
-                held[heads if kind.split else "whole"] += tensor.nbytes
+                key_value = int(tensor.nbytes * of_heads.get(name.rsplit(".", 2)[-2], 0)) if kind.split else 0
+                held["key_value"] += key_value
+                held["split" if kind.split else "whole"] += tensor.nbytes - key_value
                 uncut += tensor.nbytes * (kind.split and tensor.nbytes < SMALL)
                 for rank, nbytes in enumerate(kind.sent):
                     from_ranks[rank] += nbytes

@@ -77,6 +77,12 @@ def test_the_bound_knows_who_holds_what() -> None:
     at_8 = lower_bound(plan, Model(shape, layout, {}), SamplerLayout(8)).into
     assert at_4 == plan.whole_bytes + (plan.split_bytes + plan.key_value_bytes) // 4
     assert at_8 == plan.whole_bytes + plan.split_bytes // 8 + plan.key_value_bytes // 4
+    separate, joined = (
+        plan_sync(Model(ModelShape.from_hf(hf_config(family)), Layout(tp=2), {}), Format.int8)
+        for family in ("llama", "phi3")
+    )
+    assert 0 < separate.key_value_bytes == joined.key_value_bytes
+    assert separate.split_bytes == joined.split_bytes
 
 
 @pytest.mark.parametrize("format", [Format.none, Format.fp8])
