@@ -88,7 +88,7 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
     plain = uncut = 0
     held = dict.fromkeys(("whole", "split", "key_value"), 0)
     joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
-    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}  # the part of a tensor that is key-value heads
+    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}  # key-value heads' part
     for param in params(shape):
         if param.row.copy:
             continue
