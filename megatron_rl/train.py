@@ -257,7 +257,7 @@ def sync_weights(
             with driver.syncing():
                 report = sync.push(step)
         except UpdateRefused as refused:
-            if first or step == end or not learner.broadcast(driver.goes_on_without(step + 1)):
+            if first or step == end or not learner.broadcast(driver.goes_on_without(min(step + section.every, end))):
                 raise
             driver.recorder.note(f"sync     policy version {step} is left out: {refused}")
             return {"sync/refused": 1.0}

@@ -143,6 +143,10 @@ def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step(
     assert train.sync_weights(3, 7, *given) == {"sync/refused": 1.0}
     with pytest.raises(UpdateRefused):
         train.sync_weights(4, 7, *given)
+    seldom: Any = SyncSection(every=3), *given[1:]  # then all batches up to the next sync have to be there
+    assert train.sync_weights(3, 4, *seldom) == {"sync/refused": 1.0}
+    with pytest.raises(UpdateRefused):
+        train.sync_weights(3, 7, *seldom)
 
 
 def test_when_to_evaluate_and_to_publish() -> None:

@@ -45,7 +45,6 @@ class DriverState(msgspec.Struct, frozen=True):
 
     position: Count
     seen: dict[str, Count]
-    best: float | None = None
     line: str | None = None
     data: str | None = None  # the checksum of the prompts and answers that it counts in
 
@@ -93,9 +92,9 @@ def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     final = path_of(root, about["step"])
     remove(final)  # of an attempt that went on from an older one
     for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
-        sync_folder(folder)
+        fsync(folder)
     partial.rename(final)
-    sync_folder(root)
+    fsync(root)
     return read(final)
 
 
@@ -190,12 +189,13 @@ def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
             yield found
 
 
-def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
-    """Removes what is not among the last, not at a step to keep, and not the best. Returns the steps removed."""
+def prune(root: Path, keep_last: int, keep_every: int, metric: str | None) -> list[int]:
+    """Removes what is not among the last, at a step to keep, or the best by a metric. Returns the steps removed."""
     present = steps(root)
     kept = set(present[:keep_last]) | {step for step in present if keep_every and step % keep_every == 0}
-    best = best_step(root)
-    removed = [step for step in present if step not in kept and step != best]
+    if best := best_of(root, metric):
+        kept.add(best[0])
+    removed = [step for step in present if step not in kept]
     for step in removed:
         doomed = partial_of(root, step)  # a half-removed folder does not look like a checkpoint
         path_of(root, step).rename(doomed)
@@ -216,14 +216,15 @@ def forget_after(root: Path, step: int) -> None:
             remove(path_of(root, newer))
 
 
-def best_step(root: Path) -> int | None:
-    """The first of those with the highest value of checkpoint.best."""
-    scores = {}
+def best_of(root: Path, metric: str | None) -> tuple[int, float] | None:
+    """Step and value of the first checkpoint with the highest value of this metric."""
+    found = []
     for step in steps(root):
         with suppress(TornCheckpoint):
-            if best := read(path_of(root, step)).best:
-                scores[step] = best[1]
-    return max(scores, key=lambda step: (scores[step], -step), default=None)
+            best = read(path_of(root, step)).best
+            if best and best[0] == metric:
+                found.append((step, best[1]))
+    return max(found, key=lambda one: (one[1], -one[0]), default=None)
 
 
 def _refuse_others(path: Path, name: str) -> None:
@@ -242,7 +243,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def sync_folder(path: Path) -> None:
+def fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

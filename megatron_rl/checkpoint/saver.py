@@ -187,7 +187,7 @@ class Saver:
                 files[name] = list(checkpoints.digest(path))
         about = {"step": save.step, "updates": save.updates, "layout": asdict(self._learner.layout), "files": files}
         checkpoints.publish(save.partial, self._root, **about, **save.about)
-        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
+        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every, self._section.best)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         if self._learner.is_driver:
@@ -240,6 +240,8 @@ def _write(partial: Path, rank: int, blocks: list[Block], small: _Small, pace: P
     if shared is not None:
         paths.append(partial / SYNC)
         write_tensors(shared, paths[2])
+    for path in paths[1:]:  # the first is
+        checkpoints.fsync(path)
     files = {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths}
     return {"written": written, "files": files}
 

@@ -1,7 +1,7 @@
 """Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text; doubled keys, huge texts refused."""
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ PLAIN_FLOAT = re.compile(r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|I
 LARGEST_TEXT = 1 << 20
 MOST_NODES = 10_000  # what aliases repeat counts each time
 DEEPEST = 32
+# Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
+SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -108,3 +110,13 @@ def _plain(node: Any) -> Any:
     if isinstance(node, list):
         return [_plain(value) for value in node]
     return str(node) if isinstance(node, str) else node
+
+
+def redact(value: Any) -> Any:
+    """The value without what its keys call secrets."""
+    if isinstance(value, Mapping):
+        return {
+            key: "(hidden)" if SECRET_KEY.search(str(key)) and item not in (None, "") else redact(item)
+            for key, item in value.items()
+        }
+    return [redact(item) for item in value] if isinstance(value, list) else value

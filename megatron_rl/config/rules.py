@@ -11,6 +11,7 @@ from megatron_rl.config import correction_rules, schema
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.choices import Alarm, alarm_setting
 from megatron_rl.config.correction_rules import Findings, check_objective
+from megatron_rl.config.plain_yaml import redact
 
 Rule = Callable[..., Iterable[Any]]
 
@@ -224,6 +225,9 @@ def environment(
     found = Findings(environment=environment, rollout=rollout, reward=reward)
     name, credit = environment.name, environment.credit
     context, single = rollout.max_context_tokens, rollout.max_prompt_tokens + rollout.max_response_tokens
+    if redact(environment.settings) != environment.settings:
+        way_out = "let the environment read a variable of its process that environment.variables names"
+        found.append(f"environment.settings: it holds what its key calls a secret, which nobody writes down; {way_out}")
     if name is None:
         if context is not None:
             found.add("rollout.max_context_tokens", "it is of conversations: name an environment, or use null")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState
+from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState, best_of
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import decode_line, encode_line
 
@@ -77,7 +77,8 @@ class SaveSchedule:
     def __init__(self, section: CheckpointSection, resumed: Checkpoint | None) -> None:
         self._section = section
         self._saved_at = time.monotonic()
-        self._best = resumed.driver.best if resumed else None
+        best = best_of(resumed.path.parent, section.best) if resumed else None
+        self._best = best[1] if best else None
 
     def due(
         self, step: int, kept: Mapping[str, Any], evaluated: Mapping[str, float], ending: bool
@@ -93,7 +94,7 @@ class SaveSchedule:
             return None
         self._saved_at = time.monotonic()
         self._best = value if better else self._best
-        about: dict[str, Any] = {"driver": {**kept, "best": self._best}}
+        about: dict[str, Any] = {"driver": {**kept}}
         if value is not None:
             about["best"] = [section.best, value]
         return about

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 from megatron_rl.checkpoint.checkpoints import Checkpoint, steps
 from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
-from megatron_rl.config.plain_yaml import read_yaml, write_yaml
+from megatron_rl.config.plain_yaml import read_yaml, redact, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
@@ -27,8 +26,6 @@ from megatron_rl.runs.status import STATUS, environment, goes_on, known_status, 
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
-# Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
-SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
 
 
 class RunDirectoryUsed(ConfigError):
@@ -246,12 +243,3 @@ def _describe(path: Path, locked: bool | None) -> str:
     reason = str(status.get("reason") or "").partition("\n")[0]
     state = f"{status.get('state', 'no status')}{f': {reason}' if reason else ''}"
     return f"{state}, {f'{run.n_lines()} lines of' if run.metrics.exists() else 'no'} metrics"
-
-
-def redact(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: "(hidden)" if SECRET_KEY.search(str(key)) and item not in (None, "") else redact(item)
-            for key, item in value.items()
-        }
-    return [redact(item) for item in value] if isinstance(value, list) else value

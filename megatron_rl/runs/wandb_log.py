@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
 from megatron_rl.files import write_whole
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
 from megatron_rl.types import Scored
 

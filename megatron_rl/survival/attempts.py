@@ -32,7 +32,7 @@ RELEASE_S = 60.0
 def keep_going(start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]) -> int:
     """Starts the run, and again while it fails, at most so many times; the last exit status."""
     path = Path(config.run.root) / str(config.run.name)
-    furthest, in_vain = (0, 0), 0
+    furthest, in_vain = how_far(path) if config.run.if_exists is IfExists.resume else (0, 0), 0
     for attempt in range(1, attempts + 1):
         status = start(config)
         said = read_status(path)

@@ -62,6 +62,7 @@ class StopRequest:
         self.reason: str | None = None  # once somebody has asked
         self.save_s: float | None = None  # the longest save so far
         self._clock, self._note, self._run = clock, note, run
+        self._asked_at = 0.0
         self._end = math.inf  # of the time that is left, as time.monotonic() has it
         self._given_up: str | None = None
         self._waiting = False  # the main thread, for what it need not wait for
@@ -140,14 +141,15 @@ class StopRequest:
                     return
                 if number in ASKS:
                     self._notice(signal.Signals(number))
-            if undecided and self._rest(after=True) > self.left():
-                self._give_up("and the time is up")
+            if undecided and self._given_up is None and self._rest(after=True) > self.left():
+                self._give_up("and the time is up", time.monotonic() - self._asked_at + SAVE_LIMIT_S)
 
     def _notice(self, number: signal.Signals) -> None:
         name, phase = number.name, self._clock.phase or "between phases"
         if self.step is None:
             self._say(f"{name} in the start: the run ends now; there is nothing yet to be saved", START_LIMIT_S)
             return
+        self._asked_at = time.monotonic()
         self.reason = f"{name} in {phase} of step {self.step}"
         left = job.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
         self._end = min(self._end, math.inf if left is None else time.monotonic() + left - MARGIN_S)
@@ -161,9 +163,9 @@ class StopRequest:
             time_left = "" if self._end == math.inf else f", in the {_spoken(self.left())} that are left"
             self._say(f"{self.reason}: the step is finished and saved first{time_left}", limit)
 
-    def _give_up(self, why: str, limit: float | None = None) -> None:
+    def _give_up(self, why: str, limit: float | None) -> None:
         self._given_up = self.reason
-        self._say(f"{self.reason}, {why}: what stands is saved, the rest comes again", limit or SAVE_LIMIT_S)
+        self._say(f"{self.reason}, {why}: what stands is saved, the rest comes again", limit)
         signal.pthread_kill(self._main, WAKE)
 
     def _rest(self, after: bool = False) -> float:
@@ -171,7 +173,7 @@ class StopRequest:
         return self._clock.rest(after) + (math.inf if self.save_s is None else self.save_s)
 
     def _say(self, text: str, limit_s: float | None) -> None:
-        """`limit_s`: how long a launcher waits from now on; None: for ever."""
+        """`limit_s`: how long a launcher waits, from the signal on; None: for ever."""
         self._note(text)
         with suppress(OSError):  # it was said on the screen
             beat(self._run, stopping={"said": text, "limit_s": limit_s})

@@ -220,8 +220,10 @@ class Guard:
         new, gone = self.watch.look(rank)
         for one in new:
             self._say("\n".join((f"stuck    {one}", *(f"           {line}" for line in one.stack))))
-        for one in gone:
-            what = "goes on" if one.pid is None or state_of(one.pid) else "is no longer there,"
+        still = {(one.process, one.pid) for one in self.watch.troubles}  # in another way
+        for one in (one for one in gone if (one.process, one.pid) not in still):
+            gone_on = one.pid is None or not one.here or state_of(one.pid)
+            what = "goes on" if gone_on else "is no longer there,"
             self._say(f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s")
         if new or gone:
             worst = next(iter([*self.watch.blocking, *self.watch.troubles]), None)

@@ -46,14 +46,14 @@ def leave_models(
     export_hf(learner, origin, run.model)
     if best is None:
         return
-    step = exchange(checkpoints.best_step(run.checkpoints))[0]
-    if step is None:
+    found = exchange(checkpoints.best_of(run.checkpoints, best))[0]
+    if found is None:
         note(f"no checkpoint was kept for {best}: there is no {run.best_model}")
     elif has_time():
-        learner.load_hf(checkpoints.path_of(run.checkpoints, step) / checkpoints.POLICY)
+        learner.load_hf(checkpoints.path_of(run.checkpoints, found[0]) / checkpoints.POLICY)
         export_hf(learner, origin, run.best_model)
     else:
-        note(f"no time is left to write {run.best_model}; {_way_out(run, step)}")
+        note(f"no time is left to write {run.best_model}; {_way_out(run, found[0])}")
 
 
 def _way_out(run: RunDir, step: int | None) -> str:

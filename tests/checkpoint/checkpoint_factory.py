@@ -18,7 +18,11 @@ KEY = "embedding.word_embeddings.weight"
 
 
 def save(
-    root: Path, step: int, change: Callable[[Path], object] = lambda folder: None, score: float | None = None
+    root: Path,
+    step: int,
+    change: Callable[[Path], object] = lambda folder: None,
+    score: float | None = None,
+    metric: str = "eval/accuracy",
 ) -> Path:
     partial = checkpoints.partial_of(root, step)
     (partial / "policy").mkdir(parents=True)
@@ -32,8 +36,8 @@ def save(
         for path in partial.rglob("*")
         if path.is_file() and not path.is_symlink()
     }
-    about: dict[str, Any] = {} if score is None else {"best": ["eval/accuracy", score]}
-    about |= {"driver": {"position": 10 * step, "seen": {"samples": 9, "tokens": 99}, "best": None}, "files": files}
+    about: dict[str, Any] = {} if score is None else {"best": [metric, score]}
+    about |= {"driver": {"position": 10 * step, "seen": {"samples": 9, "tokens": 99}}, "files": files}
     return checkpoints.publish(partial, root, step=step, updates=2 * step, layout={"tp": 1}, **about).path
 
 

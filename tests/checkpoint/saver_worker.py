@@ -56,8 +56,14 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         found = next(checkpoints.whole_ones(root, said.append), None)
         return {"entries": sorted(os.listdir(root)), "whole": found and found.step}
 
-    save(2)
+    synced, fsync = list[int](), os.fsync
+    with patch("os.fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle))):
+        save(2)
+    everywhere = {inode for of_rank in exchange(synced) for inode in of_rank}
+    files = [path for path in (root / "step_2").rglob("*") if path.is_file()]
+    unsynced = [path.name for path in files if path.stat().st_ino not in everywhere]
     read = read_by_megatron(learner, root / "step_2" / "policy")
+    read["unsynced"] = unsynced
     read["modes"] = sorted({path.stat().st_mode for path in root.rglob("*") if path.is_file()})
     if not job["fills"]:
         return {"megatron": read, "disk": {}}

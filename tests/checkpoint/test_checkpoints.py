@@ -20,10 +20,12 @@ from megatron_rl.checkpoint.checkpoints import TornCheckpoint
 from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
+from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.runs.progress import SaveSchedule
 
 CONFIG = {
-    "run": {"steps": 4, "seed": 1},
+    "run": {"steps": 4, "seed": 1, "stop": {"eval/accuracy": 0.5}},
     "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
     "log": {"wandb": "none"},
 }
@@ -79,7 +81,7 @@ ODD = st.recursive(
 )
 PLACES: list[tuple[str, ...]] = [
     *((name,) for name in ("format", "time", "step", "updates", "layout", "driver", "files", "best")),
-    *(("driver", name) for name in ("position", "seen", "best")),
+    *(("driver", name) for name in ("position", "seen", "line")),
     *(("driver", "seen", "samples"), ("layout", "tp"), ("files", "policy/.metadata")),
 ]
 
@@ -107,7 +109,7 @@ def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple
         return
     assert (found.step, type(found.updates), type(found.driver.position)) == (4, int, int)
     assert found.best is None or type(found.best[1]) is float
-    assert checkpoints.prune(path.parent, keep_last=1, keep_every=0) == []
+    assert checkpoints.prune(path.parent, keep_last=1, keep_every=0, metric="eval/accuracy") == []
 
 
 @pytest.mark.fault("checkpoint.json names what is not in its folder, or is no file", "it is refused, and not read")
@@ -157,9 +159,24 @@ def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
 def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) -> None:
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None), (7, 0.3)):
         save(tmp_path, step, score=score)
-    removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4)
+    removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4, metric="eval/accuracy")
     assert checkpoints.steps(tmp_path) == [7, 6, 4, 2]  # 2: of the two best the first
     assert sorted(removed) == [1, 3, 5]
+
+
+def test_the_best_by_another_metric_is_another_one(tmp_path: Path) -> None:
+    """checkpoint.best may change where a run goes on."""
+    save(tmp_path, 2, score=0.9)
+    section = CheckpointSection(every=9, best="eval/aime/accuracy")
+    evaluated = {section.best or "": 0.3}
+    assert SaveSchedule(section, checkpoints.read(tmp_path / "step_2")).due(3, {}, evaluated, False)
+    for step, score in ((3, 0.3), (4, 0.4), (5, 0.1)):
+        save(tmp_path, step, score=score, metric=section.best or "")
+    schedule = SaveSchedule(section, checkpoints.read(tmp_path / "step_5"))
+    assert not schedule.due(6, {}, evaluated, False)
+    checkpoints.prune(tmp_path, 1, 0, section.best)
+    assert checkpoints.steps(tmp_path) == [5, 4]
+    assert checkpoints.best_of(tmp_path, section.best) == (4, 0.4)
 
 
 def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:
@@ -215,6 +232,8 @@ def test_a_record_of_no_recipe_is_told(tmp_path: Path, content: bytes) -> None:
     ("key", "value", "refused"),
     [
         ("run.steps", 9, False),
+        ("run.stop", {"eval/accuracy": 0.9}, False),
+        ("run.stop", None, False),
         ("log.wandb", "offline", False),
         ("run.seed", 2, True),
         ("optim.lr", 0.2, True),

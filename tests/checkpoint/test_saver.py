@@ -37,6 +37,7 @@ def test_megatron_core_reads_a_checkpoint(results: dict[str, Any], name: str) ->
     read = results[name]["megatron"]
     assert read["wrong"] == []
     assert read["compared"] > 40  # weights, and three tensors of the optimizer for each
+    assert read["unsynced"] == [], "the older ones are removed after it: a machine may lose its power then"
     assert len(read["modes"]) == 1  # whoever may read one of its files may read all
 
 

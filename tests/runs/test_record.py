@@ -12,13 +12,15 @@ from helpers import program
 from run_factory import make_config, make_scored, make_yaml, quiet, start
 
 from megatron_rl.batch import collate
+from megatron_rl.config import ConfigError, load
+from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
 from megatron_rl.runs.metrics import UnknownMetricWarning
 from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
 from megatron_rl.runs.progress import Seen
 from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
-from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, open_run, read_status, redact
+from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, open_run, read_status
 from megatron_rl.runs.wandb_log import resolve_mode
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns
 
@@ -235,6 +237,9 @@ def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
     plain = {"max_prompt_tokens": 5, "prompt_key": "q", "tokens_per_microbatch": 1, "stop_token_id": 3}
     assert redact(plain) == plain
     assert redact({"sampler": {"vllm": {"api_key": "x"}}, "password": None})["sampler"]["vllm"]["api_key"] == "(hidden)"
+    with pytest.raises(ConfigError, match=r"environment\.variables") as refused:
+        load("recipes/tools.yaml", ["environment.settings={service: {api_key: sesame}}"])
+    assert "sesame" not in str(refused.value)
 
 
 def test_wandb_modes(tmp_path, monkeypatch):

@@ -62,6 +62,14 @@ def test_how_often_a_run_is_started(tmp_path: Path, ends: list, count: int, stat
     assert run.modes == [IfExists.refuse, *[IfExists.resume] * (starts - 1)]
 
 
+def test_a_resumed_run_has_come_as_far_as_it_had(tmp_path: Path) -> None:
+    run = Run(tmp_path, *[(5, "failed", 1)] * 4)
+    run.start(run.config)
+    run.config = replace(run.config, run=replace(run.config.run, if_exists=IfExists.resume))
+    assert run.go(9) == 1
+    assert len(run.modes) == 1 + 2
+
+
 def test_what_is_said_between_attempts(tmp_path: Path) -> None:
     run = Run(tmp_path, (3, "failed", 1), (3, "failed", 1), (3, "failed", 1))
     run.go(5)

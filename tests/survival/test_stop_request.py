@@ -21,7 +21,7 @@ from megatron_rl.processes.process import hold
 from megatron_rl.runs.run_dir import open_run
 from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.runs.timeline import PhaseClock
-from megatron_rl.survival.stop_request import ASKS, StepGivenUp, StopRequest, ask_driver
+from megatron_rl.survival.stop_request import ASKS, SAVE_LIMIT_S, StepGivenUp, StopRequest, ask_driver
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -144,6 +144,31 @@ def test_the_time_limit_of_a_job_counts(asked: StopRequest, tmp_path: Path, monk
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert "whose rest takes 2h46m, with 1h" in said(tmp_path / "run", "what stands")["said"]
+
+
+def test_a_late_save_has_its_time(asked: StopRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
+    asked.begin(3)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    said(tmp_path / "run", "is finished and saved first")
+    asked._asked_at -= 1000
+    asked._end = time.monotonic()
+    assert said(tmp_path / "run", "and the time is up")["limit_s"] > 1000 + SAVE_LIMIT_S
+
+
+def test_a_step_is_given_up_once(asked: StopRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
+    notes: list[str] = []
+    asked._note = notes.append
+    asked._clock.seconds = 600.0  # type: ignore[attr-defined]
+    asked.begin(3)
+    for number, words in ((signal.SIGUSR1, "is finished and saved first"), (signal.SIGTERM, "whose rest takes")):
+        os.kill(os.getpid(), number)
+        limit_s = said(tmp_path / "run", words)["limit_s"]
+    assert limit_s > SAVE_LIMIT_S
+    os.kill(os.getpid(), signal.SIGTERM)
+    said(tmp_path / "run", "is about to end")
+    assert len(notes) == 3
 
 
 # in a worker that has scored so many answers of the training set, or of the other one: USR1 to the run

@@ -19,7 +19,7 @@ from megatron_rl.processes.pulse import file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, read_status
-from megatron_rl.survival.trouble import MARGIN_S
+from megatron_rl.survival.trouble import MARGIN_S, Trouble
 from megatron_rl.survival.watch import NAME_S, UNSEEN_S, Guard, Watch
 
 PATIENCE_S = 600.0
@@ -319,6 +319,23 @@ def test_it_is_said_once_on_the_screen_in_the_log_and_in_the_status(
     said = capsys.readouterr().out
     assert (said.count("is stopped"), said.count("goes on after")) == (1, 1)
     assert (RunDir(run.folder).logs / "driver.log").read_text() == said
+
+
+def test_who_goes_on_and_who_does_not(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.folder / "logs" / "attempt_1").mkdir()
+    guard = Guard(run.watch)
+    told = []
+    for age_s, idle_s in ((33.0, 33.0), (36.0, 36.0), (39.0, 0.0), (42.0, 0.0)):
+        run.now += 3
+        run.pulse(0, age_s=age_s, idle_s=idle_s)
+        guard.look()
+        told.append(next((one.how for one in run.watch.troubles), None))
+    assert len(set(told)) > 1, "else this says nothing"
+    assert "after" not in capsys.readouterr().out.replace("longer than ever before", "")
+    far = Trouble("silent", "rank 5", 2**22 + 1, "node3", "update", 41.0, 5, blocks=True)
+    run.watch.look = lambda rank=None: ([], [far])  # type: ignore[method-assign]
+    guard.look()
+    assert "rank 5 (process 4194305) goes on after 41 s" in capsys.readouterr().out
 
 
 SHOWS = """

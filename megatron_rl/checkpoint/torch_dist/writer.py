@@ -100,8 +100,9 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
         if covered != tensor.size.numel():
             raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
     torch.save({}, folder / "common.pt")  # megatron-core wants one
-    with (folder / ".metadata").open("wb") as index:
+    with (folder / "common.pt").open("rb") as common, (folder / ".metadata").open("wb") as index:
         pickle.dump(metadata.Metadata(dict(tensors), storage_data=places), index)
         index.flush()
-        os.fsync(index.fileno())
+        for handle in (common.fileno(), index.fileno()):
+            os.fsync(handle)
     write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.checkpoint.checkpoints import sync_folder
+from megatron_rl.checkpoint.checkpoints import fsync
 from megatron_rl.files import remove, write_whole
 from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import PARITY
@@ -59,9 +59,9 @@ class Work:
         write_whole(self.path / PARITY, json.dumps(said, indent=1) + "\n")
         (self.path / JOURNAL).unlink()
         for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):
-            sync_folder(folder)
+            fsync(folder)
         self.path.rename(self.target)
-        sync_folder(self.target.parent)
+        fsync(self.target.parent)
 
 
 def partial_of(target: Path) -> Path:
