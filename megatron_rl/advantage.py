@@ -78,18 +78,20 @@ def session_advantages(
     return advantages_N[first_N].masked_fill(~kept_N, 0.0), kept_N
 
 
-def turn_advantages(batch: Batch, advantages_B: Tensor, config: AdvantageConfig, credit: Credit) -> Tensor | None:
+def turn_advantages(
+    batch: Batch, advantages_B: Tensor, keep_B: Tensor, config: AdvantageConfig, credit: Credit
+) -> Tensor | None:
     """Advantages [B, T] of turns that have earned different returns; None: each row's are all its own.
 
     A turn's return takes the place of its session's reward. The baseline stays the group's mean of whole sessions,
-    which no turn's choice moves, nor that of when to stop.
+    which no turn's choice moves, nor that of when to stop. `keep_B`: the rows that count in it.
     """
     if batch.credit_N is None or credit == Credit.outcome:
         return None
     if credit == Credit.environment:
         return batch.credit_BT
     assert batch.samples_B is not None
-    counted_B = torch.isfinite(batch.rewards_B) & batch.mask_BT.any(dim=1)
+    counted_B = torch.isfinite(batch.rewards_B) & keep_B
     stands_B = counted_B & (_first_rows(batch.groups_B, batch.samples_B, counted_B) == torch.arange(len(counted_B)))
     scale_B = _reward_scale(batch.rewards_B, batch.groups_B, stands_B, config)
     credit_BT = batch.matrix(batch.credit_N) * scale_B[:, None]

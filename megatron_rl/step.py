@@ -38,6 +38,7 @@ class Step:
         config, correction = self.config, self.correction
         seed = config.run.seed + self.version + 1
         chosen = self.anchor_BT, self.advantages_B, correction.mask_BT
+        compared = self.batch, self.advantages_B, correction.baseline_keep_B(config.correction)
         return Targets(
             batch=self.batch,
             anchor_logprobs_BT=self.anchor_BT,
@@ -47,7 +48,7 @@ class Step:
             mask_BT=correction.mask_BT,
             denominator_mask_BT=correction.denominator_mask_BT,
             selected_BT=select_by_covariance(*chosen, config.loss, seed),
-            advantages_BT=turn_advantages(self.batch, self.advantages_B, config.advantage, config.environment.credit),
+            advantages_BT=turn_advantages(*compared, config.advantage, config.environment.credit),
             staleness_BT=staleness(self.batch, config.correction, self.version),
         )
 

@@ -226,7 +226,10 @@ def learner_estimate(learner: Learner, driver: AnyDriver, reward: schema.RewardS
         return {}
     shared = learner.plane.share(driver.drawn_batch())
     prox_BT, drawn = learner.logprobs(shared), shared.whole
-    return {} if drawn is None else learner_reward(drawn.rewards_B, prox_BT, drawn.sampler_logprobs_BT, drawn.mask_BT)
+    if drawn is None:
+        return {}
+    sessions_B2 = None if drawn.samples_B is None else torch.stack((drawn.groups_B, drawn.samples_B), dim=1)
+    return learner_reward(drawn.rewards_B, prox_BT, drawn.sampler_logprobs_BT, drawn.mask_BT, sessions_B2)
 
 
 def minibatches(groups_B: torch.Tensor, count: int, seed: str) -> Iterator[torch.Tensor]:

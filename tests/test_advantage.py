@@ -17,7 +17,8 @@ from megatron_rl.advantage import (
     turn_advantages,
 )
 from megatron_rl.batch import Batch
-from megatron_rl.config.schema import Credit, Estimator
+from megatron_rl.config.schema import CorrectionConfig, Credit, Estimator, RejectRule, WeightConfig
+from megatron_rl.rollout_correction.correction import correct
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5, 2.5, 2.0, 9.0])
 GROUPS = torch.tensor([5, 5, 2, 5, 2, 2, 2, 8])
@@ -141,10 +142,13 @@ def session_batch(rewards: list[float], rows: list[int], credit: list[list[float
     )  # fmt: skip
 
 
+def kept(batch: Batch) -> torch.Tensor:
+    return torch.ones(len(batch), dtype=torch.bool)
+
+
 def of(batch: Batch, estimator: Estimator) -> torch.Tensor:
-    keep = torch.ones(len(batch), dtype=torch.bool)
     config = AdvantageConfig(estimator)
-    return session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, keep, config)[0]
+    return session_advantages(batch.rewards_B, batch.groups_B, batch.samples_B, kept(batch), config)[0]
 
 
 @pytest.mark.parametrize("estimator", list(Estimator))
@@ -161,9 +165,9 @@ def test_a_session_counts_once_in_its_groups_baseline(estimator, rewards, rows):
 def test_turns_that_earn_it_all_at_the_end_have_their_sessions_advantage(estimator, rewards):
     batch = session_batch(rewards, [2] * len(rewards), [[0.0] * 3] * len(rewards))
     advantages = of(batch, estimator)
-    found = turn_advantages(batch, advantages, AdvantageConfig(estimator), Credit.turns)
+    found = turn_advantages(batch, advantages, kept(batch), AdvantageConfig(estimator), Credit.turns)
     assert torch.equal(found, advantages[:, None].expand(-1, 3))
-    assert turn_advantages(batch, advantages, AdvantageConfig(estimator), Credit.outcome) is None
+    assert turn_advantages(batch, advantages, kept(batch), AdvantageConfig(estimator), Credit.outcome) is None
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.rloo, Estimator.dr_grpo, Estimator.maxrl])
@@ -172,9 +176,24 @@ def test_a_turns_return_takes_the_place_of_its_sessions_reward(estimator):
     rewards = [1.0, 2.0, 4.0, 3.0]
     batch = session_batch(rewards, [1] * 4, [[0.0, 1.0, 0.0], [0.0] * 3, [-1.0, 0.0, 0.0], [0.0] * 3])
     advantages = of(batch, estimator)
-    found = turn_advantages(batch, advantages, AdvantageConfig(estimator), Credit.turns)
+    found = turn_advantages(batch, advantages, kept(batch), AdvantageConfig(estimator), Credit.turns)
     assert found[2, 0] == pytest.approx(float(advantages[3]), abs=1e-5)  # 4 - 1
     assert found[0, 1] == pytest.approx(float(advantages[1]), abs=1e-5)  # 1 + 1
     alike = session_batch([1.0] * 4, [1] * 4, [[0.5] * 3] * 4)  # no spread: nothing to scale by
     if estimator == Estimator.grpo:
-        assert not turn_advantages(alike, of(alike, estimator), AdvantageConfig(estimator), Credit.turns).any()
+        given = alike, of(alike, estimator), kept(alike)
+        assert not turn_advantages(*given, AdvantageConfig(estimator), Credit.turns).any()
+
+
+@pytest.mark.parametrize("rebaseline", [True, False])
+def test_a_turn_is_scaled_as_its_group_whatever_rules_take(rebaseline):
+    batch = session_batch([0.0, 1.0, 1.0, 20.0], [1] * 4, [[0.5, 0.5, 0.5]] * 4)
+    d_BT = torch.zeros_like(batch.sampler_logprobs_BT)
+    d_BT[3] = 3.0
+    rule = RejectRule(level="sequence", stat="ratio", reduce="mean", high=1.5)
+    config = CorrectionConfig(weight=WeightConfig(level="none"), reject=[rule], rebaseline=rebaseline)
+    correction, advantages = correct(batch.sampler_logprobs_BT + d_BT, batch, config, AdvantageConfig())
+    keep = correction.baseline_keep_B(config)
+    found = turn_advantages(batch, advantages, keep, AdvantageConfig(), Credit.turns)
+    assert not correction.mask_BT[3].any()
+    torch.testing.assert_close(found[:3, 0] - advantages[:3], torch.full((3,), 0.5) / batch.rewards_B[keep].std())

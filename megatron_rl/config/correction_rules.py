@@ -90,6 +90,8 @@ def _check_clip_by_weight(found: Findings, correction: CorrectionConfig, loss: L
     if weight.level != Level.token or weight.high is None or correction.anchor == Anchor.sampler:
         way_out = "it makes up for what a cap takes from a token's weight; set correction.weight.level: token and high"
         found.add("loss.clip_by_weight", f"{way_out}, with an anchor that is not the sampler, or false")
+    elif weight.normalize:
+        found.add("loss.clip_by_weight", "correction.weight.normalize moves weights that no cap has touched; use false")
 
 
 def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
@@ -166,6 +168,7 @@ def check_correction(config: CorrectionConfig) -> list[str]:
     for place, rule in enumerate(config.reject):
         if not any(key.startswith(f"correction.reject[{place}]") for key in wrong):
             _check_rule(found, rule, f"correction.reject[{place}]")
+    _check_current(found, config)
     if config.step_power and config.weight.level == Level.none:
         found.add("correction.step_power", "correction.weight.level is none, so every weight is 1; use 0")
     if config.anchor != Anchor.prox:
@@ -196,6 +199,18 @@ def _check_aggregate(found: Findings, config: WeightConfig | LossConfig, path: s
         found.add(key, f"{path}.level: {config.level} has nothing to aggregate; leave it at product")
     elif aggregate == Aggregate.min and config.level != Level.prefix:
         found.add(key, f"only a prefix has a smallest ratio before it; use product, or {path}.level: prefix")
+
+
+def _check_current(found: Findings, config: CorrectionConfig) -> None:
+    """The loss sees what rules have left: of a row whose tokens were taken one by one not the whole ratio."""
+    weight = config.weight
+    if not weight.current or weight.level in (Level.none, Level.token):
+        return
+    whole = {Level.sequence, weight.level} - {Level.prefix}
+    for place, rule in enumerate(config.reject):
+        if rule.level not in whole and rule.stat != Stat.staleness:
+            way_out = f"it takes tokens out of a {weight.level} before correction.weight.current sees its ratio; use"
+            found.tell(f"correction.reject[{place}].level", rule.level, f"{way_out} {' or '.join(sorted(whole))}")
 
 
 def _check_when(found: Findings, weight: WeightConfig) -> None:

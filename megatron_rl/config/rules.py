@@ -245,8 +245,8 @@ def environment(
     if credit != schema.Credit.outcome:
         if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
             found.add("environment.credit", f"loss.name={loss.name} knows one advantage a row; use outcome")
-        if any(rule.when for rule in correction.reject):
-            found.add("environment.credit", "a rule of correction.reject looks at the row's; use outcome")
+        if correction.weight.when or any(rule.when for rule in correction.reject):
+            found.add("environment.credit", "a `when` of the correction looks at the row's advantage; use outcome")
     if environment.discount != 1.0 and credit != schema.Credit.turns:
         found.add("environment.discount", "it is of turns' rewards: use 1, or credit: turns")
     return found

@@ -28,7 +28,7 @@ from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import Share, SharedTargets
 from megatron_rl.learner.state import LearnerState
-from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
+from megatron_rl.loss.policy_loss import Totals, count_totals, over_trained, policy_loss, seen_tokens
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
 from megatron_rl.rollout_correction.weights import step_scale
@@ -91,7 +91,7 @@ class Learner(ForwardPasses):
             for metrics, _ in results if self.ranks.reports else ():
                 for name, value in metrics.items():
                     mine[name] = mine.get(name, 0.0) + float(value)
-            return self._step(about, targets, self.ranks.add_up(mine))
+            return self._step(about, targets, over_trained(self.ranks.add_up(mine)))
 
     def _about(self, targets: Targets | SharedTargets, rows: Tensor) -> About:
         """What every rank has to know of a minibatch; the driver's word where it alone has the rows."""

@@ -186,6 +186,14 @@ def _token_metrics(terms: Terms, clipped: dict[str, Tensor], totals: Totals, aga
     return found
 
 
+def over_trained(metrics: dict[str, float]) -> dict[str, float]:
+    """The batch's metrics, with means that are of the tokens that rules in the loss have left."""
+    trained = metrics.get("loss/trained_fraction") or 1.0
+    return metrics | {
+        name: metrics[name] / trained for name in ("loss/approx_kl", "loss/ratio_mean") if name in metrics
+    }
+
+
 def row_scale(inputs: LossInputs, reduction: Reduction, totals: Totals) -> Tensor:
     """What each row's sum of token losses is multiplied by; 0 where a row has no counted token."""
     counts_B = inputs.denominator_mask_BT.bool().sum(dim=1)
@@ -252,6 +260,7 @@ def _anchored_to_sampler(
     if not by_sampler:
         anchor_BT = _between(anchor_BT, current_BT, inputs.staleness_BT)
         found = _correct_now(inputs, anchor_BT, correction)
+        mismatch[MASKED_FRACTION].fill_(found.metrics[MASKED_FRACTION] * shares[MASKED_FRACTION])
     corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
     return corrected, mismatch
 

@@ -22,7 +22,7 @@ from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Stat, When
 from megatron_rl.config.shape import sound
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
-from megatron_rl.rollout_correction.metrics import PREFIX
+from megatron_rl.rollout_correction.metrics import PREFIX, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
 
@@ -43,10 +43,10 @@ class Correction:
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
         """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
 
-        With `rebaseline`, only rows that are trained on: neither the rejected ones, nor those whose mask
-        was empty before (truncated answers under reward.overlong_filter).
+        With `rebaseline`, neither those that rules have rejected, nor those whose mask was empty before (truncated
+        answers under reward.overlong_filter); whatever leaves after the baseline still counts.
         """
-        return filled(self.mask_BT) if config.rebaseline else torch.ones_like(self.rejected_B)
+        return filled(self.source.mask_BT) & ~self.rejected_B if config.rebaseline else torch.ones_like(self.rejected_B)
 
 
 def correct(
@@ -212,13 +212,14 @@ def _only_where(correction: Correction, advantages_B: Tensor, config: Correction
     """With `weight.when`, the other tokens weigh 1."""
     if config.weight.when is None:
         return correction
-    weights_BT = as_float(correction.mask_BT)
+    weights_BT, applied = as_float(correction.mask_BT), WeightSums()
     for rows in row_chunks(weights_BT):
         ratio, kept_BT = correction.source.ratio(rows, config), correction.mask_BT[rows]
         ratio.fix_weights_(weights_BT[rows], kept_BT)
         concerned = _concerned(config.weight.when, ratio, advantages_B[rows, None])
         weights_BT[rows] = correction.weights_BT[rows].where(concerned, weights_BT[rows])
-    return replace(correction, weights_BT=weights_BT)
+        applied.add(weights_BT[rows], as_float(kept_BT))
+    return replace(correction, weights_BT=weights_BT, metrics=correction.metrics | applied.of_weights(1.0))
 
 
 def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:

@@ -218,7 +218,7 @@ class WeightSums:
         self.before_rows += float((before_B1 > 0).sum())
         self.touched_rows += float((kept_B1 < before_B1).sum())
 
-    def metrics(self, scale: float) -> dict[str, float]:
+    def of_weights(self, scale: float) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""
         n, mean = self.moments.n, self.token_mean
         found = {
@@ -227,9 +227,14 @@ class WeightSums:
             "rollout_is_min": scale * self.low if n else 0.0,
             "rollout_is_max": scale * self.high if n else 0.0,
             "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, self.square)),
+        }
+        return {PREFIX + name: value for name, value in found.items()}
+
+    def metrics(self, scale: float) -> dict[str, float]:
+        found = {
             "rollout_is_ratio_fraction_high": _ratio(self.above, self.units),
             "rollout_is_ratio_fraction_low": _ratio(self.below, self.units),
             "rollout_rs_masked_fraction": 1.0 - self.kept_tokens / self.before_tokens if self.before_tokens else 0.0,
             "rollout_rs_seq_masked_fraction": _ratio(self.touched_rows, self.before_rows),
         }
-        return {PREFIX + name: value for name, value in found.items()}
+        return self.of_weights(scale) | {PREFIX + name: value for name, value in found.items()}

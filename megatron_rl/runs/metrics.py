@@ -141,7 +141,7 @@ _group(
     ("total", "the loss whose gradient was taken"),
     ("policy", "its policy-gradient part; the cross entropy in a supervised warm start"),
     ("kl", "the KL to the reference policy, before its coefficient", "mean", "nats"),
-    ("entropy", "mean entropy of the policy at trained tokens", "mean", "nats"),
+    ("entropy", "mean entropy of the policy at the tokens that come to the loss", "mean", "nats"),
     ("clip_fraction_high", "fraction of tokens at which the upper clip is active"),
     ("clip_fraction_low", "fraction of tokens at which the lower clip is active"),
     ("dual_clip_fraction", "fraction of tokens at which the dual clip is active"),

@@ -167,16 +167,15 @@ def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) 
 def test_the_best_by_another_metric_is_another_one(tmp_path: Path) -> None:
     """checkpoint.best may change where a run goes on."""
     save(tmp_path, 2, score=0.9)
-    section = CheckpointSection(every=9, best="eval/aime/accuracy")
-    evaluated = {section.best or "": 0.3}
+    best, evaluated = "eval/aime/accuracy", {"eval/aime/accuracy": 0.3}
+    section = CheckpointSection(every=9, best=best)
     assert SaveSchedule(section, checkpoints.read(tmp_path / "step_2")).due(3, {}, evaluated, False)
     for step, score in ((3, 0.3), (4, 0.4), (5, 0.1)):
-        save(tmp_path, step, score=score, metric=section.best or "")
-    schedule = SaveSchedule(section, checkpoints.read(tmp_path / "step_5"))
-    assert not schedule.due(6, {}, evaluated, False)
-    checkpoints.prune(tmp_path, 1, 0, section.best)
+        save(tmp_path, step, score=[best, score])
+    assert not SaveSchedule(section, checkpoints.read(tmp_path / "step_5")).due(6, {}, evaluated, False)
+    checkpoints.prune(tmp_path, 1, 0, best)
     assert checkpoints.steps(tmp_path) == [5, 4]
-    assert checkpoints.best_of(tmp_path, section.best) == (4, 0.4)
+    assert checkpoints.best_of(tmp_path, best) == (4, 0.4)
 
 
 def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:

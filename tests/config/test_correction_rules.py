@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
     CorrectionConfig,
+    EnvironmentSection,
     LossConfig,
     RejectRule,
     RewardSection,
@@ -157,8 +158,7 @@ LOSSES = [
     ({"cov_low": 5.0, "cov_high": 5.0}, "cov_low is 5.0"),
     ({"dual_clip": 3.0, "name": "cispo"}, "dual_clip is 3.0"),
     ({"absolute": True, "name": "cispo", "clip_high": 0.0}, "clip_high is 0.0"),
-    ({"reduction": "token_mean", "name": "gspo"}, "reduction is token_mean"),
-    ({"reduction": "token_mean", "name": "gmpo"}, "reduction is token_mean"),
+    *(({"reduction": "token_mean", "name": name}, "reduction is token_mean") for name in ("gspo", "gmpo")),
     ({"name": "rollout_is", "clip_high": 0.0}, "clip_high is 0"),
     ({"name": "gspo", "level": "turn"}, "level is turn"),
     ({"level": "none"}, "level is none"),
@@ -182,15 +182,15 @@ def test_advantages() -> None:
 
 
 ALONE = RolloutSection(samples_per_prompt=1)
+SORTED, TURNS = sorted(GROUP_ESTIMATORS), EnvironmentSection(name="my.room:Game", credit="turns")  # type: ignore[arg-type]
 
 
 def estimated(name: str, **sections: object) -> Config:
     return Config(advantage=AdvantageConfig(name), **sections)  # type: ignore[arg-type]
 
 
-WARM_START = estimated(
-    "none", rollout=replace(ALONE, source=RolloutSource.dataset), loss=LossConfig(name="cross_entropy")
-)
+GIVEN = replace(ALONE, source=RolloutSource.dataset)
+WARM_START = estimated("none", rollout=GIVEN, loss=LossConfig(name="cross_entropy"))
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,8 @@ WARM_START = estimated(
         (estimated("maxrl", reward=RewardSection(wrong=-1.0)), "reward.wrong is -1.0: advantage.estimator: maxrl div"),
         (estimated("maxrl", reward=RewardSection(overlong_buffer=4)), "advantage.estimator is maxrl: it divides by"),
         (estimated("reinforce_pp", rollout=ALONE), "rollout.dynamic_sampling is true: a group of"),
-        *(
-            (estimated(name, rollout=ALONE), f"rollout.samples_per_prompt is 1: advantage.estimator: {name} compares")
-            for name in sorted(GROUP_ESTIMATORS)
-        ),
+        (Config(environment=TURNS, correction=weight(when="outward")), "environment.credit is turns: a `when` of the"),
+        *((estimated(name, rollout=ALONE), "rollout.samples_per_prompt is 1: advantage.est") for name in SORTED),
     ],
 )
 def test_sections_that_do_not_go_together(config: Config, said: str) -> None:

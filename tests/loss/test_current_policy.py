@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from test_loss import example
 
 from megatron_rl.config.correction_rules import check_objective
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossConfig, LossName, RejectRule, WeightConfig
-from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
+from megatron_rl.loss.policy_loss import LossInputs, count_totals, over_trained, policy_loss
 from megatron_rl.rollout_correction.correction import staleness
 
 RULE = RejectRule(level="token", stat="ratio", high=1.3)
@@ -74,8 +75,23 @@ def test_the_anchor_lies_between_sampler_and_policy(loss: LossConfig) -> None:
     parts = [policy_loss(half, loss, totals, BETWEEN) for half in halves]
     whole = policy_loss(inputs, loss, totals, BETWEEN)
     assert float(sum(part[0].detach() for part in parts)) == pytest.approx(float(whole[0].detach()))
-    for name in ("rollout_corr/kl", "loss/ratio_mean"):
+    names = ("rollout_corr/kl", "rollout_corr/rollout_rs_masked_fraction", "loss/ratio_mean")
+    for name in names:
         assert float(sum(part[1][name] for part in parts)) == pytest.approx(float(whole[1][name])), name
+
+
+def test_metrics_are_of_what_the_rules_in_the_loss_have_left() -> None:
+    """Of the ratio to the policy in between: fresh tokens are the sampler's, and none is rejected."""
+    rule = RejectRule(level="token", stat="ratio", low=0.9, high=1.1)
+    for age in (0.0, 1.0):
+        inputs = stale(3, age)
+        found = policy_loss(inputs, LossConfig(), None, replace(BETWEEN, reject=[rule]))[1]
+        rejected, trained = found["rollout_corr/rollout_rs_masked_fraction"], found["loss/trained_fraction"]
+        assert (rejected > 0) == (age > 0)
+        tokens, counted = int(inputs.mask_BT.sum()), int(inputs.denominator_mask_BT.sum())
+        assert float(rejected + trained) * counted == pytest.approx(tokens)
+    held = over_trained({"loss/trained_fraction": 0.5, "loss/ratio_mean": 0.5, "loss/total": 1.0})
+    assert held == {"loss/trained_fraction": 0.5, "loss/ratio_mean": 1.0, "loss/total": 1.0}
 
 
 def test_of_fresh_tokens_it_is_the_sampler_and_of_old_ones_the_policy() -> None:
@@ -106,35 +122,34 @@ def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:
     assert staleness(batch, BYPASS, 7) is None
 
 
+def weighed(**weight: Any) -> CorrectionConfig:
+    return CorrectionConfig(weight=WeightConfig(**weight))
+
+
+BY_WEIGHT, PREFIX = (
+    LossConfig(clip_by_weight=True),
+    LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1),
+)
+TOKENS = replace(weighed(level="turn", current=True), reject=[RULE])
 REFUSED = [
     (replace(BETWEEN, rebaseline=True), LossConfig(), "rebaseline is true: it needs the global batch"),
     (replace(BETWEEN, weight=WeightConfig(current=True)), LossConfig(), "weight.current is true: it needs the global"),
     (BETWEEN, LossConfig(name="kl_cov"), "loss.name is kl_cov: it selects tokens by the proximal logprobs"),
     (BETWEEN, LossConfig(name="vespo"), "loss.name is vespo: its ratio is pi over the sampler"),
+    (weighed(current=True, normalize=True), LossConfig(), "current is true: .*normalize is solved before the first"),
+    (weighed(level="none", current=True), LossConfig(), "current is true: correction.weight.level is none"),
     (
-        CorrectionConfig(weight=WeightConfig(current=True, normalize=True)),
+        TOKENS,
         LossConfig(),
-        "current is true: correction.weight.normalize is solved before the first update",
+        r"reject\[0\].level is token: it takes tokens out of a turn .* use sequence or turn",
     ),
-    (
-        CorrectionConfig(weight=WeightConfig(level="none", current=True)),
-        LossConfig(),
-        "current is true: correction.weight.level is none",
-    ),
-    (CorrectionConfig(weight=WeightConfig(target_by="mix")), LossConfig(), "target_by is mix: .*target_ess is null"),
-    (
-        CorrectionConfig(weight=WeightConfig(high=None)),
-        LossConfig(clip_by_weight=True),
-        "clip_by_weight is true: it makes up for what a cap takes",
-    ),
+    (weighed(target_by="mix"), LossConfig(), "target_by is mix: .*target_ess is null"),
+    (weighed(high=None), BY_WEIGHT, "clip_by_weight is true: it makes up for what a cap takes"),
+    (weighed(normalize=True), BY_WEIGHT, "clip_by_weight is true: .*normalize moves weights"),
     (CorrectionConfig(), LossConfig(name="dppo", clip_by_weight=True), "only ppo, gspo, cispo, .* have it"),
     (CorrectionConfig(), LossConfig(prefix_budget=0.1), "prefix_budget is 0.1: only dppo have it; leave it at null"),
     (CorrectionConfig(), LossConfig(name="dppo", late_weight=0.8), "late_weight is 0.8: it weighs what loss.prefix"),
-    (
-        CorrectionConfig(),
-        LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1),
-        "prefix_budget is 0.1: it is of distances in probability",
-    ),
+    (CorrectionConfig(), PREFIX, "prefix_budget is 0.1: it is of distances in probability"),
 ]
 
 

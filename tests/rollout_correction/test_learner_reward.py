@@ -23,6 +23,13 @@ def test_by_hand() -> None:
     assert found["reward/learner_estimate_stderr"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 3.5)
 
 
+def test_a_session_counts_once_however_many_rows_it_has() -> None:
+    d_NT = torch.tensor([[0.3, 0.0], [0.2, 0.2], [0.0, 0.1]])
+    rewards_N, mu_NT = torch.tensor([1.0, 1.0, 0.0]), torch.full((3, 2), -1.0)
+    found = learner_reward(rewards_N, mu_NT + d_NT, mu_NT, ONES, torch.tensor([[0, 0], [0, 0], [0, 1]]))
+    assert found["reward/learner_estimate"] == pytest.approx(math.exp(0.7) / (math.exp(0.7) + math.exp(0.1)))
+
+
 def test_the_learner_s_reward_is_recovered_within_its_error() -> None:
     """A sampler that avoids what the learner likes: its mean misleads, the estimate does not."""
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -105,6 +106,12 @@ def test_bias_and_variance_of_the_weights() -> None:
     assert corrected.metrics["rollout_corr/weight_bias"] == pytest.approx(mean - sum(rho_a) / 5, abs=1e-6)
     variance = sum(x * x for x in wa) / 5 - mean * mean
     assert corrected.metrics["rollout_corr/weight_variance"] == pytest.approx(variance / 5, abs=1e-6)
+    only = replace(config, weight=replace(config.weight, when="negative_advantage"))  # the first row weighs 1 then
+    applied = apply_conditional_rules(rollout_correction(*example(), only), advantages_B, only)
+    weights = applied.weights_BT[applied.mask_BT]
+    assert weights.mean() != corrected.weights_BT[corrected.mask_BT].mean()
+    assert applied.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(float(weights.mean()), abs=1e-6)
+    assert applied.metrics["rollout_corr/rollout_is_min"] == float(weights.min())
 
 
 def test_narrowing_brings_the_metrics_up_to_date() -> None:

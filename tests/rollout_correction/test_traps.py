@@ -196,8 +196,7 @@ def test_nothing_to_average_is_no_error_elsewhere() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        CorrectionConfig(weight=WeightConfig(normalize=True)),
-        CorrectionConfig(weight=WeightConfig(level="sequence", normalize=True)),
+        *(CorrectionConfig(weight=WeightConfig(level=level, normalize=True)) for level in ("token", "sequence")),
         CorrectionConfig(weight=WeightConfig(target_ess=0.8, high=None)),
         CorrectionConfig(reject=[RejectRule(level="token", stat="m2", budget=0.3)]),
         CorrectionConfig(reject=[RejectRule(stat="k1", reduce="mean", high=0.1, when="negative_advantage")]),
@@ -440,28 +439,10 @@ def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
 
 
 @pytest.mark.parametrize(
-    "weight",
-    [
-        WeightConfig(target_ess=1.0),
-        WeightConfig(target_ess=0.9, high=None),
-        WeightConfig(target_ess=0.9, high=1.0),
-        WeightConfig(target_ess=0.9, low=0.5),
-        WeightConfig(target_ess=0.9, low=1.0),
-        WeightConfig(low=0.0),
-    ],
-)
-def test_weights_at_the_edge_of_what_is_allowed(weight: WeightConfig) -> None:
-    assert check_correction(CorrectionConfig(weight=weight)) == []
-
-
-@pytest.mark.parametrize(
     "keys",
     [
-        {"dual_clip": 1.1},
-        {"cov_kl_coef": 0.0},
-        {"cov_kl_coef": 0.5},
-        {"cov_fraction": 1.0},
-        {"clip_low": 1.0},
+        *({name: one} for name, one in (("dual_clip", 1.1), ("cov_kl_coef", 0.0), ("cov_kl_coef", 0.5))),
+        *({name: 1.0} for name in ("cov_fraction", "clip_low")),
         {"clip_low": 0.0, "clip_high": 0.0, "kl_coef": 0.0},
         {"name": "cispo", "absolute": True, "clip_low": 2.0},
     ],
@@ -531,16 +512,12 @@ def test_a_sampler_logprob_per_row_or_position_is_no_matrix(shape: tuple[int, ..
             CorrectionConfig(weight=WeightConfig(level="sentence")),
             "correction.weight.level is sentence: use one of none",
         ),
-        (CorrectionConfig(weight=WeightConfig(aggregate="mean")), "correction.weight.aggregate is mean"),
-        (CorrectionConfig(weight=WeightConfig(outside="mask")), "correction.weight.outside is mask"),
         (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),
         (CorrectionConfig(anchor="rollout"), "correction.anchor is rollout"),
         (
             CorrectionConfig(reject=[RejectRule(level="row", stat="k1", high=1.0)]),
             r"correction.reject\[0\].level is row",
         ),
-        (CorrectionConfig(reject=[RejectRule(stat="k4", high=1.0)]), r"reject\[0\].stat is k4"),
-        (CorrectionConfig(reject=[RejectRule(stat="k1", reduce="median", high=1.0)]), "reduce is median"),
         (CorrectionConfig(reject=[RejectRule(stat="k1", reduce="sum", high=1.0, when="always")]), "when is always"),
     ],
 )

@@ -108,10 +108,8 @@ def test_the_defaults_are_loud_on_a_broken_run() -> None:
 @pytest.mark.parametrize(
     ("name", "said_of"),
     [
-        (
-            "collapsed",
-            [("half_of_best", 4), ("below_start", 8), ("no_spread", 11), ("truncated", 24)],
-        ),  # ten times the lr
+        # ten times the lr
+        ("collapsed", [("half_of_best", 4), ("below_start", 8), ("no_spread", 11), ("truncated", 24)]),
         ("clipped", [("clip_always", 5)]),  # ppo with gspo's clip
     ],
 )
