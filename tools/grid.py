@@ -168,7 +168,9 @@ def _words(axes: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[str]:
         if axis == "seeds":
             yield "axes.seeds: seeds are no axis; write `seeds:` beside `axes:`"
         for label, words in labels.items():
-            if not SET_NAME.fullmatch(str(label)):
+            if not isinstance(label, str):
+                yield f"axes.{axis}: the label {label!r} is no text; put it into quotes"
+            elif not SET_NAME.fullmatch(label):
                 yield f"axes.{axis}: the label {label!r} becomes part of a folder's name; use letters, digits, _ and -"
             for word in words:
                 key, equals, _ = str(word).partition("=")

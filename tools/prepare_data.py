@@ -257,17 +257,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--instruction", choices=INSTRUCTIONS, default="none", help="what is added to each question")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N rows and the counts, write nothing")
     parser.add_argument("--pass-rates", metavar="FILE", help="rows with prompt and pass_rate")
-    parser.add_argument("--keep-between", nargs=2, type=float, default=(0.2, 0.8), metavar=("LOW", "HIGH"))
+    parser.add_argument("--keep-between", nargs=2, type=float, metavar=("LOW", "HIGH"), help="of --pass-rates: 0.2 0.8")
     parser.add_argument("--count", type=int, default=1000, help="reasoning_gym: rows of each task")
     parser.add_argument("--seed", type=int, default=1, help="reasoning_gym: another seed, other rows")
     parser.add_argument("--options", default="{}", metavar="JSON", help="reasoning_gym: the task's own settings")
     options = parser.parse_args(arguments)
     if not options.show and options.output is None:
         parser.error("name the file to write with -o, or look with --show 3")
+    if options.keep_between and not options.pass_rates:
+        parser.error("--keep-between: of which rates? name their file with --pass-rates")
     try:
         prepared = Prepared(source(options), INSTRUCTIONS[options.instruction])
         if options.pass_rates:
-            prepared.rates, prepared.between = pass_rates(options.pass_rates), tuple(options.keep_between)
+            prepared.rates, prepared.between = pass_rates(options.pass_rates), tuple(options.keep_between or (0.2, 0.8))
         if options.show:
             rows = iter(prepared)
             for row in islice(rows, options.show):

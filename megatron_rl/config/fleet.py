@@ -55,9 +55,9 @@ def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) 
 
 
 def local_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
-    """Those that this machine has to run: servers that are given by address have machines of their own."""
+    """Those that machines of this kind have to run: servers that are given by address have machines of their own."""
     formats = replica_formats(sampler, quantization)
-    return formats[: sampler.fleet.replicas] if is_fleet(sampler) else formats
+    return formats[: sampler.fleet.replicas + sampler.fleet.servers] if is_fleet(sampler) else formats
 
 
 def distinct_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:

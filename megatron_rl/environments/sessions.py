@@ -241,7 +241,7 @@ def rollouts(
 
 
 def _branch(whole: Rollout, session: Session, row: Row, number: int, section: EnvironmentSection) -> Rollout:
-    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [0]
+    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [whole.policy_version]
     mixed = any(one != other for one, other in pairwise(row.versions))
     return replace(
         whole,

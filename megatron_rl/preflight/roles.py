@@ -76,6 +76,9 @@ def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) ->
     """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
     world, there = Layout.from_config(learner).world, machine.nodes * machine.gpus
     servers = sampler.fleet.servers * sampler.tensor_parallel
+    if there and servers and sampler.tensor_parallel > machine.gpus:
+        one = f"sampler.tensor_parallel: {sampler.tensor_parallel}, but a server has the GPUs of one node"
+        yield f"{one}, and a node has {machine.gpus}; lower it"
     if there and servers and world + servers > there:
         yield (
             f"sampler.fleet.servers: {sampler.fleet.servers} of {sampler.tensor_parallel} GPU(s) each beside {world} "

@@ -21,7 +21,7 @@ from typing import Any
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
-from megatron_rl.types import RIGHT, Verdict
+from megatron_rl.types import NEARLY_RIGHT, RIGHT, Verdict
 
 READS_LAST = {"math_dapo": math_dapo.TAIL}  # characters of a response, where a verifier looks at no others
 RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"  # of the environment: set by the command, for the ranks that it starts
@@ -66,7 +66,7 @@ class Rewards:
         if not applied:
             raise ValueError("no reward applies to this row")
         late = any(one.verdict == Verdict.timeout for _, one, _, _ in applied)
-        numbers = [("own", name, value) for _, one, _, _ in applied for name, value in one.details.items()]
+        numbers = [("own", name, value) for _, one, _, _ in applied[::-1] for name, value in one.details.items()]
         if len(self._parts) > 1:
             numbers += [("part", name, score) for name, _, score, _ in applied]
         details = {f"{family}/{name.replace('/', '_')}": value for family, name, value in numbers}
@@ -186,9 +186,9 @@ def read(result: Any) -> Judgement:
         raise TypeError(f"the reward is {result!r:.60}, expected a number, or a mapping with the number 'score'")
     if not math.isfinite(score):
         raise ValueError(f"the score is {score}")
-    right = bool(others["acc"]) if "acc" in others else score >= RIGHT  # verl's functions say so themselves
+    right = number(others["acc"]) if "acc" in others else score  # verl's functions say so themselves
     answer = others.get("pred")  # verl's functions call it so
-    verdict = Verdict.right if right else Verdict.wrong
+    verdict = Verdict.right if (right or 0.0) >= NEARLY_RIGHT else Verdict.wrong
     return Judgement(verdict, score, for_metrics(others), None if answer is None else str(answer))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import reasoning_gym
 
 from megatron_rl.rewards.task import Judgement, Task, verifier
-from megatron_rl.types import RIGHT, Verdict
+from megatron_rl.types import NEARLY_RIGHT, Verdict
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -31,7 +31,7 @@ def _judge(task: Task) -> Judgement:
         return Judgement(Verdict.no_answer)
     entry = {"question": task.row.get("question"), "answer": task.row.get(task.answer_key), "metadata": metadata}
     score = float(_scorer(metadata["source_dataset"])(answer, entry))
-    if score >= RIGHT:
+    if score >= NEARLY_RIGHT:
         return Judgement(Verdict.right, answer=answer)
     return Judgement(Verdict.wrong, score or None, answer=answer)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
+from megatron_rl.advantage import has_spread, overlong_penalty
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from megatron_rl.rewards.pool import RewardPool, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.rollout.session_rewards import session_metrics, session_score
 from megatron_rl.runs.timeline import Span
-from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
+from megatron_rl.types import NEARLY_RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
 MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
@@ -164,7 +164,8 @@ class Collector:
         lengths = [len(one.rollout.token_ids) for one in everything]
         counted = [[one.reward for one in group if self._counts(one)] for group in drawn]
         flat = [rewards for rewards in counted if not has_spread(rewards)]
-        solved = sum(bool(rewards) and min(rewards) >= RIGHT - SPREAD for rewards in flat)
+        spread = len(drawn) - len(flat) if self._config.samples_per_prompt > 1 else len(kept)
+        solved = sum(bool(rewards) and min(rewards) >= NEARLY_RIGHT for rewards in flat)
         return {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
@@ -176,7 +177,7 @@ class Collector:
             "rollout/n_trained": sum(map(len, chosen)),
             "rollout/prompt_tokens": sum(len(one.rollout.prompt.token_ids) for one in everything),
             "rollout/prompt_tokens_mean": fmean(len(one.rollout.prompt.token_ids) for one in everything),
-            "rollout/tokens": sum(lengths),
+            "rollout/tokens": sum(map(_sampled, everything)),
             "rollout/response_tokens_mean": fmean(lengths),
             "rollout/response_tokens_min": min(lengths),
             "rollout/response_tokens_max": max(lengths),
@@ -185,12 +186,17 @@ class Collector:
             "rollout/logprobs_missing": sum(int(np.isnan(one.rollout.logprobs).sum()) for one in everything),
             "rollout/gen_batches": rounds,
             "rollout/groups": len(drawn),
-            "rollout/groups_kept": len(kept),
-            "rollout/groups_kept_fraction": len(kept) / len(drawn),
+            "rollout/groups_kept": spread,
+            "rollout/groups_kept_fraction": spread / len(drawn),
             "rollout/groups_all_right": solved,
             "rollout/groups_all_wrong": sum(map(bool, flat)) - solved,
             **session_metrics([one.rollout.session for one in everything if one.rollout.session is not None]),
         }
+
+
+def _sampled(one: Scored) -> int:
+    session = one.rollout.session
+    return len(one.rollout.token_ids) if session is None else sum(turn.tokens for turn in session.turns)
 
 
 def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from megatron_rl.advantage import SPREAD
 from megatron_rl.rewards.pool import Score
-from megatron_rl.types import RIGHT, Session, SessionTurn, Verdict
+from megatron_rl.types import NEARLY_RIGHT, Session, SessionTurn, Verdict
 
 TURNS_SHOWN = 4  # turns that have numbers of their own
 
@@ -18,7 +17,7 @@ def session_score(session: Session) -> Score | None:
     if session.reward is None:
         return None
     details = {f"own/{name.replace('/', '_')}": value for name, value in session.numbers.items()}
-    return Score(session.reward, Verdict.right if session.reward >= RIGHT - SPREAD else Verdict.wrong, None, details)
+    return Score(session.reward, Verdict.right if session.reward >= NEARLY_RIGHT else Verdict.wrong, None, details)
 
 
 def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Log of a run at W&B, online or offline: metrics, samples, alarms, one W&B run however often resumed; comparisons take
 `WandbRun` alone. W&B is imported only where it is used, and gets no arguments, git or machine data."""
 
+import configparser
 import netrc
 import os
 import re
@@ -8,6 +9,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +41,15 @@ def has_key() -> bool:
         found = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    host = os.environ.get("WANDB_BASE_URL", HOST).removeprefix("https://").removeprefix("http://").rstrip("/")
-    return found.authenticators(host) is not None
+    return found.authenticators(_base_url().removeprefix("https://").removeprefix("http://").rstrip("/")) is not None
+
+
+def _base_url() -> str:
+    """W&B's server: of the environment, or as `wandb login --host` has written it down."""
+    settings = configparser.ConfigParser()
+    with suppress(configparser.Error):
+        settings.read(Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb") / "settings")
+    return os.environ.get("WANDB_BASE_URL") or str(settings.get("default", "base_url", fallback=HOST))
 
 
 def resolve_mode(asked: Wandb) -> Wandb:

@@ -78,18 +78,14 @@ def test_bases_merge_in_order(tmp_path: Path) -> None:
     ("override", "words"),
     [
         ("learner.tensor_paralel=2", ["learner.tensor_paralel", "learner.tensor_parallel"]),
-        ("lerner.tensor_parallel=2", ["lerner", "learner"]),
-        ("tensor_parallel=2", ["learner.tensor_parallel"]),
-        ("quantization.format=int9", ["quantization.format", "int9", "int8"]),
-        ("optim.lr=fast", ["optim.lr", "fast"]),
-        ("correction=tsi", ["correction", "tsi", "tis"]),
-        ("learner=5", ["learner", "5", "tensor_parallel"]),
-        ("steps", ["steps", "section.key=value"]),
+        ("lerner.tensor_parallel=2", ["lerner", "learner"]), ("tensor_parallel=2", ["learner.tensor_parallel"]),
+        ("quantization.format=int9", ["quantization.format", "int9", "int8"]), ("optim.lr=fast", ["optim.lr", "fast"]),
+        ("correction=tsi", ["correction", "tsi", "tis"]), ("learner=5", ["learner", "5", "tensor_parallel"]),
+        ("steps", ["steps", "section.key=value"]), ("correction.weight={low: 3, high: 2}", ["correction.weight"]),
         ("correction.reject=[{stta: ratio}]", ["correction.reject[0].stta", "stat"]),
-        ("correction.weight={low: 3, high: 2}", ["correction.weight"]),
         ("correction={anchor: sampler, weight: {level: token}}", ["correction"]),
     ],
-)
+)  # fmt: skip
 def test_mistakes_name_the_key_and_the_way_out(recipe: Path, override: str, words: list[str]) -> None:
     said = refusal(load, recipe, [override])
     assert all(word in said for word in words), said
@@ -345,14 +341,11 @@ def test_what_does_go_with_rollouts_ahead(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("base: 5\n", "base is 5"),
-        ("base: [5]\n", r"base is \[5\]"),
+        ("base: 5\n", "base is 5"), ("base: [5]\n", r"base is \[5\]"), ("- run\n", "expected keys such as"),
         ("run: {steps: 1}\nrun: {steps: 2}\n", "run is given twice.* line 2"),
-        ("run: !!int x\n", "not readable as YAML"),
-        ("- run\n", "expected keys such as"),
-        ("optim: {lr: [\n", r"bad\.yaml"),
+        ("run: !!int x\n", "not readable as YAML"), ("optim: {lr: [\n", r"bad\.yaml"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_recipe(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)

@@ -46,6 +46,7 @@ def test_formats_of_embedded_engines_and_fleets():
     mixed = config(replicas=2, addresses=[DISTANT], formats=[Format.fp8, Format.none, Format.fp8])
     assert of(mixed, distinct_formats) == (Format.none, Format.fp8)
     assert of(mixed, local_formats) == (Format.fp8, Format.none)
+    assert of(config(servers=1), local_formats) == (Format.int8,)  # on a node of this job
 
 
 @pytest.fixture(autouse=True)
@@ -123,15 +124,11 @@ def test_what_other_transports_ask_of_a_fleet(transport, fleet, words):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("node7:8000", "scheme"),
-        ("http://node7", "port is missing"),
-        ("http://[::1", "Invalid IPv6 URL"),
-        ("http://:8000", "host or port is missing"),
-        ("http://node7:80000", "range"),
-        ("http://node7:8000/v1", "behind the port"),
-        ("http://user:secret@node7:8000", "keys do not belong in an address"),
+        ("node7:8000", "scheme"), ("http://node7", "port is missing"), ("http://[::1", "Invalid IPv6 URL"),
+        ("http://:8000", "host or port is missing"), ("http://node7:80000", "range"),
+        ("http://node7:8000/v1", "behind the port"), ("http://user:secret@node7:8000", "keys do not belong"),
     ],
-)
+)  # fmt: skip
 def test_addresses_that_cannot_be_meant(address, words):
     (said,) = addresses(config(addresses=[address]).sampler)
     assert said.startswith("sampler.fleet.addresses")

@@ -75,8 +75,7 @@ def test_the_anchor_lies_between_sampler_and_policy(loss: LossConfig) -> None:
     parts = [policy_loss(half, loss, totals, BETWEEN) for half in halves]
     whole = policy_loss(inputs, loss, totals, BETWEEN)
     assert float(sum(part[0].detach() for part in parts)) == pytest.approx(float(whole[0].detach()))
-    names = ("rollout_corr/kl", "rollout_corr/rollout_rs_masked_fraction", "loss/ratio_mean")
-    for name in names:
+    for name in ("rollout_corr/kl", "rollout_corr/rollout_rs_masked_fraction", "loss/ratio_mean"):
         assert float(sum(part[1][name] for part in parts)) == pytest.approx(float(whole[1][name])), name
 
 

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import _gpu, detect, named
+from megatron_rl.preflight.roles import ranks
 from megatron_rl.processes import gpu_driver
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,12 @@ def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, nod
     fits = gpus >= max(learns + config.sampler.fleet.servers * config.sampler.tensor_parallel, machine.gpus)
     assert (about == []) == fits, about
     assert all(str(gpus) in line for line in about)
+
+
+def test_a_server_has_the_gpus_of_one_node() -> None:
+    wide = load("recipes/dapo-qwen3_8b-2n16g-int8.yaml", ["sampler.tensor_parallel=16", "sampler.fleet.servers=1"])
+    (said,) = ranks(named("3x8xH100-80"), wide.learner, wide.sampler)
+    assert "a server has the GPUs of one node, and a node has 8" in said
 
 
 def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from helpers import Command
 
 from megatron_rl import cli
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.rewards.functions import RECIPE_FOLDER, Rewards
+from megatron_rl.rewards.functions import RECIPE_FOLDER, Rewards, read
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Judgement, Task
 from megatron_rl.types import Verdict
@@ -74,6 +74,8 @@ def test_verl_s() -> None:
         "own/acc": 0.0, "own/length": 2.0, "own/seen": 1.0, "own/index": 7.0, "own/stopped": 1.0,
     }  # fmt: skip
     assert judged({"mine.py:verl_without_extras": 1.0}, "").score == 1.0
+    assert read({"score": 0.25, "acc": 0.25}).verdict == Verdict.wrong
+    assert read(sum([0.1] * 10)).verdict == Verdict.right, "though the sum is a little less than 1"
 
 
 @in_a_folder

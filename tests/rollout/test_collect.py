@@ -15,6 +15,7 @@ from megatron_rl.rollout.collect import (
     Collected,
     DatasetAnswers,
     RewardError,
+    _sampled,
     _task,
     _verdicts,
     sampling_params,
@@ -57,6 +58,8 @@ def test_a_missing_score_makes_no_spread() -> None:
     assert [one.text for one in found.scored] == list("ynnn")
     assert found.metrics["rollout/gen_batches"] == 2
     assert found.metrics["rollout/groups_all_wrong"] == 4  # the first, and three of the four that replaced it
+    every = collected(config(rollout={"dynamic_sampling": False}), "nnn?").metrics
+    assert (every["rollout/groups_kept"], every["rollout/groups_all_wrong"]) == (0, 1)
 
 
 @pytest.mark.parametrize(("rebaseline", "kept"), [(True, "ynnn"), (False, "yYNN")])
@@ -96,12 +99,13 @@ def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
 
 
 def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> None:
-    turns = [SessionTurn(finish_reason="length"), SessionTurn()]
+    turns = [SessionTurn(finish_reason="length", tokens=3), SessionTurn(tokens=2)]
     for end, expected in (("done", "stop"), ("length", "length")):
         session = Session(turns, rows=2, end=end, answer="42")
         cut = Rollout(Prompt(0, (1,), "", {}), 0, 0, (5,), (-1.0,), (True,), "length", 0, session=session)
         task = _task(cut, "4")
         assert (task.response, task.finish_reason) == ("42", expected)
+        assert _sampled(Scored(cut, 0.0)) == 5, "of both branches"
 
 
 def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:

@@ -249,6 +249,12 @@ def test_wandb_modes(tmp_path, monkeypatch):
     assert resolve_mode(Wandb.none) is Wandb.none
     with pytest.raises(ValueError, match=r"log\.wandb=online"):
         resolve_mode(Wandb.online)
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    (tmp_path / "none").write_text("machine wandb.corp.example login user password key\n")
+    assert resolve_mode(Wandb.auto) is Wandb.offline
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://wandb.corp.example\n")
+    assert resolve_mode(Wandb.auto) is Wandb.online
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert resolve_mode(Wandb.auto) is Wandb.online
 

@@ -68,6 +68,7 @@ def test_corrections_of_a_recipe_are_a_grid_of_one_axis():
         ({"axes": {}}, "axes: expected {axis: {label: [overrides]}}"),
         ({"axes": {"a": {"x": "b.c=1"}}}, "axes: expected {axis: {label: [overrides]}}"),
         ({"axes": {"a": {"x/y": []}}}, "axes.a: the label 'x/y' becomes part of a folder's name"),
+        ({"axes": {"a": {1: []}}}, "axes.a: the label 1 is no text; put it into quotes"),
         ({"axes": {"a": {"x": ["b.c"]}}}, "axes.a.x: 'b.c': an override is written section.key=value"),
         ({"axes": {"a": {"x": ["run.seed=3"]}}}, "axes.a.x: run.seed=3: the grid sets that key itself"),
         ({"base": "nowhere.yaml"}, "base: 'nowhere.yaml' is no recipe"),

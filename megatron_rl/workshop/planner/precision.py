@@ -1,6 +1,7 @@
 """`megatron-rl plan --precision`: seconds of a step by the sampler's format, and from where on low precision pays."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log
@@ -114,11 +115,16 @@ def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
             changed = replace(base.config, rollout=replace(rollout, **{key: value}))
             yield value * of_each, replace(base, config=changed)
 
-    wider = (replace(base, hf_config=_scaled(base, factor)) for factor in FACTORS)
+    def widened() -> Iterator[tuple[float, Case]]:
+        for factor in FACTORS:
+            with suppress(ValueError):  # no model may be that wide
+                wider = replace(base, hf_config=_scaled(base, factor))
+                yield parameters(wider.model.shape), wider
+
     mean = f"{base.assumed.response:.0%} of it the mean"
     yield f"answers of at most so many tokens ({mean})", _where(varied("max_response_tokens", 1), name, costs)
     yield "answers in a step", _where(varied("prompts_per_step", rollout.samples_per_prompt), name, costs)
-    yield f"parameters ({layers} layers)", _where(((parameters(one.model.shape), one) for one in wider), name, costs)
+    yield f"parameters ({layers} layers)", _where(widened(), name, costs)
 
 
 def _scaled(base: Case, factor: float) -> dict[str, Any]:
@@ -140,8 +146,7 @@ def _where(cases: Iterable[tuple[float, Case]], name: str, costs: Costs) -> str:
             points[size] = log(_step(costs, _with(case, name)) / _step(costs, plain)) + TINY
     if not points:
         return "not known: BF16 has no room"
-    sizes = sorted(points)
-    pays = {points[size] < 0 for size in sizes}
+    sizes, pays = sorted(points), {one < 0 for one in points.values()}
     if len(pays) == 1:
         return f"{'every' if pays == {True} else 'no'}where from {_short(sizes[0])} to {_short(sizes[-1])}"
     turns = []

@@ -32,7 +32,7 @@ def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -
         words = " ".join(overrides) if all(len(one.split()) == 1 for one in overrides) else "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
     script = "slurm/dapo_split.sbatch" if servers else alone
-    lines = [f"{given}sbatch {' '.join(options(config, made))} {script}"]
+    lines = [f"{given}sbatch {shlex.join(options(config, made))} {script}"]
     if seconds > LONGEST_JOB_S:
         lines.append(
             f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the script queues itself again"

@@ -126,9 +126,7 @@ def _resolved(mapping: Any) -> Any:
 def _plain(node: Any) -> Any:
     if isinstance(node, DictConfig):
         return {str(key): _plain_item(node, key) for key in node}
-    if isinstance(node, ListConfig):
-        return [_plain_item(node, place) for place in range(len(node))]
-    return node
+    return [_plain_item(node, place) for place in range(len(node))] if isinstance(node, ListConfig) else node
 
 
 def _plain_item(node: Any, key: Any) -> Any:

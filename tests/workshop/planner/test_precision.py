@@ -22,7 +22,7 @@ from megatron_rl.workshop.planner.fit import Costs, fitted, measured, seconds_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "precision.md"
-DAPO = str(ROOT / "recipes" / "dapo_fp8.yaml")
+DAPO, WIDE = (str(ROOT / "recipes" / f"{name}.yaml") for name in ("dapo_fp8", "dapo-qwen3_32b-1n8g-int8"))
 HOST = Machine(Device.cpu, "x86_64 CPU")
 PHASES = ("rollout", "prox", "update", "sync")
 # a machine that is slow at what formats differ in
@@ -108,6 +108,7 @@ def test_what_a_gpu_does_not_run_is_left_out(
     assert precision.NAMES.keys() - rows(capsys, DAPO, "--on", machine).keys() == without
     assert cli.main(["plan", DAPO, "--on", machine, "--precision"]) == 0
     assert all(f"left out  {name}: " in capsys.readouterr().out for name in sorted(without)[:1])
+    assert cli.main(["plan", WIDE, "--on", machine, "--precision"]) == 0, "no model is far wider"
 
 
 def test_a_break_even_is_where_a_step_takes_as_long(place: Path) -> None:
