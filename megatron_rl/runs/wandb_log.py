@@ -46,7 +46,7 @@ def has_key() -> bool:
 
 def _base_url() -> str:
     """W&B's server: of the environment, or as `wandb login --host` has written it down."""
-    settings = configparser.ConfigParser()
+    settings = configparser.ConfigParser(interpolation=None)
     with suppress(configparser.Error):
         settings.read(Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb") / "settings")
     return os.environ.get("WANDB_BASE_URL") or str(settings.get("default", "base_url", fallback=HOST))
