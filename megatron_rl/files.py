@@ -27,12 +27,20 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         if partial.is_file():
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
+            fsync(partial)
         partial.replace(path)
     except BaseException:
         remove(partial)
         raise
+
+
+def fsync(path: Path) -> None:
+    """A file's content, or a folder's names, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def remove(path: Path) -> None:

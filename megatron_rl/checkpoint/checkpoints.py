@@ -26,7 +26,7 @@ import xxhash
 from megatron_rl.checkpoint.torch_dist.index import read_index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, LARGEST_HEAD, is_plain, read_saved_head
 from megatron_rl.config import ConfigError
-from megatron_rl.files import read_json, remove, write_whole
+from megatron_rl.files import fsync, read_json, remove, write_whole
 from megatron_rl.models.weight_files import COMMON_FILE, stored_tensors
 
 MANIFEST = "checkpoint.json"
@@ -219,7 +219,7 @@ def forget_after(root: Path, step: int) -> None:
 def best_of(root: Path, metric: str | None) -> tuple[int, float] | None:
     """Step and value of the first checkpoint with the highest value of this metric."""
     found = []
-    for step in steps(root):
+    for step in steps(root) if metric else ():
         with suppress(TornCheckpoint):
             best = read(path_of(root, step)).best
             if best and best[0] == metric:
@@ -241,11 +241,3 @@ def _refuse_others(path: Path, name: str) -> None:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
-
-
-def fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
-from megatron_rl.files import remove
+from megatron_rl.files import fsync, remove
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.processes.threads import Pace, in_thread
@@ -241,7 +241,7 @@ def _write(partial: Path, rank: int, blocks: list[Block], small: _Small, pace: P
         paths.append(partial / SYNC)
         write_tensors(shared, paths[2])
     for path in paths[1:]:  # the first is
-        checkpoints.fsync(path)
+        fsync(path)
     files = {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths}
     return {"written": written, "files": files}
 

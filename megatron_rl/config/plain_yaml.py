@@ -13,7 +13,7 @@ PLAIN_FLOAT = re.compile(r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|I
 LARGEST_TEXT = 1 << 20
 MOST_NODES = 10_000  # what aliases repeat counts each time
 DEEPEST = 32
-# Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
+# Configuration is free of secrets by design; what it passes on (settings, keys of megatron-core, vLLM) might hold one
 SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
 
 

@@ -159,12 +159,11 @@ class Conversation:
         assert self._loaded.agent is not None
         self._agent = self._agent or self._loaded.agent(**self._settings)
         os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}  # where OpenAI's clients look for them
-        found, others = self._settled(self._agent(base_url, row)), dict[Any, Any]()
-        if isinstance(found, Mapping):
-            others = dict(found)
-            score = others.pop("score", None)
-            found = others.pop("reward", score)
-        return {"reward": None if found is None else finite(found), "numbers": for_metrics(others)}
+        found = self._settled(self._agent(base_url, row))
+        others = dict(found) if isinstance(found, Mapping) else {"reward": found}
+        score = others.pop("score", None)
+        reward = others.pop("reward", score)
+        return {"reward": None if reward is None else finite(reward), "numbers": for_metrics(others)}
 
     def _close(self) -> float | None:
         """The reward that the environment adds at the end."""

@@ -94,7 +94,7 @@ class SaveSchedule:
             return None
         self._saved_at = time.monotonic()
         self._best = value if better else self._best
-        about: dict[str, Any] = {"driver": {**kept}}
+        about: dict[str, Any] = {"driver": dict(kept)}
         if value is not None:
             about["best"] = [section.best, value]
         return about

@@ -195,8 +195,7 @@ def test_a_bad_value_is_refused_alone_and_in_words(tmp_path: Path, section: str,
     [
         (["quantization.format=fp8_block"], "with quantization.format=fp8_block: built for int8 and fp8 so far"),
         (["learner.tensor_parallel=2", "sampler.tensor_parallel=3"], "one has to divide the other"),
-        (["run.device=cuda"], "use bf16 with run.device=cuda"),
-        (["run.device=cuda", "quantization=fp8"], "use bf16 with run.device=cuda"),
+        *((["run.device=cuda", *more], "use bf16 with run.device=cuda") for more in ([], ["quantization=fp8"])),
         (["sampler.fleet.replicas=2", "sampler.fleet.formats=[int8, none]"], "the fleet has int8, none; use bf16"),
     ],
 )
@@ -210,7 +209,10 @@ def test_where_the_learner_cannot_compute_as_the_sampler(recipe: Path, overrides
     ("overrides", "said"),
     [
         (["lora.rank=0", "lora.alpha=4"], "learner.lora.alpha: nothing uses it while learner.lora.rank is 0"),
-        (["forward=as_sampler"], "learner.forward: as_sampler with learner.lora.rank=8: not built for adapters;"),
+        (
+            ["forward=as_sampler"],
+            "learner.forward: as_sampler with learner.lora.rank=8: not built for adapters; use bf16",
+        ),
         (["lora.targets=[]"], "learner.lora.targets: none, with learner.lora.rank=8; use [all-linear]"),
         (["lora.alpha=0"], "learner.lora.alpha: 0"),
     ],
@@ -288,8 +290,7 @@ def test_everything_wrong_is_said_at_once_and_nothing_else(tmp_path: Path) -> No
     ("override", "said"),
     [
         ("correction.weight.high=", "null for no value"),  # an unset variable of a shell
-        ("run.name=1.10", r"run\.name is 1\.1: "),
-        ("run.name=no", r"run\.name is false: "),
+        *((f"run.name={text}", rf"run\.name is {said}: ") for text, said in (("1.10", r"1\.1"), ("no", "false"))),
         ("correction.weight.high=0.5_5", "correction.weight.high is 0.5_5: one number"),
         ("correction.weight.high={", "not find|expected"),
         ("correction.reject[0].high=3", r"did you mean correction\.reject\?"),
@@ -356,12 +357,12 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ("correction", "preset: tis\n  weight: {high: null, low: 1e-4}"),
+        *(("correction", f"preset: tis\n  weight: {{{text}}}") for text in ("high: 4", "high: null, low: 1e-4")),
         ("correction", "preset: tis\n  weight: {high: 5., low: .5, normalize: yes}"),
         ("correction", "preset: seq_tis\n  weight: {target_ess: 1, high: null}"),
-        ("correction", "preset: icepop\n  weight: {high: null}\n  non_finite: raise"),
+        *(("correction", f"preset: icepop\n  {text}") for text in ("weight: {high: null}", "non_finite: raise")),
         ("correction", "preset: geo_mask\n  reject: []"),
-        ("correction", "reject: [{level: token, stat: ratio, low: 1E-4}, {level: token, stat: k1, high: 0}]"),
+        *(("correction", f"reject: [{{level: token, stat: {text}}}]") for text in ("ratio, low: 1E-4", "k1, high: 0")),
         ("correction", "reject: [{level: sequence, stat: k1, reduce: mean, high: 0.05, when: negative_advantage}]"),
         ("correction", "reject: [{level: sequence, stat: m2, reduce: mean, budget: 1e-3}]"),
         ("correction", "reject: [{level: token, stat: abs, budget: 1.02}]"),

@@ -116,9 +116,7 @@ BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), r
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"rebaseline": True}, "correction.rebaseline is true"),
-        ({"renormalize": True}, "correction.renormalize is true"),
-        ({"weigh_baseline": True}, "correction.weigh_baseline is true"),
+        *(({key: True}, f"correction.{key} is true") for key in ("rebaseline", "renormalize", "weigh_baseline")),
         ({"weight": WeightConfig(), "step_power": 0.5}, "correction.step_power is 0.5"),
         ({"weight": WeightConfig(normalize=True)}, "correction.weight.normalize is true"),
         ({"weight": WeightConfig(target_ess=0.9)}, "correction.weight.target_ess is 0.9"),
@@ -182,7 +180,8 @@ def test_advantages() -> None:
 
 
 ALONE = RolloutSection(samples_per_prompt=1)
-SORTED, TURNS = sorted(GROUP_ESTIMATORS), EnvironmentSection(name="my.room:Game", credit="turns")  # type: ignore[arg-type]
+COMPARES = "rollout.samples_per_prompt is 1: advantage.estimator: {} compares"
+TURNS = EnvironmentSection(name="my.room:Game", credit="turns")  # type: ignore[arg-type]
 
 
 def estimated(name: str, **sections: object) -> Config:
@@ -203,7 +202,7 @@ WARM_START = estimated("none", rollout=GIVEN, loss=LossConfig(name="cross_entrop
         (estimated("maxrl", reward=RewardSection(overlong_buffer=4)), "advantage.estimator is maxrl: it divides by"),
         (estimated("reinforce_pp", rollout=ALONE), "rollout.dynamic_sampling is true: a group of"),
         (Config(environment=TURNS, correction=weight(when="outward")), "environment.credit is turns: a `when` of the"),
-        *((estimated(name, rollout=ALONE), "rollout.samples_per_prompt is 1: advantage.est") for name in SORTED),
+        *((estimated(name, rollout=ALONE), COMPARES.format(name)) for name in sorted(GROUP_ESTIMATORS)),
     ],
 )
 def test_sections_that_do_not_go_together(config: Config, said: str) -> None:

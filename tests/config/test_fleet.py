@@ -126,7 +126,8 @@ def test_what_other_transports_ask_of_a_fleet(transport, fleet, words):
     [
         ("node7:8000", "scheme"), ("http://node7", "port is missing"), ("http://[::1", "Invalid IPv6 URL"),
         ("http://:8000", "host or port is missing"), ("http://node7:80000", "range"),
-        ("http://node7:8000/v1", "behind the port"), ("http://user:secret@node7:8000", "keys do not belong"),
+        ("http://node7:8000/v1", "behind the port"),
+        ("http://user:secret@node7:8000", "keys do not belong in an address"),
     ],
 )  # fmt: skip
 def test_addresses_that_cannot_be_meant(address, words):

@@ -125,23 +125,18 @@ def weighed(**weight: Any) -> CorrectionConfig:
     return CorrectionConfig(weight=WeightConfig(**weight))
 
 
-BY_WEIGHT, PREFIX = (
-    LossConfig(clip_by_weight=True),
-    LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1),
-)
+BY_WEIGHT, PLAIN = LossConfig(clip_by_weight=True), LossConfig()
+PREFIX = LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1)
+SOLVED = "current is true: correction.weight.normalize is solved before the first update"
 TOKENS = replace(weighed(level="turn", current=True), reject=[RULE])
 REFUSED = [
     (replace(BETWEEN, rebaseline=True), LossConfig(), "rebaseline is true: it needs the global batch"),
     (replace(BETWEEN, weight=WeightConfig(current=True)), LossConfig(), "weight.current is true: it needs the global"),
     (BETWEEN, LossConfig(name="kl_cov"), "loss.name is kl_cov: it selects tokens by the proximal logprobs"),
     (BETWEEN, LossConfig(name="vespo"), "loss.name is vespo: its ratio is pi over the sampler"),
-    (weighed(current=True, normalize=True), LossConfig(), "current is true: .*normalize is solved before the first"),
+    (weighed(current=True, normalize=True), PLAIN, SOLVED),
     (weighed(level="none", current=True), LossConfig(), "current is true: correction.weight.level is none"),
-    (
-        TOKENS,
-        LossConfig(),
-        r"reject\[0\].level is token: it takes tokens out of a turn .* use sequence or turn",
-    ),
+    (TOKENS, PLAIN, r"reject\[0\].level is token: it takes tokens out of a turn .* use sequence or turn"),
     (weighed(target_by="mix"), LossConfig(), "target_by is mix: .*target_ess is null"),
     (weighed(high=None), BY_WEIGHT, "clip_by_weight is true: it makes up for what a cap takes"),
     (weighed(normalize=True), BY_WEIGHT, "clip_by_weight is true: .*normalize moves weights"),

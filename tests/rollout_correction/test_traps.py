@@ -438,7 +438,10 @@ def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
     assert "rollout_corr/fresh/kl" not in mismatch_by_age(logprobs_BT, one, version=3)
 
 
-def test_losses_at_the_edge_of_what_is_allowed() -> None:
+def test_values_at_the_edge_of_what_is_allowed() -> None:
+    solved = ({"high": None}, {"high": 1.0}, {"low": 0.5}, {"low": 1.0})
+    for weight in ({"target_ess": 1.0}, {"low": 0.0}, *({"target_ess": 0.9} | one for one in solved)):
+        assert check_correction(CorrectionConfig(weight=WeightConfig(**weight))) == [], weight
     edges = ({"dual_clip": 1.1}, {"cov_kl_coef": 0.0}, {"cov_kl_coef": 0.5}, {"cov_fraction": 1.0}, {"clip_low": 1.0})
     zeros, above = {"clip_low": 0.0, "clip_high": 0.0, "kl_coef": 0.0}, {"absolute": True, "clip_low": 2.0}
     for keys in (*edges, zeros, {"name": "cispo", **above}):
@@ -499,19 +502,20 @@ def test_a_sampler_logprob_per_row_or_position_is_no_matrix(shape: tuple[int, ..
         rollout_correction(ZEROS_BT, torch.zeros(shape), MASK_BT, CorrectionConfig())
 
 
+ROW, SENTENCE = RejectRule(level="row", stat="k1", high=1.0), WeightConfig(level="sentence")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            CorrectionConfig(weight=WeightConfig(level="sentence")),
-            "correction.weight.level is sentence: use one of none",
-        ),
+        (CorrectionConfig(weight=SENTENCE), "correction.weight.level is sentence: use one of none"),
+        (CorrectionConfig(weight=WeightConfig(aggregate="mean")), "correction.weight.aggregate is mean"),
+        (CorrectionConfig(weight=WeightConfig(outside="mask")), "correction.weight.outside is mask"),
         (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),
         (CorrectionConfig(anchor="rollout"), "correction.anchor is rollout"),
-        (
-            CorrectionConfig(reject=[RejectRule(level="row", stat="k1", high=1.0)]),
-            r"correction.reject\[0\].level is row",
-        ),
+        (CorrectionConfig(reject=[ROW]), r"correction.reject\[0\].level is row"),
+        (CorrectionConfig(reject=[RejectRule(stat="k4", high=1.0)]), r"reject\[0\].stat is k4"),
+        (CorrectionConfig(reject=[RejectRule(stat="k1", reduce="median", high=1.0)]), "reduce is median"),
         (CorrectionConfig(reject=[RejectRule(stat="k1", reduce="sum", high=1.0, when="always")]), "when is always"),
     ],
 )

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_rl.checkpoint.torch_dist.index import Entry
-from megatron_rl.files import write_whole
+from megatron_rl.files import fsync, write_whole
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
 BACKEND = {
@@ -100,9 +100,8 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
         if covered != tensor.size.numel():
             raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
     torch.save({}, folder / "common.pt")  # megatron-core wants one
-    with (folder / "common.pt").open("rb") as common, (folder / ".metadata").open("wb") as index:
+    with (folder / ".metadata").open("wb") as index:
         pickle.dump(metadata.Metadata(dict(tensors), storage_data=places), index)
-        index.flush()
-        for handle in (common.fileno(), index.fileno()):
-            os.fsync(handle)
+    for name in ("common.pt", ".metadata"):
+        fsync(folder / name)
     write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

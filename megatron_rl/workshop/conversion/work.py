@@ -21,8 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_rl.checkpoint.checkpoints import fsync
-from megatron_rl.files import remove, write_whole
+from megatron_rl.files import fsync, remove, write_whole
 from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest, note
