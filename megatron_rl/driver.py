@@ -138,16 +138,11 @@ class Driver:
 
     def _open_sessions(self, tokenizer: FolderTokenizer) -> Sessions | None:
         """Who answers with whole conversations, where the recipe has an environment."""
-        config = self._config
-        if config.environment.name is None:
+        if self._config.environment.name is None:
             return None
-        from megatron_rl.environments.sessions import Sessions
+        from megatron_rl.environments.sessions import opened
 
-        patience_s = config.sampler.request_timeout_s
-        sessions = Sessions(config.environment, config.rollout, config.data, tokenizer, self.sampler, patience_s)
-        self._stack.callback(sessions.close)
-        sessions.start()
-        return sessions
+        return self._stack.enter_context(opened(self._config, tokenizer, self.sampler))
 
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config, scorer = self._config, self._scorer

@@ -144,6 +144,7 @@ async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
     except TemplateRefuses as error:
         raise Refused(400, str(error)) from None
+    policy.transcript.end = "done"  # whatever was refused before for its length
     completion, message, turns = answered.completion, answered.message, policy.transcript.turns
     calls, count = message.get("tool_calls", []), len(completion.token_ids)
     turns.extend([SessionTurn(finish_reason="abort")] * (answered.number + 1 - len(turns)))  # others are still asked

@@ -108,9 +108,9 @@ class Conversation:
         """The next turn. Raises what the template raises."""
         text = self._rendered(messages, tools, True)
         done = self._done
-        parent: Turn | None
-        if self.appends and done and len(messages) > len(done[-1].messages):
-            parent, added = done[-1], self._behind(done[-1], messages, tools)
+        parent = self._before(messages, done) if self.appends else None
+        if parent is not None:
+            added = self._behind(parent, messages, tools)
         else:
             parent, added = self._continued(text, done)
         turn = Turn(len(self.turns), tuple(messages), tools, text, parent, added)
@@ -144,6 +144,22 @@ class Conversation:
         for turn in self.turns:
             turn.trained = False
         return [_row(leaf) for leaf in self.leaves]
+
+    def _before(self, messages: Sequence[Message], done: Sequence[Turn]) -> Turn | None:
+        """The turn whose answer these go on behind: of several the longest, of those one that said what they have."""
+        found: list[Turn] = []
+        for one in sorted(done, key=lambda one: (len(one.messages), one.number), reverse=True):
+            n = len(one.messages)
+            if found and n < len(found[0].messages):
+                break
+            if n < len(messages) and messages[n]["role"] == "assistant" and one.messages == tuple(messages[:n]):
+                found.append(one)
+        if len(found) < 2:
+            return found[0] if found else None
+        said = messages[len(found[0].messages)].get("content") or ""
+        return next(
+            (one for one in found if one.sampled and said in self.tokenizer.decode_all(one.sampled.token_ids)), found[0]
+        )
 
     def _continued(self, text: str, done: Sequence[Turn]) -> tuple[Turn | None, list[int]]:
         """The parent of the turn of this text, and its own tokens: behind the longest text that it begins with, an

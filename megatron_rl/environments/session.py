@@ -11,17 +11,12 @@ from typing import Any, Protocol
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
-from megatron_rl.environments.kinds import TokenKinds
+from megatron_rl.environments.kinds import CALLS, TokenKinds
 from megatron_rl.environments.pool import EnvironmentFailed
 from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
 MOST_CALLS = 16  # of one answer; what is above is answered with an error
-# what a call begins with, where a parser that found none leaves it in the text
-MARKS = {
-    "hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>", "phi4_mini_json": "functools[",
-    "ernie45": "<tool_call>",
-}  # fmt: skip
 
 
 class Asks(Protocol):
@@ -208,12 +203,13 @@ class EnvironmentSession:
 
     async def called(self, answered: Answered) -> list[dict[str, Any]]:
         """Make the calls of an answer: the messages that answer them. Nothing: it has made none."""
-        message, mark = answered.message, MARKS.get(self._rules.parser or "")
+        message, content = answered.message, answered.message["content"]
         if not self._tools:
             return []
         if calls := message.get("tool_calls"):
             return [await self._called(place, call) for place, call in enumerate(calls)]
-        if mark and mark in message["content"] and answered.completion.finish_reason != "length":
+        begun = any(opening in content for opening, _ in CALLS.get(self._rules.parser or "", ()))
+        if begun and answered.completion.finish_reason != "length":  # a call, which the parser has left in the text
             self._policy.transcript.counts["calls_unread"] += 1
             return [{"role": "tool", "content": "error: the tool call could not be read"}]
         return []

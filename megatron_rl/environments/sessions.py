@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 
-from megatron_rl.config.schema import Credit, DataSection, EnvironmentSection, RolloutSection
+from megatron_rl.config.schema import Config, Credit, DataSection, EnvironmentSection, RolloutSection
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import AgentSession, Gateway
@@ -88,6 +88,15 @@ class Sessions:
                 self._loop.call(self._gateway.close())
         self.pool.close()  # first: all processes end at once, and nothing has to be waited for
         self._loop.stop()
+
+
+@contextmanager
+def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iterator[Sessions]:
+    """Sessions as a recipe wants them."""
+    patience_s = config.sampler.request_timeout_s
+    with closing(Sessions(config.environment, config.rollout, config.data, tokenizer, sampler, patience_s)) as sessions:
+        sessions.start()
+        yield sessions
 
 
 class SessionsAnswering:

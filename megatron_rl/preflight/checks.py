@@ -99,13 +99,13 @@ def check_served(model: schema.ModelSection) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_alone(config: schema.Config, weights: Path) -> list[str]:
+def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
     """A model stored in `weights` that answers without a run. Returns what is to be said, raises what is wrong."""
     facts, problems = _facts(config, None)
     if "shape" in facts:
         misfits = torch_dist_index.misfits if is_checkpoint(weights) else weight_files.misfits
         problems += misfits(weights, facts["shape"])
-    problems += findings(ALONE, facts)
+    problems += findings((*ALONE, *more), facts)
     problems += [each.error for each in files.absent_data(schema.DataSection(), facts["sets"])]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -192,9 +192,9 @@ def read(result: Any) -> Judgement:
     return Judgement(verdict, score, for_metrics(others), None if answer is None else str(answer))
 
 
-def for_metrics(values: Mapping[Any, Any]) -> dict[str, float]:
+def for_metrics(values: Mapping[Any, Any] | None) -> dict[str, float]:
     """The finite numbers among what a user's code reports, by name."""
-    numbers = ((str(name)[:LONGEST_NAME], number(value)) for name, value in values.items())
+    numbers = ((str(name)[:LONGEST_NAME], number(value)) for name, value in (values or {}).items())
     finite = ((name, one) for name, one in numbers if one is not None and math.isfinite(one))
     return dict(islice(finite, MOST_DETAILS))
 

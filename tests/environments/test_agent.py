@@ -105,6 +105,7 @@ def test_what_cannot_be_asked_is_refused_with_a_sentence(asked: Asked, case: str
     status, said = asked(body)
     assert (status, why in said["error"]["message"]) == (400, True), said
     assert asked(HELLO)[0] == 200
+    assert asked.policy.transcript.end == "done", "what was too long before has not ended it"
     assert len(asked.policy.transcript.conversation.rows()) == 1
 
 

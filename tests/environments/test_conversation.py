@@ -126,6 +126,18 @@ def test_the_stop_that_was_sampled_is_the_templates(
     assert tokenizer.decode_all(then.tokens).count("<|im_end|>") == 3
 
 
+def test_what_goes_on_with_no_answer_is_appended_to_none(tokenizers: dict[str, FolderTokenizer]) -> None:
+    conversation, tokenizer = Conversation(tokenizers["appends"], appends=True), tokenizers["appends"]
+    plan, judge = ([{"role": "user", "content": text}] for text in ("PLAN", "JUDGE"))
+    for messages, text in ((plan, "40"), (plan, "41"), (judge, "42")):
+        answer = {"role": "assistant", "content": text}
+        conversation.answered(conversation.request(messages), completion(tokenizer.encode(text)), answer)
+    said, more = {"role": "assistant", "content": "40"}, {"role": "user", "content": "No."}
+    asked = ([*plan, said, more], [{"role": "system", "content": "Be short."}, more, said, more], [*judge, more])
+    texts = [tokenizer.decode_all(conversation.request(messages).tokens) for messages in asked]
+    assert texts == [tokenizer.render(messages, {}, tools=(), opened=True) for messages in asked]
+
+
 def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokenizer]) -> None:
     conversation = Conversation(tokenizers["appends"])
     first = conversation.request([{"role": "user", "content": "Hm?"}])

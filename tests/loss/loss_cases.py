@@ -20,17 +20,10 @@ BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), r
 def inputs_of(pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any, advantages_B: Tensor) -> LossInputs:
     """`found` holds the weights and masks, as a Correction does; all rows answer one prompt."""
     return LossInputs(
-        logprobs_BT=pi_BT,
-        anchor_logprobs_BT=anchor_BT,
-        sampler_logprobs_BT=mu_BT,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
-        advantages_B=advantages_B,
-        weights_BT=found.weights_BT,
-        mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT,
-        prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
-    )
+        logprobs_BT=pi_BT, anchor_logprobs_BT=anchor_BT, sampler_logprobs_BT=mu_BT, ref_logprobs_BT=None,
+        entropy_BT=None, advantages_B=advantages_B, weights_BT=found.weights_BT, mask_BT=found.mask_BT,
+        denominator_mask_BT=found.denominator_mask_BT, prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
+    )  # fmt: skip
 
 
 def corrected(d: list[list[float]], mask: list[list[int]] | None = None, **config: Any) -> Correction:

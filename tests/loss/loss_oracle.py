@@ -238,15 +238,9 @@ def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: in
         for place, t in enumerate(places):
             selected = inputs.selected_BT is not None and bool(inputs.selected_BT[i, t])
             token = Token(
-                float(pi[i, t]),
-                float(anchor[i, t]),
-                float(inputs.advantages_B[i]),
-                float(inputs.weights_BT[i, t]),
-                selected,
-                row,
-                place,
-                float(inputs.sampler_logprobs_BT[i, t]),
-            )
+                float(pi[i, t]), float(anchor[i, t]), float(inputs.advantages_B[i]), float(inputs.weights_BT[i, t]),
+                selected, row, place, float(inputs.sampler_logprobs_BT[i, t]),
+            )  # fmt: skip
             value, slope = FORMULAS[str(config.name)](token, config)
             if config.kl_coef:
                 kl, kl_slope = kl_term(str(config.kl_estimator), token.pi - float(inputs.ref_logprobs_BT[i, t]))

@@ -74,18 +74,10 @@ def update(
     """Loss, gradient and metrics of a step whose rows come in two micro-batches, and of its correction."""
     found, advantages_B = correct(anchor_BT, batch, correction, advantage)
     everything = replace(
-        example(),
-        logprobs_BT=pi_BT,
-        anchor_logprobs_BT=anchor_BT,
-        sampler_logprobs_BT=batch.sampler_logprobs_BT,
-        advantages_B=advantages_B,
-        weights_BT=found.weights_BT,
-        mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT,
-        selected_BT=None,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
-    )
+        example(), logprobs_BT=pi_BT, anchor_logprobs_BT=anchor_BT, sampler_logprobs_BT=batch.sampler_logprobs_BT,
+        advantages_B=advantages_B, weights_BT=found.weights_BT, mask_BT=found.mask_BT,
+        denominator_mask_BT=found.denominator_mask_BT, selected_BT=None, ref_logprobs_BT=None, entropy_BT=None,
+    )  # fmt: skip
     totals = count_totals(found.denominator_mask_BT, batch.groups_B, pi_BT.shape[1], found.weights_BT)
     parts = [
         policy_loss(

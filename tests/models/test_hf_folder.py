@@ -14,16 +14,10 @@ from megatron_rl.models.hf_folder import INDEX, SINGLE, HfFolder, SafetensorsWri
 from megatron_rl.models.tensors import TensorSpec
 
 TENSORS = {
-    "b": torch.randn(3, 4).bfloat16(),
-    "a": torch.randn(5),
-    "c.x": torch.ones(2, 2, dtype=torch.int8),
-    "é": torch.randn(7).bfloat16(),
-    "g": torch.arange(3),
-    "h": torch.arange(3, dtype=torch.int32),
-    "d": torch.randn(2).half(),
-    "i": torch.ones(3, dtype=torch.bool),
-    "f": torch.randn(4).to(torch.float8_e4m3fn),
-}
+    "b": torch.randn(3, 4).bfloat16(), "a": torch.randn(5), "c.x": torch.ones(2, 2, dtype=torch.int8),
+    "é": torch.randn(7).bfloat16(), "g": torch.arange(3), "h": torch.arange(3, dtype=torch.int32),
+    "d": torch.randn(2).half(), "i": torch.ones(3, dtype=torch.bool), "f": torch.randn(4).to(torch.float8_e4m3fn),
+}  # fmt: skip
 
 
 def test_the_librarys_own_bytes(tmp_path: Path) -> None:

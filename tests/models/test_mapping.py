@@ -99,16 +99,10 @@ def test_wrong_shapes_are_named() -> None:
 
 
 LAYOUTS = [
-    Layout(),
-    Layout(pp=2),
-    Layout(pp=4),
-    Layout(pp=2, vp=2),
-    Layout(pp=4, vp=3),
-    Layout(pp=2, first_layers=5),
-    Layout(pp=2, last_layers=1),
-    Layout(pp=4, first_layers=2, last_layers=4),
+    Layout(), Layout(pp=2), Layout(pp=4), Layout(pp=2, vp=2), Layout(pp=4, vp=3), Layout(pp=2, first_layers=5),
+    Layout(pp=2, last_layers=1), Layout(pp=4, first_layers=2, last_layers=4),
     Layout(pp=4, vp=2, first_layers=2, last_layers=2),
-]
+]  # fmt: skip
 
 
 def test_layers_are_where_megatron_puts_them() -> None:

@@ -312,17 +312,7 @@ def test_presets_are_valid_and_run(path: Path) -> None:
 
 
 def test_presets_are_the_named_ones() -> None:
-    names = [
-        "adaptive",
-        "bypass",
-        "geo_mask",
-        "geo_mask_tis",
-        "icepop",
-        "interpolated",
-        "mixed",
-        "none",
-        "outlier_veto",
-    ]
-    names += ["prefix_tis", "seq_tis", "tis", "turn_tis"]
+    names = ["adaptive", "bypass", "geo_mask", "geo_mask_tis", "icepop", "interpolated", "mixed", "none"]
+    names += ["outlier_veto", "prefix_tis", "seq_tis", "tis", "turn_tis"]
     assert [path.stem for path in PRESETS] == names
     assert yaml_text(preset(PRESETS[names.index("tis")])) == yaml_text(CorrectionConfig())

@@ -53,16 +53,9 @@ class ThreadGroup:
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "model_type": family,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_size": 64,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "vocab_size": 101,
-        "tie_word_embeddings": False,
-    }
+        "model_type": family, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 101, "tie_word_embeddings": False,
+    }  # fmt: skip
     if family == "qwen3_moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     if family == "mixtral":

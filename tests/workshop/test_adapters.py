@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from megatron_rl.environments.environment import Loaded, load
 from megatron_rl.environments.worker import Conversation
-from megatron_rl.workshop.adapters import nemo_gym, numbers_of, opening
+from megatron_rl.workshop.adapters import nemo_gym, opening
 
 ADAPTERS = "megatron_rl.workshop.adapters"
 HERE = "adapted_parts"  # this module's objects, as a recipe names them
@@ -371,7 +371,6 @@ def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.Mon
     assert asyncio.run(run()) == [{"reward": 42.0, "n": 1.0}, {"reward": 7.0, "n": 1.0}]
 
 
-def test_openings_and_numbers() -> None:
+def test_openings() -> None:
     assert opening([{"role": "system", "content": "s"}], "go")[-1] == {"role": "user", "content": "go"}
     assert opening("p", None) == [{"role": "user", "content": "p"}]
-    assert numbers_of({"a": 1, "b": True, "c": "1", "d": None, "e": [1]}) == {"a": 1.0, "b": 1.0}

@@ -4,11 +4,9 @@ What is the user's own stands in `environment.settings`: `target: package.module
 docs/environments_adapters.md says what each was tried with.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.environments.environment import as_messages
-from megatron_rl.rewards.functions import number
 
 
 def opening(prompt: Any, said: Any, between: str = "\n\n") -> list[dict[str, Any]]:
@@ -22,9 +20,3 @@ def opening(prompt: Any, said: Any, between: str = "\n\n") -> list[dict[str, Any
         return [*messages, {"role": "user", "content": said}]
     text = f"{messages[-1]['content']}{between}{said}" if messages[-1]["content"] else said
     return [*messages[:-1], {**messages[-1], "content": text}]
-
-
-def numbers_of(found: Mapping[str, Any] | None) -> dict[str, float]:
-    """The numbers among what an environment reports."""
-    read = ((str(name), number(value)) for name, value in (found or {}).items())
-    return {name: one for name, one in read if one is not None}

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.environments.environment import Answer, Step
-from megatron_rl.rewards.functions import imported
-from megatron_rl.workshop.adapters import numbers_of, opening
+from megatron_rl.rewards.functions import for_metrics, imported
+from megatron_rl.workshop.adapters import opening
 
 
 class Environment:
@@ -37,7 +37,7 @@ class Environment:
         except ValueError as error:
             return Step(f"error: {error}", 0.0)
         observation, reward, terminated, truncated, info = self._environment.step(action)
-        numbers = numbers_of(info) | {"truncated": float(truncated)}
+        numbers = for_metrics(info) | {"truncated": float(truncated)}
         return Step(self._text(observation), float(reward), bool(terminated or truncated), numbers)
 
     def close(self) -> None:
@@ -72,9 +72,9 @@ class TextArena:
         if not done:
             done, said = self._turn()
         if not done:
-            return Step(said, numbers=numbers_of(info))
+            return Step(said, numbers=for_metrics(info))
         rewards, _ = self._environment.close()
-        return Step((), float((rewards or {}).get(0, 0.0)), True, numbers_of(info))
+        return Step((), float((rewards or {}).get(0, 0.0)), True, for_metrics(info))
 
     def _turn(self) -> tuple[bool, str]:
         """Whether the game has ended before it is the policy's turn, and what it sees then."""

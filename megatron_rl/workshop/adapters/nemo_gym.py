@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from megatron_rl.environments.environment import as_messages
-from megatron_rl.workshop.adapters import numbers_of
+from megatron_rl.rewards.functions import for_metrics
 
 URL, KEY = "policy_base_url", "policy_api_key"  # in the metadata
 LARGEST = 32 << 20
@@ -41,7 +41,7 @@ class Agent:
             if response.status >= 400:
                 raise RuntimeError(f"{self._url}/run: {response.status} {(await response.text())[:300]}")
             reply = await response.json()
-        return {**numbers_of(reply.get("reward_components")), "reward": float(reply["reward"])}
+        return {**for_metrics(reply.get("reward_components")), "reward": float(reply["reward"])}
 
 
 async def relayed(request: web.Request) -> web.Response:

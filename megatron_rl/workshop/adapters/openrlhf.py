@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.environments.environment import Answer, Step, as_messages
-from megatron_rl.rewards.functions import imported
-from megatron_rl.workshop.adapters import numbers_of
+from megatron_rl.rewards.functions import for_metrics, imported
 
 
 class Environment:
@@ -35,7 +34,7 @@ class Environment:
         found = await self._agent.step({**states, "sampling_params": None})
         said = found["environment_feedback"]
         self._seen += answer.text + said
-        numbers = numbers_of({"score": found.get("scores"), **(found.get("extra_logs") or {})})
+        numbers = for_metrics({"score": found.get("scores"), **(found.get("extra_logs") or {})})
         done = bool(found["done"])
         return Step(() if done else self._found(said), float(found["rewards"]), done, numbers)
 

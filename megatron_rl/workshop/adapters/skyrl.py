@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.environments.environment import Answer, Step, as_messages
-from megatron_rl.rewards.functions import imported
-from megatron_rl.workshop.adapters import numbers_of
+from megatron_rl.rewards.functions import for_metrics, imported
 
 
 class Environment:
@@ -41,9 +40,9 @@ class Environment:
         if inspect.isawaitable(found):
             found = await found
         done = bool(found["done"])
-        numbers = numbers_of(found.get("metadata"))
+        numbers = for_metrics(found.get("metadata"))
         if done:
-            numbers |= numbers_of(self._environment.get_metrics())
+            numbers |= for_metrics(self._environment.get_metrics())
         return Step(found["observations"], float(found["reward"]), done, numbers)
 
     def close(self) -> None:

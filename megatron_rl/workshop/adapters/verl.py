@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.environments.environment import Answer, Step
-from megatron_rl.rewards.functions import imported
-from megatron_rl.workshop.adapters import numbers_of
+from megatron_rl.rewards.functions import for_metrics, imported
 
 
 class Environment:
@@ -59,7 +58,7 @@ class Environment:
                 if name not in self._instances:
                     await tool.release(instance)
             self._rewards.append(float(reward or 0.0))
-            self._numbers |= numbers_of(metrics)
+            self._numbers |= for_metrics(metrics)
             if getattr(response, "image", None) or getattr(response, "video", None):
                 raise ValueError(f"{name} has answered with images: text alone is taken")
             return (response if isinstance(response, str) else response.text) or ""

@@ -31,9 +31,8 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "Face folder, or a recipe, for the model that it begins with",
     )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval.samples=8 data.template={}")
-    parser.add_argument(
-        "--format", choices=("bf16", "int8", "fp8", "fp8_block"), default="bf16", help="of the weights in the engine"
-    )
+    formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
+    parser.add_argument("--format", choices=formats, default="bf16", help="of the weights in the engine")
     parser.add_argument("--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a bare checkpoint")
 
 
@@ -103,12 +102,12 @@ def add(commands: Any) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     with opened(options) as (config, stored):
-        from megatron_rl.preflight.checks import check_alone
+        from megatron_rl.preflight.checks import check_alone, environment
         from megatron_rl.workshop.evaluation.measure import measure, with_sets
 
         config = with_sets(config, options.sets)
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
-        for line in check_alone(config, stored.base):
+        for line in check_alone(config, stored.base, environment):
             note(f"note: {line}")
         print(measure(config, stored, folder, note))
         print(f"pass rates, prompt by prompt: {folder}")
@@ -182,7 +181,7 @@ def _mismatch(options: argparse.Namespace) -> int:
 
 def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     """Whatever the command line leaves open is as the run had it."""
-    from megatron_rl.config.schema import Config
+    from megatron_rl.config.schema import Config, Router
     from megatron_rl.workshop.evaluation.stored_model import FORMATS
 
     recorded = recorded_config(run / "config.yaml") if run else Config()
@@ -193,6 +192,7 @@ def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     return [
         f"learner.forward={options.forward or recorded.learner.forward.value}",
         f"learner.precision={recorded.learner.precision.value}",
+        f"learner.router={'replay' if recorded.learner.router is Router.replay else 'own'}",
         f"model.head_precision={options.head or recorded.model.head_precision.value}",
     ]
 

@@ -104,11 +104,12 @@ def recommendation(comparison: Comparison) -> str:
         return f"No choice of {axis} holds everywhere. Beyond the noise of the seeds: {best}."
     if len(everywhere) == 1:
         return f"Take {everywhere[0]}: no other choice of {axis} is above it anywhere beyond the noise of the seeds."
-    fastest = min(everywhere, key=lambda label: _step_time(comparison, label))
-    return (
-        f"Take one of {_listed(everywhere)}: nothing is above them anywhere beyond the noise of the seeds. "
-        f"{fastest} has the shortest steps."
-    )
+    times = {cell.labels: cell.mean("step_s") or 0.0 for cell in comparison.cells}
+    timed = {tuple(place) for *place, _ in times if all(times.get((*place, label)) for label in everywhere)}
+    fastest = min(everywhere, key=lambda label: sum(times[*place, label] for place in timed))
+    shortest = f" {fastest} has the shortest steps." if timed else ""
+    best = f"Take one of {_listed(everywhere)}: nothing is above them anywhere beyond the noise of the seeds."
+    return best + shortest
 
 
 def beside_reference(comparison: Comparison) -> Iterator[str]:
@@ -127,11 +128,6 @@ def beside_reference(comparison: Comparison) -> Iterator[str]:
 def said(comparison: Comparison) -> list[str]:
     """All of it, the recommendation first."""
     return [recommendation(comparison), *map(str, findings(comparison)), *beside_reference(comparison)]
-
-
-def _step_time(comparison: Comparison, label: str) -> float:
-    times = [cell.mean("step_s") for cell in comparison.cells if cell.labels[-1] == label]
-    return sum(time for time in times if time is not None)
 
 
 def _left_out(cells: Sequence[Cell]) -> str:

@@ -17,6 +17,7 @@ from megatron_rl.config.evaluation import HeldOut, held_out
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
+from megatron_rl.environments import sessions
 from megatron_rl.evaluation import Evaluator
 from megatron_rl.files import write_whole
 from megatron_rl.rewards.pool import RewardPool
@@ -65,9 +66,11 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
             opened.append((one, found, Scorer(one.reward, pool, tokenizer)))
         folder.mkdir(parents=True, exist_ok=True)
         sampler = stack.enter_context(served(config, stored, note, folder))
+        with_tools = config.environment.name is not None
+        answers = stack.enter_context(sessions.opened(config, tokenizer, sampler)) if with_tools else sampler
         rows, metrics = [], dict[str, float]()
         for one, found, scorer in opened:
-            evaluator = Evaluator(one, found.prompts, sampler, scorer)
+            evaluator = Evaluator(one, found.prompts, answers, scorer)
             groups = evaluator.in_parts(AT_ONCE * max_sequences(config.sampler), _progress(one, evaluator))
             metrics |= (own := evaluator.metrics(groups))
             lines = [json.dumps(pass_rate(group)) for group in groups]

@@ -49,7 +49,7 @@ def run_of(path: Path) -> Path | None:
     """The run that MODEL is, or lies in: runs/NAME/model, runs/NAME/checkpoints/step_N."""
     path = path.resolve()
     path = path.parent if path.name == checkpoints.POLICY else path
-    for place in (path, path.parent, path.parents[1]):
+    for place in (path, *path.parents[:2]):
         run = RunDir(place)
         if run.config.is_file() and (path in (place, run.model, run.best_model) or path.parent == run.checkpoints):
             return place
@@ -151,7 +151,7 @@ class StoredWeights:
         raise NotImplementedError("scales of an FP8 cache are measured by a learner")
 
 
-FORMATS = {"bf16": Format.none, "int8": Format.int8, "fp8": Format.fp8, "fp8_block": Format.fp8_block}
+FORMATS = {"bf16": Format.none} | {format.value: format for format in Format if format != Format.none}
 PROMPT_TOKENS, ANSWER_TOKENS = 2048, 8192  # of a model that comes from no run, where its context is long enough
 # what a run shares with other processes and machines, or measures in its learner
 ALONE = (

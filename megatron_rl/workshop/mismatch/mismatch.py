@@ -115,7 +115,7 @@ def recorded(wanted: Wanted, room: int) -> list[Rollout]:
         return []
     whole = [one.rollout for one in load_recorded(steps[-1][1]).scored]
     every = [rollout for rollout in whole if rollout.token_ids]
-    return [_cut(rollout, room) for rollout in every[:: max(1, len(every) // wanted.count)][: wanted.count]]
+    return [cut(rollout, room) for rollout in every[:: max(1, len(every) // wanted.count)][: wanted.count]]
 
 
 def prompts(config: Config, folder: Path, vocab: int, wanted: Wanted, room: int) -> list[Prompt]:
@@ -138,7 +138,7 @@ def answered(sampler: Sampler, prompts: Sequence[Prompt], room: int) -> list[Rol
     return sampler.generate(prompts, SamplingParams(1, left), seed=0, first_group=0, step=0)
 
 
-def _cut(rollout: Rollout, room: int) -> Rollout:
+def cut(rollout: Rollout, room: int) -> Rollout:
     prompt = _shortened(rollout.prompt, max(room // 2, room - len(rollout.token_ids)))
     length = min(len(rollout.token_ids), room - len(prompt.token_ids))
     ids, logprobs = rollout.token_ids[:length], rollout.logprobs[:length]
@@ -146,7 +146,9 @@ def _cut(rollout: Rollout, room: int) -> Rollout:
     if experts_SLK is not None:
         experts_SLK = experts_SLK[left_out:][: len(prompt.token_ids) + length - 1]
     rollout = replace(rollout, prompt=prompt, token_ids=ids, logprobs=logprobs, experts_SLK=experts_SLK)
-    return replace(rollout, loss_mask=written(length))
+    # the engine says what a token was worth among all, whatever top_k has kept
+    nothing: dict[str, Any] = dict.fromkeys(("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit"))
+    return replace(rollout, loss_mask=written(length), **nothing)
 
 
 def _shortened(prompt: Prompt, most: int) -> Prompt:

@@ -86,7 +86,7 @@ class RunData(Curves):
         """None without recorded steps that hold both logprobs."""
         nothing: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         parts = [part for _, path in self._recorded() for part in readable(path, _tokens_of, nothing, self.unreadable)]
-        if not parts:
+        if not any(len(columns[0]) for columns in parts):
             return None
         return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 

@@ -31,6 +31,8 @@ def _switches(values: Values, told: Accounts) -> None:
         values.pop("rollout.in_flight", None)
     if values.get("rollout.in_flight") != "continue":
         values.pop("rollout.in_flight_cache", None)
+    if values.get("=divided") is False and values.get("advantage.estimator") == "grpo":  # of other estimators none is
+        values["advantage.estimator"] = "dr_grpo"
     if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":
         values["advantage.estimator"] = "rloo"
     elif values.get("=leave_one_out"):
@@ -85,12 +87,20 @@ def _batch(values: Values, told: Accounts) -> None:
 
 
 def _schedule(values: Values, told: Accounts) -> None:
+    updates = int(number(values, "learner.n_minibatches", 1))  # of a step
+    for fact, key in (("updates", "run.steps"), ("eval_updates", "eval.every"), ("save_updates", "checkpoint.every")):
+        if count := number(values, f"={fact}", 0):
+            values[key] = max(1, round(count / updates))
     steps, lr = number(values, "run.steps"), number(values, "optim.lr")
+    if batches := number(values, "=warmup_batches", 0):
+        values["optim.warmup_steps"] = int(batches) * updates
+    if 0 < number(values, "optim.warmup_steps", 0) < 1:  # TRL's, of both meanings
+        values["=warmup_share"] = values.pop("optim.warmup_steps")
     if (share := number(values, "=warmup_share", 0)) and not values.get("optim.warmup_steps"):
         if steps is None:
             told.note("warmup", share=share)
         else:
-            values["optim.warmup_steps"] = round(share * steps)
+            values["optim.warmup_steps"] = round(share * steps * updates)
     if (share := number(values, "=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
         values["optim.min_lr"] = share * lr
     values["optim.warmup_steps"] = max(0, int(number(values, "optim.warmup_steps", 0)))

@@ -270,7 +270,7 @@ class Script:
         if words is None and (name.isdigit() or name in "@*"):
             words = []
         value = " ".join(map(str, words or ()))
-        absent = words is None or (not value and ":" in how)
+        absent = not words or (not value and ":" in how)
         if how[-1] == "?" or (how[-1] in "-=" and not absent):
             unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
             missing += [name] if words is None else unset

@@ -2,10 +2,10 @@
 
 A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `derived.py` makes keys of, after a =),
 `default` (theirs, where the file is silent), `words` (ours for each of their values), `instead` (for some of them),
-`part` (of a list), `spread` (a list over several keys), `when` or `unless` (another of their keys that has to be on or
-off), `former` (its names in other versions), or `why` there is no counterpart and the values (`fine`) for which that
-does not matter. `not_needed` lists, by reason, patterns of keys that change nothing of what is trained; `correction`
-names the settings of a correction, which a module per project reads.
+`part` (the first value of a list where names and values take turns), `spread` (a list over several keys), `when` or
+`unless` (another of their keys that has to be on or off), `former` (its names in other versions), or `why` there is no
+counterpart and the values (`fine`) for which that does not matter. `not_needed` lists, by reason, patterns of keys that
+change nothing of what is trained; `correction` names the settings of a correction, which a module per project reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class Row:
     def ours(self, value: Any) -> Any:
         """Our value for theirs; KeyError where there is none."""
         if self.part is not None:
-            value = value[self.part] if isinstance(value, list) else value
+            value = value[self.part :: 2] if isinstance(value, list) else value
         if isinstance(value, str) and value.lower() in ("true", "false") and self.words and value not in self.words:
             value = value.lower() == "true"
         if self.words is not None:

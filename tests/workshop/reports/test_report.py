@@ -1,20 +1,25 @@
 """The report: every section is there, nothing is fetched, several runs stand side by side."""
 
 import json
+import math
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from run_factory import make_config, make_run, make_yaml, quiet
 from summary_figure import calls, summary_svg
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.runs.record import Recorder
+from megatron_rl.runs.rollout_file import write_rollouts
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.types import Prompt, Rollout, Scored
 from megatron_rl.workshop.reports import charts, figures
 from megatron_rl.workshop.reports.after_run import finish, write_own_report
 from megatron_rl.workshop.reports.pages import LIBRARY
@@ -115,6 +120,15 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
     assert abs(by_name["rho"].sum() - 1) < 0.1
     assert figure.layout.shapes[0].x0 == 2.0
     assert figures.weight_bounds(load_run(runs[1])) == []
+
+
+def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "run")
+    none = Scored(Rollout(Prompt(0, (1,), "", {}), 0, 0, [5], [math.nan], [1], "stop", 0), reward=0.0)
+    for each in list((tmp_path / "run" / "rollouts").glob("step_*.parquet")):
+        write_rollouts(each, [none], prox_logprobs_BT=torch.zeros(1, 1))
+    run = load_run(tmp_path / "run")
+    assert (run.tokens, run.unreadable) == (None, [])
 
 
 def test_breakdowns_hold_every_recorded_token(runs):

@@ -49,7 +49,7 @@ DATA=(
     data.train_batch_size=512
     data.max_response_length=${length}
 )
-DATA+=(+algorithm.rollout_correction.rollout_is=token)
+DATA+=(+algorithm.rollout_correction.rollout_is=${1-token} actor_rollout_ref.actor.optim.lr_warmup_steps=10)
 python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
     "${DATA[@]}" \
     actor_rollout_ref.model.path="$MODEL_PATH" actor_rollout_ref.rollout.n=8 \
@@ -59,6 +59,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
     actor_rollout_ref.actor.megatron.param_offload=$offload \
     actor_rollout_ref.rollout.tensor_model_parallel_size=$tp \
     trainer.n_gpus_per_node=$gpus trainer.logger='["console","wandb"]' algorithm.use_kl_in_reward=True \
+    algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False \
     trainer.some_new_switch=3 "$@" 2>&1 | tee log.txt
 """
 SLIME = """
@@ -71,7 +72,7 @@ PERF_ARGS=(
 ray job submit --address=x -- python3 train.py --colocate ${MODEL_ARGS[@]} ${PERF_ARGS[@]} \\
    --hf-checkpoint /root/Qwen3-4B --prompt-data a.jsonl --input-key prompt --apply-chat-template --num-rollout 30 \\
    --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 128 --rollout-max-response-len 8192 \\
-   --eval-prompt-data aime aime.jsonl --advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4 \\
+   --eval-prompt-data aime aime.jsonl amc amc.jsonl --advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4 \\
    --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --use-unbiased-kl --lr 1e-6 --use-tis
 """
 OPENRLHF = """
@@ -120,7 +121,7 @@ cluster: {n_nodes: 1, n_gpus_per_node: 8}
 TRL = """
 from trl import GRPOConfig, GRPOTrainer
 args = GRPOConfig(output_dir="out", loss_type="dr_grpo", beta=0.04, num_generations=4, per_device_train_batch_size=8,
-    gradient_accumulation_steps=2, use_vllm=True, vllm_importance_sampling_mode="token_truncate", max_steps=100,
+    steps_per_generation=2, use_vllm=True, vllm_importance_sampling_mode="token_truncate", max_steps=100,
     warmup_ratio=0.1)
 GRPOTrainer(model="Qwen/Qwen3-0.6B", args=args, reward_funcs=accuracy_reward)
 """
@@ -145,7 +146,8 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         "learner.n_minibatches": 4, "learner.tensor_parallel": 4, "learner.pipeline_parallel": 2,
         "learner.data_parallel": 1, "sampler.engines": 2, "sampler.sleep": "discard", "loss.clip_low": 0.2,
         "loss.clip_high": 0.28, "loss.dual_clip": 3.0, "optim.megatron.weight_decay": 0.01, "log.wandb": "auto",
-        "correction.weight.level": "token", "rollout.dynamic_sampling": False}),
+        "correction.weight.level": "token", "rollout.dynamic_sampling": False, "optim.warmup_steps": 40,
+        "advantage.estimator": "rloo"}),
     "slime": ("run.sh", SLIME, {"model.sh": "MODEL_ARGS=(\n  --num-layers 36\n  --swiglu\n)"}, {
         "model.path": "/root/Qwen3-4B", "data.eval": "aime.jsonl", "data.prompt_key": "prompt", "data.template": {},
         "learner.n_minibatches": 2, "loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4,
@@ -169,7 +171,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "trl": ("run.py", TRL, {}, {
         "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "loss.reduction": "seq_mean_token_sum_norm",
         "loss.kl_coef": 0.04, "loss.kl_cap": 1e9, "optim.warmup_steps": 10, "optim.decay": "linear",
-        "model.preset": "Qwen3-0.6B", "learner.n_minibatches": 1}),
+        "model.preset": "Qwen3-0.6B", "learner.n_minibatches": 2, "run.steps": 50, "checkpoint.every": 250}),
     "prime_rl": ("rl.toml", PRIME, {}, {
         "rollout.prompts_per_step": 8, "rollout.ahead": 8, "loss.name": "dppo", "loss.kl_to": "sampler",
         "loss.kl_coef": 2e-3, "correction.anchor": "sampler", "rollout.max_response_tokens": 128}),
@@ -197,6 +199,7 @@ def test_a_recipe_of_each_project(project: str, tmp_path: Path, capsys: pytest.C
     assert cli.main(["translate", project, str(source), "-o", str(out)]) == 0
     assert "keys translated" in capsys.readouterr().out
     config, raw = load(out), yaml.safe_load(out.read_text())
+    assert ("evaluation on amc.jsonl" in out.read_text()) == (project == "slime"), "a set more is named"
     for key, value in CASES[project][3].items():
         found = raw.get("cluster") if key == "cluster" else raw["model"] if key == "model.preset" else at(config, key)
         assert found == value, key
