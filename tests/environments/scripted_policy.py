@@ -78,7 +78,7 @@ class Played:
         self.policy = ScriptedPolicy(self.tokenizer, says)
         context, response = settings.pop("context", 4096), settings.pop("response", 256)
         system = settings.pop("system", None)
-        given = {"tool_parser": "hermes", "tool_timeout_s": 2.0, "credit": Credit.outcome} | settings
+        given = {"tool_parser": "hermes", "tool_timeout_s": 60.0, "credit": Credit.outcome} | settings
         self.section = EnvironmentSection(name=name, **given)
         rollout = RolloutSection(max_response_tokens=response, max_context_tokens=context)
         data = DataSection(system_prompt=system)

@@ -68,8 +68,8 @@ def test_the_pages_commands_run_as_they_stand(tmp_path: Path) -> None:
     assert all(line["session/errors"] == 0 and line["session/turns_mean"] >= 1 for line in lines[1:])
     assert "turns, " in (place / "runs" / "mine" / "report.html").read_text()
     assert said["chat"]  # what a policy says that knows nothing
-    asked = f"class Arithmetic(Arithmetic):\n    def reset(self, row):\n        open({str(place / 'asked')!r}, 'a').close()"
-    (place / "calculator.py").write_text(f"{block(PAGE, 'python')}\n{asked}\n        return super().reset(row)\n")
+    noting = f"open({str(place / 'asked')!r}, 'a').close(); self.right = "
+    (place / "calculator.py").write_text(block(PAGE, "python").replace("self.right = ", noting))
     told = typed(place, "megatron-rl eval runs/mine --set data/tools/test.jsonl eval.sets.test.max_prompts=2")
     assert "test" in told
     assert (place / "asked").is_file(), "a set's prompts are sessions of the run's environment"

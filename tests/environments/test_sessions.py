@@ -85,8 +85,9 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
     def says(text: str, seed: int) -> str:
         return "42" if "<|im_start|>tool" in text else said
 
-    parser = "qwen3_coder" if "Coder" in mistake else "hermes"
-    with Played(tmp_path, says, response=2048, context=16384, tool_parser=parser) as played:
+    limit_s, parser = 2.0 if mistake == "it hangs" else 60.0, "qwen3_coder" if "Coder" in mistake else "hermes"
+    given: dict[str, Any] = {"response": 2048, "context": 16384, "tool_parser": parser, "tool_timeout_s": limit_s}
+    with Played(tmp_path, says, **given) as played:
         ((rollout,),) = played.play()
         assert told in played.text(rollout)
         assert rollout.session is not None
@@ -97,8 +98,8 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
 
 
 FAULTS = {
-    "reset raises": "no such task", "reset hangs": "not done within 2 s", "hangs": "not done within 2 s",
-    "hangs on": "no reply within 2 s: its process was killed", "swallows": "not done within 2 s", "dies": "died",
+    "reset raises": "no such task", "reset hangs": "not done within 3 s", "hangs": "not done within 3 s",
+    "hangs on": "no reply within 3 s: its process was killed", "swallows": "not done within 3 s", "dies": "died",
     "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
     "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
     "nan": "nan is no finite number",
@@ -118,11 +119,13 @@ def test_what_the_chat_template_does_not_take_ends_that_session_alone(tmp_path: 
     assert (well.session.end, well.session.reward) == ("done", 1.0)
 
 
-def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_path: Path) -> None:
-    with Played(tmp_path, counting) as played:
-        rows: list[dict[str, Any]] = [{"how": how} for how in FAULTS]
+@pytest.mark.parametrize("limit_s", [3.0, 60.0])
+def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_path: Path, limit_s: float) -> None:
+    hows = [how for how, said in FAULTS.items() if ("within 3 s" in said) == (limit_s == 3.0)]
+    with Played(tmp_path, counting, tool_timeout_s=limit_s) as played:
+        rows: list[dict[str, Any]] = [{"how": how} for how in hows]
         groups = played.play(*rows, {}, {"how": "dies once", "mark": str(tmp_path / "mark")})
-        for how, (rollout,) in zip(FAULTS, groups, strict=False):
+        for how, (rollout,) in zip(hows, groups, strict=False):
             assert rollout.session is not None
             assert FAULTS[how] in (rollout.session.error or ""), how
             assert rollout.session.counts["restarts"] == 1

@@ -100,13 +100,13 @@ def test_a_model_of_no_run_has_lengths_that_its_context_allows(model: Path) -> N
 
 
 def test_a_mismatch_is_looked_for_as_the_run_had_it(tmp_path: Path) -> None:
-    text = "{learner: {router: replay, precision: fp32}, quantization: {format: int4}, rollout: {top_k: 20}}"
+    text = "{learner: {router: replay, precision: fp32}, quantization: {format: int4}, sampler: {routed_experts: true}}"
     (tmp_path / "config.yaml").write_text(text)
     options = SimpleNamespace(format=None, forward=None, head=None)
     assert {"learner.router=replay", "learner.precision=fp32"} < {*_as_the_run(options, tmp_path)}
     assert options.format == "int4"
     rollout = Rollout(Prompt(0, (1, 2), "", {}), 0, 0, [3, 4], [-1, -1], [1, 1], "stop", 0, "", [3, 5, 4], [2, 1])
-    assert (cut(rollout, 3).token_ids.tolist(), cut(rollout, 3).kept_ids) == ([3], None), "among all, as the engine"
+    assert (cut(rollout, 2).token_ids.tolist(), cut(rollout, 2).kept_ids) == ([3], None), "among all, as the engine"
 
 
 def test_sets_are_named_by_file_name_or_preset() -> None:
@@ -133,7 +133,7 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
         (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
         (["chat", "nowhere", "-p", "1"], "nowhere: no such folder"),
         (["chat", "/root", "-p", "1"], "/root: neither a run"),
-        (["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"], "environment.name: json:Nobody"),
+        (["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"], "'json:Nobody' cannot be imported"),
         (["mismatch", "nowhere"], "nowhere: no such folder"),
         (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
         (["mismatch", "MODEL", "--format", "fp8_block", "--forward", "as_sampler"], "as_sampler with quantization.f"),
