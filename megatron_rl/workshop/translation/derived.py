@@ -31,7 +31,7 @@ def _switches(values: Values, told: Accounts) -> None:
         values.pop("rollout.in_flight", None)
     if values.get("rollout.in_flight") != "continue":
         values.pop("rollout.in_flight_cache", None)
-    if values.get("=divided") is False and values.get("advantage.estimator") == "grpo":  # of other estimators none is
+    if values.get("=divided") is False and values.get("advantage.estimator", "grpo") == "grpo":
         values["advantage.estimator"] = "dr_grpo"
     if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":
         values["advantage.estimator"] = "rloo"
@@ -92,7 +92,7 @@ def _schedule(values: Values, told: Accounts) -> None:
         if count := number(values, f"={fact}", 0):
             values[key] = max(1, round(count / updates))
     steps, lr = number(values, "run.steps"), number(values, "optim.lr")
-    if batches := number(values, "=warmup_batches", 0):
+    if (batches := number(values, "=warmup_batches", 0)) > 0:
         values["optim.warmup_steps"] = int(batches) * updates
     if 0 < number(values, "optim.warmup_steps", 0) < 1:  # TRL's, of both meanings
         values["=warmup_share"] = values.pop("optim.warmup_steps")

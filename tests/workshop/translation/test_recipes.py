@@ -67,7 +67,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/model.sh"
 PERF_ARGS=(
    --tensor-model-parallel-size 2
    # --micro-batch-size 1
-   --max-tokens-per-gpu 9216
+   --max-tokens-per-gpu 9216 --disable-grpo-std-normalization
 )
 ray job submit --address=x -- python3 train.py --colocate ${MODEL_ARGS[@]} ${PERF_ARGS[@]} \\
    --hf-checkpoint /root/Qwen3-4B --prompt-data a.jsonl --input-key prompt --apply-chat-template --num-rollout 30 \\
@@ -152,6 +152,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         "model.path": "/root/Qwen3-4B", "data.eval": "aime.jsonl", "data.prompt_key": "prompt", "data.template": {},
         "learner.n_minibatches": 2, "loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4,
         "loss.reduction": "seq_mean_token_mean", "loss.kl_cap": 1e9, "loss.kl_estimator": "k3", "run.steps": 30,
+        "advantage.estimator": "dr_grpo",
         "learner.tokens_per_microbatch": 10240, "learner.data_parallel": 4, "correction.weight.high": 2.0}),
     "openrlhf": ("run.sh", OPENRLHF, {}, {
         "model.path": "models/Llama-3-8b", "loss.clip_high": 0.27, "sampler.engines": 4, "learner.n_minibatches": 4,
