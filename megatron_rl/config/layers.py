@@ -73,12 +73,10 @@ def _with_cluster(layers: Sequence[Layer]) -> Iterator[Layer]:
     """The layers less their clusters' names; the last cluster that is named, below the file that names it, or below
     all of the command line.
     """
-    name = cluster_of(layers)
-    named = max((place for place, layer in enumerate(layers) if CLUSTER in layer.content), default=None)
-    if named is not None and layers[named].where == COMMAND_LINE:
-        named = next(place for place, layer in enumerate(layers) if layer.where == COMMAND_LINE)
-    for place, layer in enumerate(layers):
-        if name is not None and place == named:
+    naming = next((layer for layer in reversed(layers) if CLUSTER in layer.content), None)
+    for layer in layers:
+        if naming is not None and (layer is naming or layer.where == naming.where == COMMAND_LINE):
+            name, naming = naming.content[CLUSTER], None
             keys = {key: value for key, value in cluster(name).items() if key != MACHINE}
             yield Layer(f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", keys, is_cluster=True)
         yield Layer(layer.where, {key: value for key, value in layer.content.items() if key != CLUSTER})

@@ -86,8 +86,7 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
         return "42" if "<|im_start|>tool" in text else said
 
     limit_s, parser = 2.0 if mistake == "it hangs" else 60.0, "qwen3_coder" if "Coder" in mistake else "hermes"
-    given: dict[str, Any] = {"response": 2048, "context": 16384, "tool_parser": parser, "tool_timeout_s": limit_s}
-    with Played(tmp_path, says, **given) as played:
+    with Played(tmp_path, says, response=2048, context=16384, tool_parser=parser, tool_timeout_s=limit_s) as played:
         ((rollout,),) = played.play()
         assert told in played.text(rollout)
         assert rollout.session is not None

@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from megatron_rl.environments.environment import Loaded, load
 from megatron_rl.environments.worker import Conversation
+from megatron_rl.rewards.functions import for_metrics
 from megatron_rl.workshop.adapters import nemo_gym, opening
 
 ADAPTERS = "megatron_rl.workshop.adapters"
@@ -371,6 +372,7 @@ def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.Mon
     assert asyncio.run(run()) == [{"reward": 42.0, "n": 1.0}, {"reward": 7.0, "n": 1.0}]
 
 
-def test_openings() -> None:
+def test_openings_and_numbers() -> None:
     assert opening([{"role": "system", "content": "s"}], "go")[-1] == {"role": "user", "content": "go"}
     assert opening("p", None) == [{"role": "user", "content": "p"}]
+    assert for_metrics({"a": 1, "b": True, "c": "1", "d": None, "e": [1]}) == {"a": 1.0, "b": 1.0}

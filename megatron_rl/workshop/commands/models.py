@@ -163,7 +163,7 @@ def _mismatch(options: argparse.Namespace) -> int:
         if getattr(options, name) < least:
             raise ConfigError(f"--{name}: {getattr(options, name)}, expected {least} or more")
     run = run_of(options.model)
-    with opened(options, *UNUSED, *_as_the_run(options, run)) as (config, stored):
+    with opened(options, *UNUSED, *as_the_run(options, run)) as (config, stored):
         from megatron_rl.preflight.checks import check_alone, check_watched
         from megatron_rl.rank import alone
 
@@ -179,7 +179,7 @@ def _mismatch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
+def as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     """Whatever the command line leaves open is as the run had it."""
     from megatron_rl.config.schema import Config, Router
     from megatron_rl.workshop.evaluation.stored_model import FORMATS

@@ -31,8 +31,8 @@ def _switches(values: Values, told: Accounts) -> None:
         values.pop("rollout.in_flight", None)
     if values.get("rollout.in_flight") != "continue":
         values.pop("rollout.in_flight_cache", None)
-    if values.get("=divided") is False and values.get("advantage.estimator", "grpo") == "grpo":
-        values["advantage.estimator"] = "dr_grpo"
+    if "=grpo_is" in values and values.get("advantage.estimator", "grpo") == "grpo":
+        values["advantage.estimator"] = values["=grpo_is"]
     if values.get("=leave_one_out") and values.get("advantage.estimator") == "dr_grpo":
         values["advantage.estimator"] = "rloo"
     elif values.get("=leave_one_out"):

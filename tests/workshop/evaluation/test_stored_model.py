@@ -19,7 +19,7 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.workshop.commands.models import _as_the_run
+from megatron_rl.workshop.commands.models import as_the_run
 from megatron_rl.workshop.evaluation.measure import with_sets
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights, find, run_of, settings
 from megatron_rl.workshop.mismatch.mismatch import cut
@@ -103,7 +103,7 @@ def test_a_mismatch_is_looked_for_as_the_run_had_it(tmp_path: Path) -> None:
     text = "{learner: {router: replay, precision: fp32}, quantization: {format: int4}, sampler: {routed_experts: true}}"
     (tmp_path / "config.yaml").write_text(text)
     options = SimpleNamespace(format=None, forward=None, head=None)
-    assert {"learner.router=replay", "learner.precision=fp32"} < {*_as_the_run(options, tmp_path)}
+    assert {"learner.router=replay", "learner.precision=fp32"} < {*as_the_run(options, tmp_path)}
     assert options.format == "int4"
     rollout = Rollout(Prompt(0, (1, 2), "", {}), 0, 0, [3, 4], [-1, -1], [1, 1], "stop", 0, "", [3, 5, 4], [2, 1])
     assert (cut(rollout, 2).token_ids.tolist(), cut(rollout, 2).kept_ids) == ([3], None), "among all, as the engine"

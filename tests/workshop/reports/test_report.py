@@ -1,7 +1,6 @@
 """The report: every section is there, nothing is fetched, several runs stand side by side."""
 
 import json
-import math
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -124,7 +123,7 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
 
 def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
-    none = Scored(Rollout(Prompt(0, (1,), "", {}), 0, 0, [5], [math.nan], [1], "stop", 0), reward=0.0)
+    none = Scored(Rollout(Prompt(0, (1,), "", {}), 0, 0, [5], [float("nan")], [1], "stop", 0), reward=0.0)
     for each in list((tmp_path / "run" / "rollouts").glob("step_*.parquet")):
         write_rollouts(each, [none], prox_logprobs_BT=torch.zeros(1, 1))
     run = load_run(tmp_path / "run")

@@ -120,9 +120,9 @@ cluster: {n_nodes: 1, n_gpus_per_node: 8}
 """
 TRL = """
 from trl import GRPOConfig, GRPOTrainer
-args = GRPOConfig(output_dir="out", loss_type="dr_grpo", beta=0.04, num_generations=4, per_device_train_batch_size=8,
-    steps_per_generation=2, use_vllm=True, vllm_importance_sampling_mode="token_truncate", max_steps=100,
-    warmup_ratio=0.1)
+args = GRPOConfig(output_dir="out", loss_type="dr_grpo", beta=0.04, num_generations=4, per_device_train_batch_size=4,
+    gradient_accumulation_steps=2, steps_per_generation=4, use_vllm=True, max_steps=100, warmup_ratio=0.1,
+    vllm_importance_sampling_mode="token_truncate")
 GRPOTrainer(model="Qwen/Qwen3-0.6B", args=args, reward_funcs=accuracy_reward)
 """
 PRIME = """
