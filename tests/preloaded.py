@@ -202,6 +202,7 @@ def parents() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="megatron-rl-tests-") as folder:
         for kind in MODULES:
             environment = dict(engine_environment() if kind == "vllm" else os.environ) | SHORT_SPIN
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking the driver would spoil GPUs for every fork
             environment["PYTHONPATH"] = os.pathsep.join([*helpers, os.environ.get("PYTHONPATH", "")])
             with socket.socket(socket.AF_UNIX) as door, Path(folder, f"{kind}.log").open("wb") as log:
                 door.bind(f"{folder}/{kind}")

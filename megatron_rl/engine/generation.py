@@ -145,6 +145,8 @@ class OpenSamples:
     def step(self) -> None:
         self.written += 1
         outputs = self._core.get_output()
+        if outputs.weight_version is None:  # a scheduler that works ahead has only begun a step
+            return
         version, done = int(outputs.weight_version), []
         for one in outputs.outputs:
             sample = self._open.get(one.request_id)

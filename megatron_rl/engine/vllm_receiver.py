@@ -10,8 +10,8 @@ What is promised differs by where the tensors wait:
 - in place (`sync.staged: false`): verified before the next request. The version before is gone once tensors move; an
   update that fails leaves the engine without a version, and it refuses to generate until one succeeds.
 
-vLLM imports this module in every worker through `worker_extension_cls`. Not yet run on a GPU; the checks run on any
-device and are tested with a real engine on hosts.
+vLLM imports this module in every worker through `worker_extension_cls`. Seen on one GPU (docs/gpu.md); the checks run
+on any device and are tested with a real engine on hosts.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API. Not yet run on a GPU.
+"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API. `nccl` not yet on GPUs.
 
 The only module that imports vLLM on a rank that learns, and only when such a transport is chosen. `Relay` stands
 between vLLM's trainer engine and the sampler, so that the announcement goes first and the seal last (see `wire`), and

@@ -110,5 +110,5 @@ def _summary(run: RunDir, seconds: float) -> str:
     return (
         f"\n{status} in {wall}. Accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
         f"Sampler against learner: mean k3 KL {kl:.4f} nats per token. Weight sync: {sync:.1%} of the time.\n"
-        f"The report, with curves: {run.report}"
+        f"The report, with curves: {run.report if run.report.exists() else 'not written; see above'}"
     )

@@ -2,12 +2,14 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from live_engine import Case, attempt, begin
 from tiny_engine import PROMPTS
 from transformers import AutoModelForCausalLM
+from vllm.config import VllmConfig
 
 from megatron_rl.engine.engine import Engine
 from megatron_rl.models.hf_folder import write_folder
@@ -73,6 +75,16 @@ def run_in_flight(case: Case) -> dict[str, Any]:
     found["refused"] = run_refused(case, engine)
     found["beside others"] = run_beside_others(engine)
     found["versions"] = case.version
+    engine.shutdown()
+    return found | {"ahead": run_ahead(case)}
+
+
+def run_ahead(case: Case) -> list[list[Answer]]:
+    """A scheduler that works ahead, as on GPUs: a step may only have been begun, and one is under way at an update."""
+    with mock.patch.object(VllmConfig, "max_concurrent_batches", 2):
+        engine = case.start("ahead")
+    case.update(engine, case.tensors(1))
+    found = [answers_to(engine, begin(engine, TOKENS)), update_between(case, engine, case.tensors(1), True)]
     engine.shutdown()
     return found
 

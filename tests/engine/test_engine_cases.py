@@ -173,7 +173,9 @@ def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
     """What the seeds have come to is kept; only the rounding of keys and values that are computed again differs."""
     case = found["in_flight"]
     alone = [(tokens, logprobs) for tokens, logprobs, _ in case["alone"]]
-    assert [(tokens, logprobs) for tokens, logprobs, _ in case["kept, same weights"]] == alone
+    for answers in (case["kept, same weights"], *case["ahead"]):
+        assert [(tokens, logprobs) for tokens, logprobs, _ in answers] == alone
+    assert all(len(spans) == 2 for _, _, spans in case["ahead"][1])
     rebuilt = [tokens for tokens, _, _ in case["rebuilt, same weights"]]
     assert sum(mine == tokens for mine, (tokens, _) in zip(rebuilt, alone, strict=True)) >= len(alone) - 2
     assert all(len(spans) == 2 for _, _, spans in case["rebuilt, same weights"])

@@ -53,14 +53,9 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
 
     def one(number: int, conversation: dict[str, Any]) -> Any:
         return generator.agent_loop(
-            conversation["prompt"],
-            "lines",
-            {"said": conversation["said"]},
-            script["most_tokens"],
-            script["most_tokens"],
-            sampling_params={"logprobs": 1},
-            trajectory_id=TrajectoryID(str(number), 0),
-        )
+            conversation["prompt"], "lines", {"said": conversation["said"]}, script["most_tokens"],
+            script["most_tokens"], sampling_params={"logprobs": 1}, trajectory_id=TrajectoryID(str(number), 0),
+        )  # fmt: skip
 
     return each(script, one, "prompt_ids response_ids loss_mask rollout_logprobs")
 

@@ -1,4 +1,5 @@
-"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Not yet run on a GPU.
+"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one
+H100 (docs/gpu.md), one test at a time: an engine measures the memory that others take and give back meanwhile.
 
 One process plays a learner of one rank (on the first GPU), the engine is the embedded one. Every transport must
 bring the same answers as files do.
@@ -65,10 +66,11 @@ class Weights:
 
     def draw(self, seed: int) -> None:
         drawn = {
-            name: ((1 + 0.02 * tensor if tensor.ndim == 1 else 0.08 * tensor).bfloat16().cuda())
+            name: (1 + 0.02 * tensor if tensor.ndim == 1 else 0.08 * tensor).bfloat16()
             for name, tensor in random_hf(self.model.shape, torch.float32, seed).items()
         }
-        self._parameters = local_parameters(drawn, self.model.shape, Layout(), Place())
+        parameters = local_parameters(drawn, self.model.shape, Layout(), Place())
+        self._parameters = {name: tensor.cuda() for name, tensor in parameters.items()}
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._parameters.items())

@@ -37,15 +37,11 @@ class Copies(TorchDispatchMode):
 
 def test_every_kind_of_tensor_comes_back() -> None:
     tensors = {
-        "bytes": torch.arange(5, dtype=torch.uint8),
-        "flags": torch.tensor([[True, False, True]]),
-        "none": torch.zeros(0, 3, dtype=torch.int64),
-        "numbers": torch.arange(7, dtype=torch.int64),
-        "one": torch.tensor(3.5),
-        "bf16": torch.randn(3, 3).bfloat16(),
-        "a view": torch.randn(4, 6)[:, 1:4],
+        "bytes": torch.arange(5, dtype=torch.uint8), "flags": torch.tensor([[True, False, True]]),
+        "none": torch.zeros(0, 3, dtype=torch.int64), "numbers": torch.arange(7, dtype=torch.int64),
+        "one": torch.tensor(3.5), "bf16": torch.randn(3, 3).bfloat16(), "a view": torch.randn(4, 6)[:, 1:4],
         "a column": torch.randn(4, 6).t()[2],
-    }
+    }  # fmt: skip
     held = buffer(tensors)
     found = views(held, tensors)
     assert list(found) == list(tensors)

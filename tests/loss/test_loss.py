@@ -263,14 +263,9 @@ def test_all_masked_is_zero_with_zero_gradients_and_a_counter(name: str, reducti
     poison_BT = torch.full_like(inputs.anchor_logprobs_BT, math.nan)
     logprobs_BT = poison_BT.clone().requires_grad_()
     inputs = replace(
-        inputs,
-        mask_BT=nothing_BT,
-        logprobs_BT=logprobs_BT,
-        anchor_logprobs_BT=poison_BT,
-        ref_logprobs_BT=poison_BT,
-        entropy_BT=poison_BT,
-        weights_BT=poison_BT,
-    )
+        inputs, mask_BT=nothing_BT, logprobs_BT=logprobs_BT, anchor_logprobs_BT=poison_BT, ref_logprobs_BT=poison_BT,
+        entropy_BT=poison_BT, weights_BT=poison_BT,
+    )  # fmt: skip
     elsewhere = count_totals(torch.ones(1, 2).bool(), torch.zeros(1), horizon=2)  # the tokens of other micro-batches
     for denominators_BT, totals in ((nothing_BT, None), (inputs.denominator_mask_BT, None), (nothing_BT, elsewhere)):
         loss, metrics = policy_loss(replace(inputs, denominator_mask_BT=denominators_BT), config, totals)
@@ -338,13 +333,9 @@ class TestAnchorSampler:
             mu_BT[0, 0] = fault
         before = rollout_correction(None, mu_BT, inputs.denominator_mask_BT, correction)
         return replace(
-            inputs,
-            sampler_logprobs_BT=mu_BT,
-            anchor_logprobs_BT=mu_BT,
-            mask_BT=before.mask_BT,
-            weights_BT=before.weights_BT,
-            denominator_mask_BT=before.denominator_mask_BT,
-        )
+            inputs, sampler_logprobs_BT=mu_BT, anchor_logprobs_BT=mu_BT, mask_BT=before.mask_BT,
+            weights_BT=before.weights_BT, denominator_mask_BT=before.denominator_mask_BT,
+        )  # fmt: skip
 
     @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo tv", "rollout_is"])
     def test_ratio_losses_use_the_sampler(self, name: str) -> None:

@@ -19,14 +19,9 @@ def exp(x: float) -> float:
 
 
 TOKEN_STATS = {
-    "ratio": exp,
-    "k1": lambda d: -d,
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: exp(d) - 1 - d,
-    "m2": lambda d: d * d,
-    "abs": lambda d: exp(abs(d)),
-    "excess": lambda d: abs(exp(d) - 1),
-}
+    "ratio": exp, "k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: exp(d) - 1 - d, "m2": lambda d: d * d,
+    "abs": lambda d: exp(abs(d)), "excess": lambda d: abs(exp(d) - 1),
+}  # fmt: skip
 
 
 def mean(xs: list[float]) -> float:

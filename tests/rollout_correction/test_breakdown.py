@@ -147,13 +147,9 @@ def test_several_batches_are_pooled_as_one() -> None:
 
     def cuts(rows: slice) -> list[Slice]:
         return breakdowns(
-            prox_BT[rows],
-            sampler_BT[rows],
-            mask_BT[rows],
-            finish_reasons=reasons[rows],
-            versions_BT=versions_B[rows, None].expand(-1, 40),
-            policy_version=12,
-        )
+            prox_BT[rows], sampler_BT[rows], mask_BT[rows], finish_reasons=reasons[rows],
+            versions_BT=versions_B[rows, None].expand(-1, 40), policy_version=12,
+        )  # fmt: skip
 
     whole, halves = cuts(slice(0, 8)), pooled([*cuts(slice(3, 8)), *cuts(slice(0, 3))])
     assert [(part.by, part.label) for part in halves] == [(part.by, part.label) for part in whole]

@@ -48,14 +48,10 @@ GROUPED = [
     WeightConfig(level="prefix", aggregate="min", high=None),
 ]
 STATS = {
-    "ratio": {"low": 0.8, "high": 1.15},
-    "k3": {"high": 0.08},
-    "excess": {"high": 0.2},
-    "prob": {"low": -0.05, "high": 0.05},
-    "tv": {"high": 0.05},
-    "binary_kl": {"high": 0.02},
+    "ratio": {"low": 0.8, "high": 1.15}, "k3": {"high": 0.08}, "excess": {"high": 0.2},
+    "prob": {"low": -0.05, "high": 0.05}, "tv": {"high": 0.05}, "binary_kl": {"high": 0.02},
     "binary_kl_max": {"high": 0.02},
-}
+}  # fmt: skip
 
 
 def turns_of(mask_BT: torch.Tensor, seed: int = 0) -> torch.Tensor:

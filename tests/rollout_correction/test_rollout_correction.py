@@ -43,20 +43,16 @@ def preset(path: Path) -> CorrectionConfig:
 
 
 WEIGHTS = {
-    "none": WeightConfig(level="none"),
-    "tis": WeightConfig(high=1.3),
-    "unbounded": WeightConfig(high=None),
-    "two-sided": WeightConfig(low=0.8, high=1.25),
-    "one-sided low": WeightConfig(low=0.9, high=None),
+    "none": WeightConfig(level="none"), "tis": WeightConfig(high=1.3), "unbounded": WeightConfig(high=None),
+    "two-sided": WeightConfig(low=0.8, high=1.25), "one-sided low": WeightConfig(low=0.9, high=None),
     "zero outside": WeightConfig(outside="zero", low=0.7, high=1.5),
     "zero above": WeightConfig(outside="zero", high=1.2),
     "zero below": WeightConfig(outside="zero", low=0.9, high=None),
-    "normalized": WeightConfig(high=1.5, normalize=True),
-    "product": WeightConfig(level="sequence", high=5.0),
+    "normalized": WeightConfig(high=1.5, normalize=True), "product": WeightConfig(level="sequence", high=5.0),
     "geometric": WeightConfig(level="sequence", aggregate="geometric", low=0.9, high=1.1),
     "product, zero outside": WeightConfig(level="sequence", outside="zero", low=0.5, high=2.0),
     "product normalized": WeightConfig(level="sequence", high=3.0, normalize=True),
-}
+}  # fmt: skip
 RULES = [
     RejectRule(level=level, stat=stat, reduce=reduce, **bounds)
     for stat, bounds in {

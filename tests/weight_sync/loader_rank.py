@@ -32,14 +32,10 @@ from megatron_rl.weight_sync.file_transport import write_version
 
 RANKS = 2
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
     "phi3": "Phi3ForCausalLM",
-}
+}  # fmt: skip
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 JOINED = {"qkv_proj": (2, 1, 1), "gate_up_proj": (1, 1)}  # rows of each kind: twice as many queries as keys
 PER_COLUMN = ("o_proj", "down_proj", "w2")  # cut along the inputs

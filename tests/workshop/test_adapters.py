@@ -111,12 +111,9 @@ class Instance:
         said = f"\n\nHuman: [{len(self.seen)}] No.\n</s>\n\nAssistant: "
         reward = torch.tensor([float(right)])
         return {
-            "rewards": reward,
-            "scores": reward,
-            "environment_feedback": said,
-            "done": right,
+            "rewards": reward, "scores": reward, "environment_feedback": said, "done": right,
             "extra_logs": {"n": reward},
-        }
+        }  # fmt: skip
 
 
 def test_openrlhf() -> None:

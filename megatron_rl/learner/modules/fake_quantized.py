@@ -2,7 +2,7 @@
 
 Weights are quantized as a sync quantizes them, inputs per token as vLLM's kernels do. INT8 and FP8 codes are exact in
 BF16; their products are summed in FP32, then scaled. Nothing is kept longer than a layer's turn: a second copy of all
-weights has no room beside an optimizer. Without gradients. Not yet run on a GPU.
+weights has no room beside an optimizer. Without gradients.
 
 M tokens, K input features held here, N output features held here, S slices of the inputs, each an engine rank's.
 """

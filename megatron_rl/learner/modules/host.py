@@ -6,6 +6,7 @@ random states; each is answered with the CPU's. Where CUDA exists `install` patc
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -168,6 +169,8 @@ def install() -> bool:
     """Make megatron-core importable and runnable; true where it runs on the host's CPU."""
     warnings.filterwarnings("ignore", message=_NOISE)
     if torch.cuda.is_available():
+        # imported, it makes a context on every GPU; megatron-core looks for it, for an inference of its own alone
+        sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
         return False
     host_products.install()
     _patch_torch()

@@ -91,7 +91,7 @@ def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None
 
 
 def fused_norm(linear: Any, input: Tensor) -> Tensor:
-    """The norm inside a kernel of Transformer Engine that reads it, computed once more. Not yet run on a GPU."""
+    """The norm inside a kernel of Transformer Engine that reads it, computed once more."""
     wide = input.float()
     scale = wide.square().mean(-1, keepdim=True).add_(linear.eps).rsqrt_()
     return wide.mul_(scale).mul_(linear.layer_norm_weight.float())

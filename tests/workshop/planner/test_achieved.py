@@ -11,13 +11,9 @@ from megatron_rl.preflight.roles import roles
 
 HOST = Machine(Device.cpu, "a host")
 LINE = {
-    "time/step": 4.0,
-    "time/update": 2.0,
-    "rollout/tokens": 8000,
-    "rollout/n_trained": 100,
-    "rollout/trained_tokens": 1500,
-    "rollout/response_tokens_mean": 5.0,
-}
+    "time/step": 4.0, "time/update": 2.0, "rollout/tokens": 8000, "rollout/n_trained": 100,
+    "rollout/trained_tokens": 1500, "rollout/response_tokens_mean": 5.0,
+}  # fmt: skip
 
 
 def achieved(tmp_path, machine: Machine) -> Achieved:

@@ -18,14 +18,9 @@ from megatron_rl.workshop.planner.suggest import suggestions
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "dapo_int8.yaml")
 # of ten models on 1, 8 and 32 GPUs each, those that say the most
 CASES = (
-    ("Qwen3-0.6B", "1x1xH100"),
-    ("Qwen3-8B", "1x1xH100"),
-    ("Qwen3-8B", "1x8xH100"),
-    ("Qwen2.5-7B", "1x8xH100"),
-    ("Llama-3.1-70B", "1x8xH100"),
-    ("Qwen3-30B-A3B", "4x8xH100"),
-    ("Llama-3.1-70B", "4x8xH100"),
-)
+    ("Qwen3-0.6B", "1x1xH100"), ("Qwen3-8B", "1x1xH100"), ("Qwen3-8B", "1x8xH100"), ("Qwen2.5-7B", "1x8xH100"),
+    ("Llama-3.1-70B", "1x8xH100"), ("Qwen3-30B-A3B", "4x8xH100"), ("Llama-3.1-70B", "4x8xH100"),
+)  # fmt: skip
 TOO_LARGE = {("Qwen3-8B", "1x1xH100"), ("Llama-3.1-70B", "1x8xH100")}
 
 
