@@ -13,7 +13,6 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 # counted without a CUDA context: the ranks are forks, and take the devices themselves
 GPUS = torch.cuda.device_count()
@@ -106,9 +105,9 @@ def in_bf16(folders: dict[str, Path]) -> dict[str, float]:
     """How far each model is from itself in FP32, on average: 0.07 to 0.41, as its weights are random and large."""
     found = {}
     for family, folder in folders.items():
-        narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         with torch.no_grad():
-            difference = cases.logprobs_by(narrow).float() - cases.transformers_logprobs(folder)
+            narrow = cases.logprobs_by(cases.reference(folder, torch.bfloat16)).float()
+        difference = narrow - cases.transformers_logprobs(folder)
         found[family] = float(difference[cases.make_batch().mask_BT].abs().mean())
     return found
 

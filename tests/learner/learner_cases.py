@@ -190,11 +190,11 @@ def folders_of(
     return made
 
 
-def reference(folder: Path) -> Any:
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.Tensor:
