@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a node with GPUs: installs the gpu set, runs tests/gpu, measures a sync, and takes two steps of every
 # recipe that fits this node. A part that fails does not stop the others.
-#   tools/first_hour.sh [part ...]      parts: machine install imports tests quickstart sync turns recipes
+#   tools/first_hour.sh [part ...]      parts: machine install imports tests quickstart sync turns size recipes
 # What came of it is one file to send back, first_hour.md, and a log of each part in first_hour/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -76,6 +76,25 @@ turns() {
   two_steps recipes/grpo-qwen3_1.7b-1n8g-int8.yaml turns_engines learner.offload=optimizer
 }
 
+# The recipe for one GPU with a model of its own size, of random weights: memory and time to hold against the plan, a trace of
+# an update, and FP8 on both sides.
+size() {
+  local one=recipes/grpo-qwen3_0.6b-1n1g-int8.yaml folder=data/first_hour/size
+  rm -rf "$folder"
+  "$BIN/megatron-rl" toy "$folder" >/dev/null || return
+  "$BIN/python" -c 'import json, sys
+folder, card = sys.argv[1:]
+toy, own = (json.load(open(path)) for path in (f"{folder}/model/config.json", card))
+own |= {key: value for key, value in toy.items() if key.endswith("_token_id")}
+json.dump(own, open(f"{folder}/model/config.json", "w"))' "$folder" conf/model/Qwen3-0.6B.json || return
+  local sized=("model.path=$folder/model" model.init=random "data.train=$folder/train.jsonl" data.eval=null data.template=null
+    data.prompt_key=prompt data.answer_key=answer reward.name=exact_match reward.overlong_buffer=0 eval.every=0 run.steps=4
+    rollout.max_prompt_tokens=12 rollout.max_response_tokens=512 rollout.prompts_per_step=32 rollout.samples_per_prompt=8)
+  TAIL=60 part size_plan "$BIN/megatron-rl" plan "$one" "${sized[@]}" --assume response=1
+  two_steps "$one" size_int8 "${sized[@]}" 'log.profile_steps=[3]'
+  two_steps "$one" size_fp8 "${sized[@]}" quantization=fp8 learner.megatron.fp8=e4m3 learner.megatron.fp8_recipe=blockwise
+}
+
 # From one GPU to as many as fit here, with each recipe's own layout and formats.
 recipes() {
   local recipe
@@ -85,11 +104,11 @@ recipes() {
 }
 
 chosen=("$@")
-((${#chosen[@]})) || chosen=(machine install imports tests quickstart sync turns recipes)
+((${#chosen[@]})) || chosen=(machine install imports tests quickstart sync turns size recipes)
 echo "# The first hour" >"$report"
 for each in "${chosen[@]}"; do
   case $each in
-    machine | install | imports | tests | quickstart | sync | turns | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
+    machine | install | imports | tests | quickstart | sync | turns | size | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
     *) echo "first_hour: no part $each; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -76,11 +76,12 @@ def test_a_part_that_is_not_there_is_named(checkout: Path) -> None:
 
 
 def test_from_one_gpu_up_and_one_thing_more_each_time(checkout: Path) -> None:
-    first_hour(checkout, "turns", "recipes")
+    first_hour(checkout, "turns", "size", "recipes")
     lines = (checkout / "first_hour.md").read_text().splitlines()
     left_out = [line.split()[1] for line in lines if "left out" in line]
-    assert left_out[:5] == [f"turns_{what}" for what in ("kept", "discarded", "optimizer", "ipc", "engines")]
-    nodes = [int(name.split("-")[2].partition("n")[0]) for name in left_out[5:]]
+    turns = [f"turns_{what}" for what in ("kept", "discarded", "optimizer", "ipc", "engines")]
+    assert left_out[:7] == [*turns, "size_int8", "size_fp8"]
+    nodes = [int(name.split("-")[2].partition("n")[0]) for name in left_out[7:]]
     assert nodes == sorted(nodes)
     done = [line for line in lines if line.startswith("## ")]
-    assert len(left_out) + len(done) == 5 + len(list((checkout / "recipes").glob("*-*.yaml")))
+    assert len(left_out) + len(done) == 8 + len(list((checkout / "recipes").glob("*-*.yaml")))  # a plan among them
