@@ -65,20 +65,20 @@ def _files(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[Lay
     return [*below, Layer(os.path.relpath(path), loaded)]
 
 
-def cluster_of(layers: Sequence[Layer]) -> str | None:
-    return next((layer.content[CLUSTER] for layer in reversed(layers) if CLUSTER in layer.content), None)
+def naming(layers: Sequence[Layer]) -> Layer:
+    """The last layer that names a cluster; an empty one, of no cluster, where none does."""
+    return next((layer for layer in reversed(layers) if CLUSTER in layer.content), Layer("", {CLUSTER: None}))
 
 
 def _with_cluster(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """The layers less their clusters' names; the last cluster that is named, below the file that names it, or below
-    all of the command line.
-    """
-    naming = next((layer for layer in reversed(layers) if CLUSTER in layer.content), None)
+    """The layers less their clusters' names; the last named lies below the file, or the command line, that names it."""
+    last = naming(layers)
+    name = last.content[CLUSTER]
     for layer in layers:
-        if naming is not None and (layer is naming or layer.where == naming.where == COMMAND_LINE):
-            name, naming = naming.content[CLUSTER], None
+        if name is not None and (layer is last or layer.where == last.where == COMMAND_LINE):
             keys = {key: value for key, value in cluster(name).items() if key != MACHINE}
             yield Layer(f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", keys, is_cluster=True)
+            name = None
         yield Layer(layer.where, {key: value for key, value in layer.content.items() if key != CLUSTER})
 
 

@@ -31,7 +31,7 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
 
 def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | None, str | None]:
     """The cluster that a recipe is for, and the machine that this is, as `--on` has it."""
-    name = layers.cluster_of(layers.of_recipe(recipe, overrides))
+    name = layers.naming(layers.of_recipe(recipe, overrides)).content[layers.CLUSTER]
     return name, (layers.cluster(name).get(MACHINE) if name is not None else None)
 
 

@@ -88,6 +88,7 @@ def test_an_explanation_says_where_from(recipe: Path) -> None:
     assert re.search(r"conf/cluster/cpu\.yaml, named in \S+base\.yaml", explain(recipe, [], "run.device"))
     assert re.search(r"3\n +from +the command line", explain(recipe, ["run.steps=3", "cluster=cpu"], "run.steps"))
     assert re.search(r"from +its default", explain(recipe, [], "run.seed"))
+    assert re.search(r"from +its default", explain(recipe, ["cluster=null"], "run.device"))
     # a preset takes back what was set in its section
     afresh = ["correction.weight.low=0.1", "correction=tis"]
     assert re.search(r"value +null\n +from +its default", explain(recipe, afresh, "correction.weight.low"))
