@@ -47,17 +47,21 @@ quickstart() { part quickstart "$BIN/megatron-rl" quickstart run.steps=20; }
 
 sync() { part sync "$BIN/python" tools/bench/sync.py --formats none int8 fp8 --repeats 3; }
 
+on_toy() {  # FOLDER: sets `toy`, what a recipe needs to run on the model and rows that are there
+  toy=("model.path=$1/model" model.init=random "data.train=$1/train.jsonl" data.eval=null data.template=null
+    data.prompt_key=prompt data.answer_key=answer reward.name=exact_match reward.overlong_buffer=0 rollout.max_prompt_tokens=12)
+}
+
 two_steps() {  # RECIPE NAME [KEY=VALUE ...]: with a small random model of its family where its own is not here
   local recipe=$1 name=$2 model shrunk
   shift 2
-  model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1])).model.path)' "$recipe")
+  model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1]), sys.argv[2:]).model.path)' "$recipe" "$@")
   shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.minutes=0 log.export=false
     rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false)
   if [[ ! -d $model ]]; then
     "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || return
-    shrunk+=("model.path=data/first_hour/$name/model" model.init=random "data.train=data/first_hour/$name/train.jsonl"
-      data.eval=null data.prompt_key=prompt data.answer_key=answer data.template=null reward.name=exact_match
-      rollout.max_prompt_tokens=12 rollout.max_response_tokens=8 reward.overlong_buffer=0)
+    on_toy "data/first_hour/$name"
+    shrunk+=("${toy[@]}" rollout.max_response_tokens=8)
   fi
   if "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" "$@" --dry-run >"first_hour/$name.plan" 2>&1; then
     part "$name" "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" "$@"
@@ -87,9 +91,8 @@ folder, card = sys.argv[1:]
 toy, own = (json.load(open(path)) for path in (f"{folder}/model/config.json", card))
 own |= {key: value for key, value in toy.items() if key.endswith("_token_id")}
 json.dump(own, open(f"{folder}/model/config.json", "w"))' "$folder" conf/model/Qwen3-0.6B.json || return
-  local sized=("model.path=$folder/model" model.init=random "data.train=$folder/train.jsonl" data.eval=null data.template=null
-    data.prompt_key=prompt data.answer_key=answer reward.name=exact_match reward.overlong_buffer=0 eval.every=0 run.steps=4
-    rollout.max_prompt_tokens=12 rollout.max_response_tokens=512 rollout.prompts_per_step=32 rollout.samples_per_prompt=8)
+  on_toy "$folder"
+  local sized=("${toy[@]}" run.steps=4 eval.every=0 rollout.prompts_per_step=32 rollout.samples_per_prompt=8 rollout.max_response_tokens=512)
   TAIL=60 part size_plan "$BIN/megatron-rl" plan "$one" "${sized[@]}" --assume response=1
   two_steps "$one" size_int8 "${sized[@]}" 'log.profile_steps=[3]'
   two_steps "$one" size_fp8 "${sized[@]}" quantization=fp8 learner.megatron.fp8=e4m3 learner.megatron.fp8_recipe=blockwise

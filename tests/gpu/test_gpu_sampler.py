@@ -1,5 +1,5 @@
-"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one
-H100 (docs/gpu.md), one test at a time: an engine measures the memory that others take and give back meanwhile.
+"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one H100
+(docs/gpu.md), one test at a time: an engine measures the memory that others take and give back meanwhile.
 
 One process plays a learner of one rank (on the first GPU), the engine is the embedded one. Every transport must
 bring the same answers as files do.

@@ -1,7 +1,7 @@
 """Patches of torch and megatron-core, made on import, to run without CUDA; refusal of a recipe that wants CUDA there.
 
 megatron-core asks for the current CUDA device, creates tensors on "cuda", compares names of tensor types and keeps CUDA
-random states; each is answered with the CPU's. Where CUDA exists `install` patches nothing.
+random states; each is answered with the CPU's. Where CUDA exists `install` only keeps FlashInfer out.
 """
 
 import contextlib
