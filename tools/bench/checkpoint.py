@@ -53,9 +53,14 @@ def main() -> None:
     parameters = sum(parameter.numel() for _, parameter in learner.named_parameters())
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as folder:
         sync = WeightSync(
-            learner, None, [], quantization=Config().quantization, sync=SyncSection(dir=folder),
-            engines=Config().sampler, fleet=False,
-        )  # fmt: skip
+            learner,
+            None,
+            [],
+            quantization=Config().quantization,
+            sync=SyncSection(dir=folder),
+            engines=Config().sampler,
+            fleet=False,
+        )
         (Path(folder) / "checkpoints").mkdir()  # as whoever starts a run does
         saver = Saver(Path(folder) / "checkpoints", CheckpointSection(keep_last=1), learner, sync, print)
         copy, blocked, alone, beside = [], [], [], []
@@ -100,11 +105,20 @@ def make_learner(
     hidden: int, layers: int, forward: Forward = Forward.bf16, format: Format = Format.int8, vocab: int = VOCAB
 ) -> Learner:
     hf = {
-        "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64,
-        "vocab_size": vocab, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "tie_word_embeddings": True, "initializer_range": 0.02,
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    }
     section = LearnerSection(forward=forward)
     config = Config(learner=section, optim=OptimSection(lr=1e-5), quantization=QuantizationSection(format))
     learner = Learner(Model.of(hf, Layout.from_config(section)), Sections.of(config))

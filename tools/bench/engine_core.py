@@ -58,9 +58,15 @@ def measure(folder: Path, sequences: int, tokens: int, repeats: int) -> dict[str
     work = SHAPES["toy"]
     (folder / "hf").mkdir()
     card = work.model | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
     (folder / "hf" / "config.json").write_text(json.dumps(card))
     settings = make_settings(Format.none, work, fleet=False)
     engine_folder = write_engine_folder(folder / "hf", folder / "engine", settings.quantization)

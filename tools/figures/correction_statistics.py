@@ -244,8 +244,14 @@ def figure() -> str:
     caps = [(math.log(cap), f"{cap:g}") for cap in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)]
     start = make_toy(1.0, seed=1)
     rewards = [(name, color, train(start, KINDS[name], UPDATES, rate=4.0)) for name, color in COLORS.items()]
-    left = panel(0, "Sequence weights: error of the gradient, relative", "cap on the product (log scale)",
-                 [math.log(cap) for cap in CAPS], errors, caps)  # fmt: skip
+    left = panel(
+        0,
+        "Sequence weights: error of the gradient, relative",
+        "cap on the product (log scale)",
+        [math.log(cap) for cap in CAPS],
+        errors,
+        caps,
+    )
     right = panel(1, "Expected reward of the learner while it trains", "update", range(UPDATES + 1), rewards)
     return picture(2 * WIDTH, TOP + TALL + BOTTOM, [*left, *right])
 
