@@ -1,20 +1,30 @@
 """The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of `commands/`,
 or of `workshop/commands/`."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.processes.process import STOP_AFTER_STEP, best_effort_output, hold
+from megatron_rl.processes.interrupts import leave_at_once, leaving_at_once, status_of_interrupt
 
-hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
+with leaving_at_once():
+    import argparse
 
-from megatron_rl.commands import serve, train, workshop  # noqa: E402
-from megatron_rl.config import ConfigError  # noqa: E402
+    from megatron_rl.processes.process import STOP_AFTER_STEP, best_effort_output, hold
+
+    hold(STOP_AFTER_STEP)  # until a run can act on it: before the slower imports
+
+    from megatron_rl.commands import serve, train, workshop
+    from megatron_rl.config import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return execute(_parser(), arguments)
+    try:
+        return execute(_parser(), arguments)
+    except KeyboardInterrupt:
+        return status_of_interrupt()
+    finally:
+        if arguments is None:  # a process, which only ends now
+            leave_at_once()
 
 
 def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +41,6 @@ def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
         options.overrides += rest
     try:
         return options.run(options)
-    except KeyboardInterrupt:
-        return 130
     except ConfigError as error:
         said = str(error)
     except OSError as error:

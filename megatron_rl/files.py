@@ -1,5 +1,6 @@
-"""Atomic writes (under a temporary name, renamed when whole), removal of folders, bounded reads of JSON and logs."""
+"""Atomic writes (under a temporary name, renamed when complete), removal of folders, bounded reads of regular files."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
-from typing import Any
+from typing import Any, BinaryIO
 
 LARGEST_JSON = 32 << 20
 TAIL_BYTES = 64 << 10
@@ -22,16 +23,33 @@ def partial_of(path: Path, pid: int) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises."""
+    """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises.
+
+    Raise OSError before the block where `path` is a link, a pipe or a device: these are kept.
+    """
+    refuse_special(path)
     partial = partial_of(path, os.getpid())
     try:
         yield partial
         if partial.is_file():
             fsync(partial)
+        refuse_special(path)  # it may have been made meanwhile
         partial.replace(path)
     except BaseException:
         remove(partial)
         raise
+
+
+def refuse_special(path: Path) -> None:
+    """Raise OSError where a write to `path` would replace something else than a file or a folder."""
+    if not os.path.lexists(path):
+        return
+    mode = path.lstat().st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return
+    kind = "link" if stat.S_ISLNK(mode) else "pipe, a socket or a device"
+    message = f"a {kind} is there, which is not replaced; name a regular file"
+    raise FileExistsError(errno.EEXIST, message, str(path))
 
 
 def fsync(path: Path) -> None:
@@ -57,15 +75,32 @@ def write_whole(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; OSError for a pipe, which may never answer, and for a device."""
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "a pipe or a device, expected a regular file", str(path))
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
+def read_whole(path: Path, largest: int = LARGEST_JSON) -> bytes:
+    """Read a regular file; ValueError for one of more than `largest` bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > largest:
+            raise ValueError(f"{path} has {size} bytes, expected at most {largest}")
+        return file.read(largest)
+
+
 def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values") -> dict[str, Any]:
-    """The keys of a JSON file that somebody else wrote; ValueError says what is wrong with it."""
+    """Read the keys of a JSON file of another's; ValueError says what is wrong with it."""
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # a pipe, or a device that never ends
-            raise ValueError(f"{path} is no file")
-        if about.st_size > largest:
-            raise ValueError(f"{path} has {about.st_size} bytes, expected at most {largest}")
-        text = path.read_bytes()
+        text = read_whole(path, largest)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     try:
@@ -82,8 +117,8 @@ def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and
 def last_lines(path: Path, count: int) -> list[str]:
     """The last lines of a log, out of its last 64 KiB, overlong ones cut; none where it cannot be read."""
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        with open_regular(path) as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
             lines = log.read(TAIL_BYTES).decode(errors="replace").rstrip().splitlines()[-count:]
     except OSError:
         return []

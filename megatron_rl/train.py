@@ -185,7 +185,7 @@ def sync_and_log(
         recorder.skip()
         return at, None
     evaluated = evaluate(step, end, config.eval, driver, learner)
-    recorder.log(step, at.line | synced | evaluated)
+    recorder.log(step, at.line | synced | evaluated | saver.metrics)
     at = replace(at, line=None)
     saver.snapshot_rng_and_stats()
     if step == 0:

@@ -22,37 +22,40 @@ others have ended. `--summary` does what that job does: the table and the report
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from megatron_rl.processes.interrupts import leaving_at_once
 
-import grid as grids
-import starts
-from grid import Experiment, Grid, tags
-from jobs import queue
-from run_in_turn import FINISHED, NOT_STARTED, Job, Runner
+with leaving_at_once():
+    import argparse
+    import os
+    import sys
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-from megatron_rl.config import ConfigError, load, to_yaml
-from megatron_rl.config.bounds import is_folder_name
-from megatron_rl.config.schema import Config, Device, IfExists
-from megatron_rl.data.prompts import check_datasets
-from megatron_rl.preflight.checks import check
-from megatron_rl.preflight.machine import detect
-from megatron_rl.processes.process import best_effort_output
-from megatron_rl.rewards.functions import RECIPE_FOLDER
-from megatron_rl.runs.console import duration
-from megatron_rl.runs.run_dir import RunDir, check_run_dir
-from megatron_rl.runs.status import known_status
-from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
-from megatron_rl.workshop.comparison.docs import check_pages, write_docs
-from megatron_rl.workshop.comparison.findings import said
-from megatron_rl.workshop.comparison.page import write_comparison
-from megatron_rl.workshop.comparison.wandb_runs import log_comparison
-from megatron_rl.workshop.quickstart import TASKS
-from megatron_rl.workshop.reports.report import headline_numbers
-from megatron_rl.workshop.reports.run_data import RunData, load_run
+    import grid as grids
+    import starts
+    from grid import Experiment, Grid, tags
+    from jobs import queue
+    from run_in_turn import FINISHED, NOT_STARTED, Job, Runner
+
+    from megatron_rl.config import ConfigError, load, to_yaml
+    from megatron_rl.config.bounds import is_folder_name
+    from megatron_rl.config.schema import Config, Device, IfExists
+    from megatron_rl.data.prompts import check_datasets
+    from megatron_rl.preflight.checks import check
+    from megatron_rl.preflight.machine import detect
+    from megatron_rl.processes.process import run_script
+    from megatron_rl.rewards.functions import RECIPE_FOLDER
+    from megatron_rl.runs.console import duration
+    from megatron_rl.runs.run_dir import RunDir, check_run_dir
+    from megatron_rl.runs.status import known_status
+    from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
+    from megatron_rl.workshop.comparison.docs import check_pages, write_docs
+    from megatron_rl.workshop.comparison.findings import said
+    from megatron_rl.workshop.comparison.page import write_comparison
+    from megatron_rl.workshop.comparison.wandb_runs import log_comparison
+    from megatron_rl.workshop.quickstart import TASKS
+    from megatron_rl.workshop.reports.report import headline_numbers
+    from megatron_rl.workshop.reports.run_data import RunData, load_run
 
 INTERRUPTED = 130
 DOCS = Path("docs")
@@ -326,5 +329,4 @@ def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 if __name__ == "__main__":
-    with best_effort_output():
-        sys.exit(main(sys.argv[1:]))
+    run_script(lambda: main(sys.argv[1:]))

@@ -17,15 +17,20 @@ nothing in a folder is ever unpickled or run. `COMMAND --help` says more.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import os
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from megatron_rl.processes.interrupts import leaving_at_once
+
+with leaving_at_once():
+    import argparse
+    import ctypes
+    import os
+    import signal
+    import sys
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from types import FrameType
+    from typing import Any
+
+    from megatron_rl.processes.process import run_script
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read when torch makes its first tensor
@@ -230,4 +235,4 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Argumen
 
 if __name__ == "__main__":
     tune_memory()
-    sys.exit(main())
+    run_script(main)

@@ -12,26 +12,30 @@ stand in the file's own metadata too; the same input gives the same checksum. `-
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any
+from megatron_rl.processes.interrupts import leaving_at_once
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+with leaving_at_once():
+    import argparse
+    import hashlib
+    import json
+    import re
+    import sys
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from dataclasses import dataclass
+    from itertools import chain, islice
+    from pathlib import Path
+    from typing import Any
 
-from megatron_rl.config import ConfigError
-from megatron_rl.data.dataset import distinct
-from megatron_rl.data.layouts import field, has
-from megatron_rl.data.rows import read_rows
-from megatron_rl.data.toy import entries
-from megatron_rl.files import replacing
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from megatron_rl.config import ConfigError
+    from megatron_rl.data.dataset import distinct
+    from megatron_rl.data.layouts import field, has
+    from megatron_rl.data.rows import read_rows
+    from megatron_rl.data.toy import entries
+    from megatron_rl.files import replacing
+    from megatron_rl.processes.process import run_script
 
 PIECE = 1024  # rows of a row group: what one draw has to decode
 SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "data_source", "question", "metadata")])
@@ -67,7 +71,7 @@ def after_hashes(solution: str) -> str:
 def whole_number(answer: str) -> str:
     """AIME's answers, some of which are published with leading zeros."""
     number = re.fullmatch(r"(\d+)(\.0+)?", answer.strip())
-    return str(int(number[1])) if number else answer.strip()
+    return (number[1].lstrip("0") or "0") if number else answer.strip()
 
 
 def boxed(solution: str) -> str:
@@ -79,10 +83,10 @@ def boxed(solution: str) -> str:
     if not content.startswith("{"):
         return (content.split("$")[0].split() or [""])[0]
     depth = 0
-    for place, letter in enumerate(content):
-        depth += (letter == "{") - (letter == "}")
+    for found in re.finditer(r"\\.|[{}]", content, re.DOTALL):  # \{ and \} are signs of the answer
+        depth += (found[0] == "{") - (found[0] == "}")
         if depth == 0:
-            return content[1:place].strip()
+            return content[1 : found.start()].strip()
     raise Unusable("a box that is never closed")
 
 
@@ -170,12 +174,15 @@ def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
 def pass_rates(path: str) -> dict[str, float]:
     """By prompt, as an evaluation has written them: rows with `prompt` and `pass_rate`."""
     rows = read_rows("--pass-rates", Path(path))
-    try:
-        return {row["prompt"]: float(row["pass_rate"]) for row in rows}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"--pass-rates: a row of {path} lacks text in 'prompt' or a number in 'pass_rate' ({error})"
-        ) from None
+    rates = {}
+    for number, row in enumerate(rows):
+        try:
+            rates[row["prompt"]] = float(row["pass_rate"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--pass-rates: {rows.place(number)} lacks text in 'prompt' or a number in 'pass_rate' ({error})"
+            ) from None
+    return rates
 
 
 class Prepared:
@@ -229,9 +236,13 @@ class Prepared:
 
 def source(options: argparse.Namespace) -> Tables | Generated:
     if options.kind == "reasoning_gym":
-        own = json.loads(options.options)
+        try:
+            own = json.loads(options.options)
+        except (ValueError, RecursionError):
+            own = None
         if not isinstance(own, dict) or options.count < 1:
-            raise ConfigError(f"--options {options.options} --count {options.count}: a JSON object, and 1 or more")
+            given = f"--options {options.options[:80]} --count {options.count}"
+            raise ConfigError(f"{given}: expected a JSON object, and 1 or more")
         return Generated(options.kind, options.inputs, options.count, options.seed, own)
     files = [(path, read_rows("INPUT", Path(path))) for path in options.inputs]
     return Tables(options.kind, KINDS[options.kind], files)
@@ -262,15 +273,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="reasoning_gym: another seed, other rows")
     parser.add_argument("--options", default="{}", metavar="JSON", help="reasoning_gym: the task's own settings")
     options = parser.parse_args(arguments)
-    if not options.show and options.output is None:
+    if options.show < 1 and options.output is None:
         parser.error("name the file to write with -o, or look with --show 3")
+    if options.output and options.output.suffix != ".parquet":
+        parser.error(f"--output {options.output}: Parquet is written; name a file that ends in .parquet")
     if options.keep_between and not options.pass_rates:
         parser.error("--keep-between: of which rates? name their file with --pass-rates")
     try:
         prepared = Prepared(source(options), INSTRUCTIONS[options.instruction])
         if options.pass_rates:
             prepared.rates, prepared.between = pass_rates(options.pass_rates), tuple(options.keep_between or (0.2, 0.8))
-        if options.show:
+        if options.show > 0:
             rows = iter(prepared)
             for row in islice(rows, options.show):
                 print(json.dumps(dict(zip(SCHEMA.names, row, strict=True)), ensure_ascii=False, indent=2))
@@ -278,12 +291,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pass
         else:
             write(prepared, options.output)
-    except (ConfigError, ValueError, TypeError, AssertionError, OSError) as error:  # also of a task's own settings
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, TypeError, AssertionError) as error:  # of a task's own settings
+        print(f"error: {options.kind} {' '.join(options.inputs)}: {error}", file=sys.stderr)
         return 2
     print(json.dumps(prepared.summary()))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

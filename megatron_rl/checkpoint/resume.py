@@ -12,7 +12,7 @@ from megatron_rl.config import ConfigError, to_yaml
 from megatron_rl.config.layers import read_file
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.files import replacing
+from megatron_rl.files import open_regular, replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
@@ -88,7 +88,7 @@ def gap(run: Path, step: int, said: bool = True) -> str | None:
     """The first line up to a step that is not there, of a file that is. `said`: as in `rewind`."""
     for name, first, last in (("metrics.jsonl", 0, step if said else step - 1), ("ledger.jsonl", 1, step)):
         path = run / name
-        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else set()
+        there = set(map(_step, _lines(path)))
         for wanted in range(first, last + 1) if there else ():
             if wanted not in there:
                 return f"{name} has no line of step {wanted}"
@@ -110,9 +110,14 @@ def _keep_lines(path: Path, step: int) -> None:
     if not path.exists():
         return
     with replacing(path) as partial, partial.open("wb") as kept:
-        for line in path.read_bytes().splitlines(keepends=True):
-            if _step(line) <= step:
-                kept.write(line)
+        kept.writelines(line for line in _lines(path) if _step(line) <= step)
+
+
+def _lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    with open_regular(path) as file:
+        return file.readlines()
 
 
 def _step(line: bytes) -> float:

@@ -31,6 +31,7 @@ from megatron_rl.models.tensors import write_tensors
 from megatron_rl.processes.threads import Pace, in_thread
 
 ALIGNMENT = 64
+FAILED_SAVES = "progress/failed_saves"
 BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a device of its own
 _Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
 
@@ -83,6 +84,7 @@ class Saver:
         self._small: _Small | None = None
         self.newest: int | None = None  # the step of what was saved, or loaded
         self.seconds: float | None = None  # the longest save so far
+        self.metrics: dict[str, float] = {}  # saves in a row that failed, once one has
         if learner.is_driver:
             checkpoints.clean(root)
 
@@ -150,6 +152,8 @@ class Saver:
             self._failed(save.step, save.partial, problems[0])
             return
         self.newest = save.step
+        if self.metrics:
+            self.metrics[FAILED_SAVES] = 0.0
         self.seconds = max(self.seconds or 0.0, *(outcome["seconds"] for outcome in outcomes))
 
     def load(self, found: Checkpoint) -> None:
@@ -190,6 +194,7 @@ class Saver:
         checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every, self._section.best)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
+        self.metrics[FAILED_SAVES] = self.metrics.get(FAILED_SAVES, 0.0) + 1
         if self._learner.is_driver:
             remove(partial)
             kept = checkpoints.steps(self._root)

@@ -20,6 +20,13 @@ def recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction=icepop optim.lr=1e-6")
 
 
+def folder_name(text: str) -> Path:
+    """Type of an argument: a folder to write to, which no name would make the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name; name a folder, or . for this one")
+    return Path(text)
+
+
 def rewards_beside(recipe: Path) -> None:
     """Functions of the user's are looked for in the recipe's folder too."""
     os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(recipe))

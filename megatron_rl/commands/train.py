@@ -52,8 +52,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(load(options.recipe, options.overrides)), end="")
         return 0
-    if options.explain:
-        print(explain(options.recipe, options.overrides, options.explain))
+    if options.explain is not None:
+        print(explain(options.recipe, options.overrides, options.explain or "''"))
         return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")

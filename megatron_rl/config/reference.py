@@ -72,7 +72,9 @@ def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
         asked = [one for one in known if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])]
     if not asked:
         raise ConfigError(next(misfits(nested(name, None), Config), f"{name}: no key").replace("unknown key", "no key"))
-    config, _ = read(recipe, overrides)
+    config, found = read(recipe, overrides)
+    if wrong := [line for line in found if line.startswith(name)]:
+        raise ConfigError("\n".join(wrong))
     values, by = flat(config), sources(recipe, overrides)
     return "\n\n".join(_explained(one, name if len(asked) == 1 else one.name, values, by) for one in asked)
 

@@ -33,8 +33,9 @@ class ColumnRows(Rows):
             for piece in self._file.iter_batches(PIECE):
                 self._check(piece, self._length)
                 self._length += piece.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{key}: {path} is not a readable {path.suffix[1:]} file ({error})") from None
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"{key}: {path} is not a readable {path.suffix[1:]} file ({said})") from None
         sizes = [self._file.metadata.row_group(each).num_rows for each in range(self._file.num_row_groups)]
         self._starts = [0, *accumulate(sizes[:-1])]
         self._group = lru_cache(8)(self._file.read_row_group)

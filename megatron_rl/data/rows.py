@@ -34,7 +34,7 @@ def read_rows(key: str, path: Path) -> Rows:
 
 def _one_file(key: str, path: Path) -> Rows:
     if not path.is_file():
-        raise ConfigError(f"{key}: no file {str(path)!r}; `megatron-rl toy` makes the toy's data, or name your own")
+        raise ConfigError(f"{key}: no file {str(path)!r}; bring it there, or name another file")
     try:
         if path.suffix in (".parquet", ".arrow"):
             from megatron_rl.data.columnar import ColumnRows

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.files import open_regular, write_whole
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+-*= "
@@ -115,10 +116,15 @@ def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 def _write(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
-        if path.exists() and path.read_bytes() != text.encode():
+        if path.exists() and not _holds(path, text):
             raise ConfigError(f"{path} is there already, with other content: remove it, or name another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_whole(path, text)
+
+
+def _holds(path: Path, text: str) -> bool:
+    with open_regular(path) as file:
+        return file.read() == text.encode()
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,9 +154,9 @@ def write_tokenizer(folder: Path) -> None:
 
 def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    write_whole(folder / "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
 
 
 def hf_config(shape: ToyShape) -> dict[str, Any]:

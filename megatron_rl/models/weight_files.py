@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.files import read_json
+from megatron_rl.files import open_regular, read_json
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES
@@ -113,7 +113,7 @@ def is_plain_name(name: str) -> bool:
 def read_header(path: Path) -> bytes:
     """The JSON header of a safetensors file, padding included, as it stands."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
         if length > size:
             raise ValueError(f"{path} is not a safetensors file or is cut off ({size} bytes)")

@@ -14,6 +14,8 @@ from io import FileIO
 from pathlib import Path
 from socket import gethostname
 
+from megatron_rl.files import read_whole
+
 LOCK = "owner.lock"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LOOKS = 4  # somebody who only asks holds it for a moment
@@ -73,7 +75,7 @@ def sign(lock: FileIO) -> None:
 def holder(folder: Path) -> tuple[int, str] | None:
     """Process and host of whoever has signed the lock; None where nobody has, or it may not be read."""
     try:
-        _, host, pid = (folder / LOCK).read_text().split()
+        _, host, pid = read_whole(folder / LOCK).decode().split()
         return int(pid), host
     except (OSError, ValueError):
         return None

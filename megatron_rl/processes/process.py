@@ -5,17 +5,20 @@ import ctypes
 import errno
 import gc
 import os
+import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple, NoReturn, TextIO, cast
 
 import psutil
+
+from megatron_rl.processes.interrupts import leave_at_once, status_of_interrupt
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -229,15 +232,33 @@ def describe_end(code: int) -> str:
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
 
 
-class BestEffortStream:
-    """A text stream whose failures end nothing: when its reader is gone, or its disk full, what is written is lost."""
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+# what a terminal obeys, in place of showing it; halves of surrogate pairs, which no stream takes
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+
+def printable(text: str) -> str:
+    """Return a text with its control characters as escapes, such as \\x1b, and without colours."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], COLOUR.sub("", text))
+
+
+class BestEffortStream:
+    """Text stream that shows control characters, and whose failures end nothing.
+
+    When its reader is gone, or its disk full, what is written is lost.
+    """
+
+    def __init__(self, stream: TextIO, clean: Callable[[str], str] = printable) -> None:
+        self._stream, self._clean = stream, clean
+
+    @property
+    def drawn(self) -> "BestEffortStream":
+        """The same stream for a table that rich draws by control characters of its own."""
+        return BestEffortStream(self._stream, str)
 
     def write(self, text: str) -> int:
         with self._unheard():
-            self._stream.write(text)
+            self._stream.write(text if text == "\r" else self._clean(text))
         return len(text)
 
     def flush(self) -> None:
@@ -258,9 +279,14 @@ class BestEffortStream:
                 os.close(null)
 
 
+def for_drawing(stream: TextIO) -> TextIO:
+    """Return the stream that rich may write to."""
+    return cast("TextIO", getattr(stream, "drawn", stream))
+
+
 @contextmanager
 def best_effort_output() -> Iterator[None]:
-    """Closed pipes and terminals end nothing that runs inside."""
+    """Closed pipes and terminals end nothing that runs inside; control characters are shown."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", stream and BestEffortStream(stream)) for stream in before)
     try:
@@ -269,6 +295,17 @@ def best_effort_output() -> Iterator[None]:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def run_script(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of a script; Ctrl-C ends it with 130 and without a traceback."""
+    try:
+        with best_effort_output():
+            status = main()
+    except KeyboardInterrupt:
+        status = status_of_interrupt()
+    leave_at_once()
+    sys.exit(status)
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:

@@ -167,6 +167,13 @@ RULES = {
         "tokens 0.2, conf/dapo.yaml), optim.lr is too high, or learner.n_minibatches.",
         *above(values.clipped, 0.25, 5),
     ),
+    Alarm.failed_saves: Rule(
+        "`progress/failed_saves`: checkpoints in a row that were not saved",
+        "An end of the run now loses all since its newest checkpoint. The notes in driver.log say why "
+        "each failed: free space where run.root is, or lower checkpoint.keep_last and log.disk_gib.",
+        *above(values.metric("progress/failed_saves"), 2.0, 1),
+        always=True,
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.files import last_lines
+from megatron_rl.processes.process import for_drawing, printable
 from megatron_rl.processes.pulse import BETWEEN, START
 from megatron_rl.runs.metrics import accuracies
 from megatron_rl.runs.metrics_file import MISMATCH
@@ -55,7 +56,7 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None, logs:
     """`logs`: folder of the engines' logs, which say what takes so long at the start."""
     stream = stream or sys.stdout
     if is_live(stream):
-        return LiveDisplay(title, n_steps, Console(file=stream), logs)
+        return LiveDisplay(title, n_steps, Console(file=for_drawing(stream)), logs)
     return PlainDisplay(n_steps, stream)
 
 
@@ -69,7 +70,7 @@ def said_by_engines(logs: Path | None) -> str:
     with suppress(OSError):  # a log that is gone
         newest = max(logs.glob("sampler*.log") if logs else (), key=lambda path: path.stat().st_mtime, default=None)
         found = SAID.findall("\n".join(last_lines(newest, SAID_LINES))) if newest else []
-        return f"; vLLM: {found[-1][:SAID_WIDTH]}" if found else ""
+        return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}" if found else ""
     return ""
 
 
@@ -202,7 +203,8 @@ class LiveDisplay:
         self._step, self._eta_s, self._eta_at = step, eta_s, time.monotonic()
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        shown = printable(text)
+        self._live.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self.phase("done")
@@ -224,7 +226,7 @@ class LiveDisplay:
                 values = self._history[name]
                 label = "seconds" if label == "s" else label
                 table.add_row(label, format(values[-1], form) + self._beside.get(name, ""), sparkline(values[-TREND:]))
-        self._spinner.update(text=self._at())
+        self._spinner.update(text=Text(self._at()))
         return Group(head, table, self._spinner)
 
     def _at(self) -> str:

@@ -37,6 +37,7 @@ _group(
     ("samples", "rollouts trained on since the start", "last", "rollouts"),
     ("tokens", "response tokens trained on since the start", "last", "tokens"),
     ("elapsed_s", "wall clock since the start of this attempt", "last", "s"),
+    ("failed_saves", "checkpoints in a row that were not saved, once there was one", "last"),
 )
 _group(
     "reward",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.files import open_regular
 from megatron_rl.runs.metrics import ACCURACY, row
 
 MISMATCH, SAMPLE_SIZE = "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
@@ -57,9 +58,9 @@ def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
     """The lines of `read_metrics`, and how many more there are that cannot be read."""
     by_step: dict[int, dict[str, float]] = {}
     torn = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with open_regular(path) as file:
         for text in file:
-            line = _numbers(text)
+            line = _numbers(text.decode(errors="replace"))
             if "progress/step" in line:
                 by_step[int(line["progress/step"])] = line
             else:

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, redact, write_yaml
 from megatron_rl.config.schema import IfExists
-from megatron_rl.files import write_whole
+from megatron_rl.files import open_regular, write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
@@ -72,7 +72,7 @@ class RunDir:
 
     def n_lines(self) -> int:
         """Count of the lines of metrics."""
-        with self.metrics.open("rb") as lines:
+        with open_regular(self.metrics) as lines:
             return sum(1 for _ in lines)
 
     @property

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.files import write_whole
+from megatron_rl.files import read_json, write_whole
 from megatron_rl.processes import instructions
 from megatron_rl.processes.folder_lock import held
 from megatron_rl.runs.causes import explain
@@ -102,6 +102,8 @@ def _write(path: Path, status: dict[str, Any]) -> None:
         text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
     try:
         write_whole(path / STATUS, f"{text}\n")
+    except FileExistsError:  # a link, which leads elsewhere, or a pipe
+        raise
     except OSError:
         with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
             file.write(f"{text}\n")
@@ -119,10 +121,9 @@ def beat(path: Path, **more: Any) -> None:
 def read_status(path: Path) -> dict[str, Any]:
     """The content of the file; nothing where there is none, or none that can be read."""
     try:
-        status = json.loads((path / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(path / STATUS)
+    except ValueError:
         return {}
-    return status if isinstance(status, dict) else {}
 
 
 def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:

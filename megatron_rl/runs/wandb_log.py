@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megatron_rl.config.plain_yaml import redact
 from megatron_rl.config.schema import Wandb
-from megatron_rl.files import write_whole
+from megatron_rl.files import read_whole, write_whole
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
@@ -201,8 +201,8 @@ def run_id(run_dir: Path) -> str:
     """The run's name at W&B: as long as the directory is the same."""
     path = run_dir / ID
     try:
-        known = path.read_text(encoding="utf-8").strip()
-    except OSError:
+        known = read_whole(path).decode().strip()
+    except (OSError, ValueError):
         known = ""
     if not re.fullmatch(r"[a-z0-9]{4,32}", known):
         known = secrets.token_hex(8)

@@ -13,7 +13,6 @@ slow      nothing is seen of the run for much longer than in this phase before, 
 To be in trouble ends nothing. The run is over when nothing has been seen of it for as long as its present phase allows.
 """
 
-import json
 import os
 import platform
 import signal
@@ -23,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_rl.files import read_json
 from megatron_rl.processes.process import STOPPED, state_of
 from megatron_rl.processes.pulse import FOLDER, PULSE, file_of
 from megatron_rl.processes.stacks import ask
@@ -118,7 +118,7 @@ class Watch:
     def _read(self, paths: Iterable[Path]) -> None:
         for path in paths:
             with suppress(OSError, ValueError):
-                pulse = json.loads(path.read_text(encoding="utf-8"))
+                pulse = read_json(path)
                 before = self._seen.get(pulse["rank"])
                 same = before is not None and all(before.pulse[name] == pulse[name] for name in ("pid", "beat"))
                 quiet_s = before.quiet_s + self._passed if before and same else 0.0

@@ -54,7 +54,8 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
             saver.settle(wait=True)
         learner.broadcast()  # rank 0 names the folder, and every rank looks into it
         found = next(checkpoints.whole_ones(root, said.append), None)
-        return {"entries": sorted(os.listdir(root)), "whole": found and found.step}
+        entries = sorted(os.listdir(root))
+        return {"entries": entries, "whole": found and found.step, "metrics": dict(saver.metrics)}
 
     synced, fsync = list[int](), os.fsync
     with patch("os.fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle))):

@@ -10,6 +10,8 @@ import learner_cases as cases
 import pytest
 from helpers import file_system
 
+from megatron_rl.checkpoint.saver import FAILED_SAVES
+
 pytestmark = pytest.mark.ranks
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tensor_parallel": 2}}
 SMALL_MB = 16
@@ -51,5 +53,7 @@ def test_a_full_disk(results: dict[str, Any], name: str) -> None:
     assert said.startswith("the checkpoint of step 4 was not saved (")
     assert "No space left" in said or "os error 28" in said or "enforce fail" in said, said
     assert said.endswith("; the run goes on, the newest one is of step 2")
-    assert found["while full"] == {"entries": ["filler", "step_2"], "whole": 2}
-    assert found["afterwards"] == {"entries": ["step_2", "step_6"], "whole": 6}
+    full = {"entries": ["filler", "step_2"], "whole": 2, "metrics": {FAILED_SAVES: 1.0}}
+    assert found["while full"] == full
+    after = {"entries": ["step_2", "step_6"], "whole": 6, "metrics": {FAILED_SAVES: 0.0}}
+    assert found["afterwards"] == after

@@ -10,6 +10,8 @@ from box import Box, lines
 from helpers import file_system, wait_for
 from markupsafe import escape
 
+from megatron_rl.runs.status import read_status
+
 PATIENCE_S = 400
 ALONE = "learner.tensor_parallel=1"  # where it does not matter how many ranks there are
 
@@ -158,8 +160,11 @@ def test_a_full_disk(box: Box) -> None:
         box.until(lambda: box.screen.count("\nstep ") > 8, "steps without room")
         assert box.screen.count("has no room. The run goes on") <= 2
         assert "was not saved" in box.screen
+        box.until(lambda: "alarm    failed_saves: 3, above 2" in box.screen, "an alarm")
+        box.until(lambda: "failed_saves" in read_status(run)["alarms"], "the alarm in status.json")
         (folder / "filler").unlink()
         wait_for(lambda: "has room again: lines" in box.screen, "room")
+        box.until(lambda: "alarm    failed_saves: 0, cleared" in box.screen, "a save")
         process.send_signal(signal.SIGUSR1)
         assert process.wait(PATIENCE_S) == 0, box.screen
         status = json.loads((run / "status.json").read_text())

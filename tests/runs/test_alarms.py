@@ -41,6 +41,7 @@ HEALTHY = {
     "update/sampler_gain": 1e-4, "update/sampler_gain_stderr": 5e-5, "update/learner_gain": 2e-4,
     "router/replayed": 1.0, ACCURACY: 0.5, "eval/accuracy_stderr": 0.03, "eval/n": 256.0,
     REWARD: 0.5, "reward/std": 0.5, CLIPPED: 0.01, "loss/clip_fraction_low": 0.0,
+    "progress/failed_saves": 0.0,
 }  # fmt: skip
 BROKEN = {
     Alarm.mismatch: {K3: 0.03},
@@ -63,6 +64,7 @@ BROKEN = {
     Alarm.reward_falls: {REWARD: 0.3},
     Alarm.clip_idle: {CLIPPED: 0.0},
     Alarm.clip_always: {CLIPPED: 0.4},
+    Alarm.failed_saves: {"progress/failed_saves": 3.0},
 }
 LOOK_BACK = (Alarm.reward_falls, Alarm.clip_idle)  # whose cases are not of some steps alone
 
@@ -165,9 +167,10 @@ def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
     assert bound_of(RULES[Alarm.mismatch], AlarmSetting(bound=0.5), [Format.none]) == 0.5
 
 
-def test_the_data_set_s_own_answers_have_four_alarms() -> None:
+def test_the_data_set_s_own_answers_have_five_alarms() -> None:
     alarms = Alarms(sampled=False)
     of_all = {Alarm.non_finite, Alarm.gradient, Alarm.below_start, Alarm.half_of_best}
+    of_all.add(Alarm.failed_saves)
     assert {watch.alarm for watch in alarms._watches} == of_all
 
 

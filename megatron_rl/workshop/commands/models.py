@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands import rewards_beside
+from megatron_rl.commands import folder_name, rewards_beside
 from megatron_rl.config import ConfigError, load, recorded_config
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
         "--set", action="append", default=[], metavar="SET", dest="sets",
         help="a file, NAME=FILE, a preset of conf/data, or a set of the run; several times for several (default: all)",
     )  # fmt: skip
-    evaluate.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: evals/MODEL-FORMAT")
+    evaluate.add_argument("-o", "--output", type=folder_name, metavar="FOLDER", help="default: evals/MODEL-FORMAT")
     evaluate.set_defaults(run=_eval)
 
     chat = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
@@ -92,7 +92,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     walk.add_argument("-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s")
     walk.add_argument("--tokens", type=int, default=128, metavar="N", help="of each at most (default: %(default)s)")
-    walk.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="default: mismatch/MODEL-FORMAT-FORWARD")
+    walk.add_argument("-o", "--out", type=folder_name, metavar="FOLDER", help="default: mismatch/MODEL-FORMAT-FORWARD")
     walk.set_defaults(run=_mismatch, format=None)
 
     repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")

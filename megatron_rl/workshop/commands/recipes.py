@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import rewards_beside, train
+from megatron_rl.commands import folder_name, rewards_beside, train
 from megatron_rl.config import ConfigError
 
 
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
     translate.set_defaults(run=_translate)
 
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
-    toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
+    toy.add_argument("folder", nargs="?", type=folder_name, default=Path("data/toy"))
     toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
     own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
     toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)

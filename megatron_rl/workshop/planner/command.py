@@ -39,6 +39,7 @@ class Request(traffic.Request):
 
 def answer(request: Request) -> tuple[str, list[str]]:
     """What is to be printed, and what is wrong with the recipe."""
+    traffic.check(request)
     config, found, hf_config, whole = _read(request)
     assumed = assumptions(request.assume)
     on = _elsewhere(request, config, whole)
@@ -46,7 +47,11 @@ def answer(request: Request) -> tuple[str, list[str]]:
     if request.fit and not request.precision:
         raise ConfigError("--fit: what runs say is for --precision; give that, too")
     if request.precision and hf_config is not None and not found:
-        return _precision(request, Case(config, hf_config, machine or detect(config.run.device), assumed)), []
+        case = Case(config, hf_config, machine or detect(config.run.device), assumed)
+        try:
+            return _precision(request, case), []
+        except ValueError as error:  # sizes that do not go together
+            return "", checks.problems(config, on=machine) or [str(error)]
     if request.suggest and hf_config is not None:
         base = Case(config, hf_config, machine or detect(config.run.device), assumed)
         said, fits = suggest.describe(str(request.target), base)

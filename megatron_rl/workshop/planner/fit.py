@@ -6,7 +6,6 @@ lower quartile of its steps, and its lengths. The factors of a phase's costs are
 relative errors over all runs; where the runs leave some free, they stay by the one factor that suits all of the phase.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
 from megatron_rl.config.schema import Config, Device, Format, KvCache
+from megatron_rl.files import read_json
 from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.files import read_card
@@ -88,8 +88,8 @@ def measured(run: Path, machine: Machine) -> Measured:
         )
     config = recorded_config(found.config)
     try:
-        on_gpus = bool(json.loads(found.env.read_text()).get("devices"))
-    except (OSError, ValueError, AttributeError) as error:
+        on_gpus = bool(read_json(found.env).get("devices"))
+    except ValueError as error:
         raise ConfigError(f"--fit {run}: env.json, which says what it ran on, cannot be read ({error})") from None
     if on_gpus != (machine.kind == Device.cuda):
         raise ConfigError(

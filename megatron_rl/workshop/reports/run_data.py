@@ -14,6 +14,7 @@ import numpy as np
 from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.files import read_whole
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.runs.console import table
 from megatron_rl.runs.metrics_file import Curves, read_lines
@@ -145,7 +146,7 @@ def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    return read_whole(path).decode()
 
 
 def _mapping(found: Any) -> dict[str, Any]:
