@@ -40,7 +40,8 @@ class FolderTokenizer:
         self.stop_token_ids = _stop_tokens(folder, self._backend)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        return self._backend.encode(self.text(prompt), add_special_tokens=False).ids
+        (encoding,) = self._backend.encode_batch_fast([self.text(prompt)], add_special_tokens=False)  # without the GIL
+        return encoding.ids
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
         """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""

@@ -19,7 +19,7 @@ from aiohttp.http import HttpProcessingError
 
 from megatron_rl.environments.completions import MODEL, Refused, chat_request, completion
 from megatron_rl.environments.pool import EnvironmentProcess
-from megatron_rl.environments.session import ContextFull, Policy, Rules, TemplateRefuses
+from megatron_rl.environments.session import ContextFull, Policy, TemplateRefuses
 from megatron_rl.processes.strangers import STRANGER_S, Strangers, descriptors
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import SessionTurn
@@ -28,7 +28,8 @@ CHARACTERS = 32  # of a request, for each token that a conversation may have: fe
 BESIDE = 64 << 10  # bytes of a request's other fields
 BODY_S = 60.0  # for a request's body
 IDLE_S = 75.0  # of a connection between two requests; OpenAI's clients close it earlier
-STOP_S = 2.0
+STOP_S = 2.0  # for a client that still sends what is refused
+STRANGERS = Strangers()
 TOGETHER = 16  # connections that are accepted before any of them is heard: agents open many at once
 BACKLOG = 1024  # connections that wait to be accepted
 
@@ -47,26 +48,14 @@ class Opened:
 class Connection(web.RequestHandler):
     """A connection to the gateway: a stranger's until it has shown a key."""
 
-    def __init__(self, server: web.Server, strangers: Strangers) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(
-            server,
-            loop=loop,
-            access_log=None,  # type: ignore[arg-type]
-            auto_decompress=False,
-            keepalive_timeout=IDLE_S,
-            lingering_time=STOP_S,
-        )
-        self._strangers = strangers
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
         self.transport.set_write_buffer_limits(0)  # what is written is with the system
-        self._strangers.add(self.transport, STRANGER_S)
+        STRANGERS.add(self.transport, STRANGER_S)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._strangers.forget(self.transport)
+        STRANGERS.forget(self.transport)
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **named: Any) -> None:
@@ -80,7 +69,6 @@ class Gateway:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Opened] = {}
-        self._strangers = Strangers()
         self._port = 0
 
     async def open(self) -> None:
@@ -88,9 +76,18 @@ class Gateway:
         place = socket.create_server(("127.0.0.1", 0))
         self._port = place.getsockname()[1]
         loop = asyncio.get_running_loop()
-        made = loop.create_server(lambda: Connection(self._server, self._strangers), sock=place, backlog=TOGETHER)
-        self._listening = await made
+        self._listening = await loop.create_server(self._connection, sock=place, backlog=TOGETHER)
         place.listen(BACKLOG)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self._server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            lingering_time=STOP_S,
+        )
 
     async def close(self) -> None:
         self._listening.close()
@@ -142,7 +139,7 @@ class Gateway:
         right = hmac.compare_digest(given, (opened.key if opened else secrets.token_urlsafe(32)).encode())
         if opened is None or not right:
             raise Refused(401, "this address wants the key of its session, which OPENAI_API_KEY has")
-        self._strangers.forget(request.transport)
+        STRANGERS.forget(request.transport)
         if len(self._server.connections) > (most := descriptors() // 2):
             raise Refused(429, f"the agents of this run have more than {most} connections open; close some")
         return opened
@@ -229,20 +226,15 @@ async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
     return bytes(body)
 
 
-class AgentSession:
-    """Lets one agent hold its conversation."""
-
-    def __init__(self, policy: Policy, process: EnvironmentProcess, rules: Rules, gateway: Gateway) -> None:
-        self._policy, self._process, self._rules, self._gateway = policy, process, rules, gateway
-
-    async def play(self, row: Mapping[str, Any]) -> None:
-        transcript, limit_s = self._policy.transcript, self._rules.section.session_timeout_s
-        transcript.end = "done"
-        name, address, key = self._gateway.begin(self._policy)
-        try:
-            asked = {"do": "run", "base_url": address, "key": key, "row": dict(row)}
-            found = await self._process.ask(asked, limit_s)
-        finally:
-            await asyncio.gather(*self._gateway.end(name), return_exceptions=True)
-            await self._policy.apart(self._policy.leave_unread)
-        transcript.reward, transcript.numbers = found["reward"], found["numbers"]
+async def play(policy: Policy, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]) -> None:
+    """Let an agent hold its conversation."""
+    transcript = policy.transcript
+    transcript.end = "done"
+    name, address, key = gateway.begin(policy)
+    try:
+        asked = {"do": "run", "base_url": address, "key": key, "row": dict(row)}
+        found = await process.ask(asked, policy.rules.section.session_timeout_s)
+    finally:
+        await asyncio.gather(*gateway.end(name), return_exceptions=True)
+        await policy.apart(policy.leave_unread)
+    transcript.reward, transcript.numbers = found["reward"], found["numbers"]

@@ -16,7 +16,7 @@ from itertools import pairwise
 from megatron_rl.config.schema import Config, Credit, DataSection, EnvironmentSection, RolloutSection
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.environments.agent import AgentSession, Gateway
+from megatron_rl.environments.agent import Gateway, play
 from megatron_rl.environments.conversation import Row
 from megatron_rl.environments.kinds import TokenKinds
 from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
@@ -210,7 +210,7 @@ class Player:
         process = await self._pool.take()
         try:
             if self._gateway is not None:
-                await AgentSession(policy, process, self.rules, self._gateway).play(row)
+                await play(policy, process, self._gateway, row)
             else:
                 await EnvironmentSession(policy, process, self.rules, self._tokenizer).play(row)
         except BaseException:

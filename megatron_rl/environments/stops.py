@@ -37,8 +37,9 @@ def ended(
 
     count = bisect_left(range(len(ids)), True, key=has_one)
     text = decode(ids[:count])
-    begin, stop = min((text.index(one), one) for one in found if one in text)
+    # the one that is complete first, as vLLM has it
+    stop = min((one for one in found if one in text), key=lambda one: text.index(one) + len(one))
     cut = completion.first(count, prompt)
     if completion.calls and CALL not in kinds[count:]:
         return replace(cut, content=(completion.content or "").partition(stop)[0]), stop
-    return replace(cut, content=text[:begin], calls=()), stop
+    return replace(cut, content=text.partition(stop)[0], calls=()), stop
