@@ -7,7 +7,6 @@ if the client was still there when all of the answer had been sent. One that has
 import asyncio
 import hmac
 import secrets
-import select
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -189,20 +188,11 @@ async def _completed(policy: Policy, request: web.BaseRequest, asked: dict[str, 
             tool_calls=len(answered.message.get("tool_calls", [])),
         )
         response = web.json_response(completion(answered))
-        if request.transport is None or _left(request.transport):
-            raise ConnectionResetError
         await response.prepare(request)
-        await response.write_eof()
+        await response.write_eof()  # prepare and this raise it, too
         if request.transport is None:
             raise ConnectionResetError
     return response
-
-
-def _left(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed the connection, of which the event loop may not have heard yet."""
-    closing = select.poll()
-    closing.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-    return bool(closing.poll(0))
 
 
 async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:

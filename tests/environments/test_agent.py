@@ -224,9 +224,9 @@ def test_strangers_are_few(asked: Asked, files: int, most: int, monkeypatch: pyt
 def test_the_key_comes_before_the_body_and_oddities_leave_no_traceback(
     asked: Asked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"
     with caplog.at_level(logging.WARNING):
-        for sent, status in ((head, b"401"), (b"\x16\x03 x\r\n\r\n", b"400"), (head + head, b"401")):
+        for sent, status in ((head, b"401"), (head.replace(b"9", b"-9"), b"400"), (head + head, b"401")):
             with socket.create_connection(("127.0.0.1", asked.gateway._port), 60) as client:
                 client.sendall(sent)
                 assert status in client.recv(100)
