@@ -1,14 +1,14 @@
 """HTTP gateway where a user's agent gets the policy's answers, as OpenAI chat completions; runs one agent a session.
 
 A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's (conversation.py),
-if the client was still there when all of the answer had been sent. One that has given up before has no turn.
+if all of the answer was sent while the client was there, which has not closed its connection over it unread.
 """
 
 import asyncio
 import hmac
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from megatron_rl.environments.completions import MODEL, Refused, chat_request, completion
+from megatron_rl.environments.conversation import Turn
 from megatron_rl.environments.pool import EnvironmentProcess
 from megatron_rl.environments.session import ContextFull, Policy, TemplateRefuses
 from megatron_rl.processes.strangers import STRANGER_S, Strangers, descriptors
@@ -43,9 +44,15 @@ class Opened:
     answers: int = 0  # that were read, or are on their way
     failure: SamplerError | None = None  # the agent sees it as a server's error
 
+    def unread(self, turn: Turn) -> None:
+        self.answers -= 1
+        self.policy.unread(turn)
+
 
 class Connection(web.RequestHandler):
     """A connection to the gateway: a stranger's until it has shown a key."""
+
+    unread: Callable[[], None] | None = None  # to be called if the answer that was sent last was not read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -55,6 +62,8 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         STRANGERS.forget(self.transport)
+        if exc is not None and self.unread is not None:  # it was reset, as one is that is closed before all is read
+            self.unread()
         super().connection_lost(exc)
 
     def log_exception(self, *args: Any, **named: Any) -> None:
@@ -139,6 +148,8 @@ class Gateway:
         if opened is None or not right:
             raise Refused(401, "this address wants the key of its session, which OPENAI_API_KEY has")
         STRANGERS.forget(request.transport)
+        assert isinstance(request.protocol, Connection)
+        request.protocol.unread = None
         if len(self._server.connections) > (most := descriptors() // 2):
             raise Refused(429, f"the agents of this run have more than {most} connections open; close some")
         return opened
@@ -160,7 +171,7 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
             raise Refused(400, f"all environment.turns={rules.section.turns} answers are given", code="turns_exceeded")
         opened.answers += 1
         try:
-            return await _completed(policy, request, asked)
+            return await _completed(opened, request, asked)
         except BaseException:
             opened.answers -= 1
             raise
@@ -174,10 +185,10 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
         raise Refused(500, f"the engines have failed: {error}") from None
 
 
-async def _completed(policy: Policy, request: web.BaseRequest, asked: dict[str, Any]) -> web.Response:
+async def _completed(opened: Opened, request: web.BaseRequest, asked: dict[str, Any]) -> web.Response:
     """The response that holds an answer, sent; ConnectionError where the client had left before."""
-    transcript = policy.transcript
-    async with policy.answering(**asked) as answered:
+    transcript, connection = opened.policy.transcript, request.protocol
+    async with opened.policy.answering(**asked) as answered:
         if transcript.end != "turns":
             transcript.end = "done"  # whatever was refused before for its length
         turns, place = transcript.turns, answered.number
@@ -192,6 +203,8 @@ async def _completed(policy: Policy, request: web.BaseRequest, asked: dict[str, 
         await response.write_eof()  # prepare and this raise it, too
         if request.transport is None:
             raise ConnectionResetError
+    assert isinstance(connection, Connection)
+    connection.unread = partial(opened.unread, transcript.conversation.turns[place])
     return response
 
 

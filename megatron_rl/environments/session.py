@@ -137,10 +137,15 @@ class Policy:
             turn.sampled = answered.completion
             yield answered
         except BaseException:
-            turn.sampled = None
-            transcript.counts["answers_unread"] += 1
+            self.unread(turn)
             raise
         transcript.format, transcript.answer = weights, answered.text
+
+    def unread(self, turn: Turn) -> None:
+        """Forget an answer that was never read; one that something has gone on behind was."""
+        if not any(one.parent is turn for one in self.transcript.conversation.turns):
+            turn.sampled = None
+            self.transcript.counts["answers_unread"] += 1
 
     async def apart(self, work: Callable[[], T]) -> T:
         """Do a piece of work in a thread, those of one session in their order; begun, it is done to its end."""

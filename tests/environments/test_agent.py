@@ -138,8 +138,8 @@ def test_what_cannot_be_asked_is_refused_with_a_sentence(asked: Asked, case: Any
     assert len(asked.policy.transcript.conversation.rows()) == 1
 
 
-def left(asked: Asked, reset: bool, body: Any) -> None:
-    """A client that sends a request and does not wait for the answer."""
+def left(asked: Asked, how: str, body: Any) -> None:
+    """A client that sends a request and does not read the answer."""
     content = json.dumps(body).encode()
     head = f"POST /{asked.name}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {asked.key}\r\n"
     policy, counts = asked.played.policy, asked.policy.transcript.counts
@@ -147,7 +147,10 @@ def left(asked: Asked, reset: bool, body: Any) -> None:
     with socket.create_connection(("127.0.0.1", asked.gateway._port)) as client:
         client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         wait_for(lambda: len(policy.asked) > before)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
+        if how == "the answer is there":
+            client.recv(1, socket.MSG_PEEK)
+        if how == "resets":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wait_for(lambda: counts["answers_unread"] > unread)
 
 
@@ -165,17 +168,18 @@ def test_an_answer_that_is_given_up_is_in_no_row(tmp_path: Path) -> None:
         assert len(played.policy.asked) == 4
 
 
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("words", "pause_s"), [("Hm?", 600.0), ("Hm?", 0.5), ("Slowly", 0.0)])
-def test_a_client_that_leaves_has_no_turn(asked: Asked, words: str, pause_s: float, reset: bool) -> None:
-    """Also where the event loop hears of it when the answer is there already (`Slowly`)."""
+@pytest.mark.parametrize("how", ["closes", "resets", "closes late", "the answer is there"])
+def test_a_client_that_leaves_has_no_turn(asked: Asked, how: str) -> None:
+    """Late: while the event loop makes the answer, and hears nothing."""
+    words = "Slowly" if how == "closes late" else "Hm?"
+    pause_s = 600.0 * (how in ("closes", "resets"))
     transcript = asked.policy.transcript
     asked.played.policy.pauses = [pause_s]
-    left(asked, reset, said(words))
+    left(asked, how, said(words))
     _, reply = asked(said(words))
     messages = [*said(words)["messages"], reply["choices"][0]["message"], {"role": "user", "content": words}]
     asked.played.policy.pauses = [pause_s]
-    left(asked, reset, {"messages": messages})
+    left(asked, how, {"messages": messages})
     assert asked({"messages": messages})[0] == 200
     asked.policy.leave_unread()
     (row,) = transcript.conversation.rows()
