@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from megatron_rl.config import ConfigError
@@ -35,10 +36,12 @@ class FolderTokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"model.path: {path} is not a readable tokenizer ({error})") from None
         self._chat: Any = None
+        self._loading = Lock()
         self.stop_token_ids = _stop_tokens(folder, self._backend)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        return self._backend.encode(self.text(prompt), add_special_tokens=False).ids
+        (encoding,) = self._backend.encode_batch_fast([self.text(prompt)], add_special_tokens=False)  # without the GIL
+        return encoding.ids
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
         """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""
@@ -67,10 +70,11 @@ class FolderTokenizer:
         return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
 
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        if self._chat is None:
-            from transformers import PreTrainedTokenizerFast
+        with self._loading:  # threads may render
+            if self._chat is None:
+                from transformers import PreTrainedTokenizerFast
 
-            self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+                self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
         options = {"add_generation_prompt": True, **options}
         return self._chat.apply_chat_template(messages, tokenize=False, **options)
 

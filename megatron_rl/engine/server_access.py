@@ -3,8 +3,7 @@
 An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its weights. The key comes
 from the environment, which other users of the machine cannot read.
 
-Uvicorn waits for ever for a request's header. A thousand connections that never send one would use up the process's
-files, and shut out those who hold the key.
+Uvicorn waits for ever for a request's header: connections without the key are limited (processes/strangers.py).
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import asyncio
 import hashlib
 import hmac
 import os
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cache
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from megatron_rl.processes.strangers import STRANGER_S, STRANGERS, Strangers
+
 VARIABLE = "VLLM_API_KEY"
-STRANGER_S = 10.0  # from a connection to the key
-STRANGERS = 128  # at once; beyond that, the oldest one of the address that has most of them goes
 HEADER_BYTES = 64 << 10
 
 Message = MutableMapping[str, Any]
@@ -69,21 +67,17 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-_strangers: dict[Connection, None] = {}  # connections without a key so far, oldest first
+_strangers = Strangers(STRANGERS)
 
 
 class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_bytes: int | None = 0  # so far; None between a header and the end of its request
-        self._limit = self.loop.call_later(STRANGER_S, self._cut)
-        _strangers[self] = None
-        if len(_strangers) > STRANGERS:
-            ((crowded, _),) = Counter(one._address for one in _strangers).most_common(1)
-            next(one for one in _strangers if one._address == crowded)._cut()
+        _strangers.add(transport, STRANGER_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        _strangers.forget(self.transport)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -91,7 +85,7 @@ class Connection(HttpToolsProtocol):
             self._header_bytes += len(data)
         super().data_received(data)
         if (self._header_bytes or 0) > HEADER_BYTES:
-            self._cut()
+            _strangers.cut(self.transport)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -99,19 +93,6 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._header_bytes = None
-        if self in _strangers and Key.of_environment().shown_in(self.headers):
-            self._forget()
+        if Key.of_environment().shown_in(self.headers):
+            _strangers.forget(self.transport)
         super().on_headers_complete()
-
-    @property
-    def _address(self) -> str:
-        return self.client[0] if self.client else ""
-
-    def _forget(self) -> None:
-        _strangers.pop(self, None)
-        self._limit.cancel()
-
-    def _cut(self) -> None:
-        self._forget()
-        if self.transport is not None:
-            self.transport.abort()

@@ -1,37 +1,37 @@
 """HTTP gateway where a user's agent gets the policy's answers, as OpenAI chat completions; runs one agent a session.
 
-A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's (conversation.py).
-Temperature, top_p and the like are the recipe's: what an agent asks for there changes nothing.
+A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's (conversation.py),
+if all of the answer was sent while the client was there, which has not closed its connection over it unread.
 """
 
 import asyncio
 import hmac
-import json
 import secrets
-import time
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
-from megatron_rl.environments.environment import as_messages
+from megatron_rl.environments.completions import MODEL, Refused, chat_request, completion
+from megatron_rl.environments.conversation import Turn
 from megatron_rl.environments.pool import EnvironmentProcess
-from megatron_rl.environments.session import ContextFull, Policy, Rules, TemplateRefuses, read_arguments
+from megatron_rl.environments.session import ContextFull, Policy, TemplateRefuses
+from megatron_rl.processes.strangers import STRANGER_S, Strangers, descriptors
 from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.types import SessionTurn
 
-LARGEST_BODY = 32 << 20
-STOP_S = 2.0
-MODEL = "policy"
-
-
-class Refused(Exception):
-    """What an agent has asked for is not there, with the status that says so."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+CHARACTERS = 32  # of a request, for each token that a conversation may have: few tokens are longer
+BESIDE = 64 << 10  # bytes of a request's other fields
+BODY_S = 60.0  # for a request's body
+IDLE_S = 75.0  # of a connection between two requests; OpenAI's clients close it earlier
+STOP_S = 2.0  # for a client that still sends what is refused
+STRANGERS = Strangers()
+TOGETHER = 16  # connections that are accepted before any of them is heard: agents open many at once
+BACKLOG = 1024  # connections that wait to be accepted
 
 
 @dataclass
@@ -41,7 +41,35 @@ class Opened:
     policy: Policy
     key: str
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    answers: int = 0  # that were read, or are on their way
     failure: SamplerError | None = None  # the agent sees it as a server's error
+
+    def unread(self, turn: Turn) -> None:
+        self.answers -= 1
+        self.policy.unread(turn)
+
+
+class Connection(web.RequestHandler):
+    """A connection to the gateway: a stranger's until it has shown a key."""
+
+    unread: Callable[[], None] | None = None  # to be called if the answer that was sent last was not read
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self.transport is not None
+        self.transport.set_write_buffer_limits(0)  # what is written is with the system
+        STRANGERS.add(self.transport, STRANGER_S)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        STRANGERS.forget(self.transport)
+        if exc is not None and self.unread is not None:  # it was reset, as one is that is closed before all is read
+            self.unread()
+        super().connection_lost(exc)
+
+    def log_exception(self, *args: Any, **named: Any) -> None:
+        """Log a failure of the gateway's own, and nothing that a client has sent."""
+        if not isinstance(named.get("exc_info"), HttpProcessingError):
+            super().log_exception(*args, **named)
 
 
 class Gateway:
@@ -49,18 +77,30 @@ class Gateway:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Opened] = {}
-        app = web.Application(client_max_size=LARGEST_BODY)
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         self._port = 0
 
     async def open(self) -> None:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self._port = self._runner.addresses[0][1]
+        self._server = web.Server(self._serve, handler_cancellation=True)
+        place = socket.create_server(("127.0.0.1", 0))
+        self._port = place.getsockname()[1]
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._connection, sock=place, backlog=TOGETHER)
+        place.listen(BACKLOG)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self._server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            lingering_time=STOP_S,
+        )
 
     async def close(self) -> None:
-        await self._runner.cleanup()
+        self._listening.close()
+        self._server.pre_shutdown()
+        await self._server.shutdown(STOP_S)
 
     def begin(self, policy: Policy) -> tuple[str, str, str]:
         """A session's name, its address, and its key."""
@@ -68,143 +108,136 @@ class Gateway:
         self._sessions[name] = Opened(policy, key)
         return name, f"http://127.0.0.1:{self._port}/{name}/v1", key
 
-    def end(self, name: str) -> None:
-        """Raises what the engines have failed with, whatever the agent has made of it."""
+    def end(self, name: str) -> list[asyncio.Task[Any]]:
+        """Cancel what is still asked. Raises what the engines have failed with, whatever the agent has made of it."""
         opened = self._sessions.pop(name)
-        for task in opened.tasks:
+        tasks = list(opened.tasks)
+        for task in tasks:
             task.cancel()
         if opened.failure is not None:
             raise opened.failure
+        return tasks
 
-    async def _serve(self, request: web.Request) -> web.Response:
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
-            status, content = 200, await self._answer(request)
+            opened = self._admitted(request)
+            task = asyncio.ensure_future(_answered(opened, request))
+            opened.tasks.add(task)
+            task.add_done_callback(opened.tasks.discard)
+            return await task
         except Refused as refused:
-            error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code, "param": None}
-            status, content = refused.status, {"error": error}
+            response = web.json_response(refused.content, status=refused.status)
+            if refused.status in (401, 429):
+                response.force_close()
+            return response
+        except ConnectionError:
+            return web.Response()  # it reaches nobody
         except asyncio.CancelledError:
-            status, content = 410, {"error": {"message": "the session has ended", "type": "gone", "code": None}}
-        return web.json_response(content, status=status)
+            handler = asyncio.current_task()
+            if handler is None or handler.cancelling():  # the client has left
+                raise
+            return web.json_response(Refused(410, "the session has ended").content, status=410)
 
-    async def _answer(self, request: web.Request) -> dict[str, Any]:
-        _, name, _, path = [*request.path.split("/", 3), "", "", ""][:4]
+    def _admitted(self, request: web.BaseRequest) -> Opened:
+        """The session of a request, by its key: nothing of its body is read before."""
+        _, name, *_ = [*request.path.split("/"), ""]
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
         opened = self._sessions.get(name)
         # compared also where there is none: a name is not to be found by its timing
         right = hmac.compare_digest(given, (opened.key if opened else secrets.token_urlsafe(32)).encode())
         if opened is None or not right:
             raise Refused(401, "this address wants the key of its session, which OPENAI_API_KEY has")
-        if (request.method, path) == ("GET", "models"):
-            return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
-        if (request.method, path) != ("POST", "chat/completions"):
-            raise Refused(404, f"{request.method} /{path[:60]}: there are chat/completions and models")
-        task = asyncio.create_task(_completed(opened.policy, await _body(request)))
-        opened.tasks.add(task)
+        STRANGERS.forget(request.transport)
+        assert isinstance(request.protocol, Connection)
+        request.protocol.unread = None
+        if len(self._server.connections) > (most := descriptors() // 2):
+            raise Refused(429, f"the agents of this run have more than {most} connections open; close some")
+        return opened
+
+
+async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamResponse:
+    """The response to a request that has shown its key."""
+    _, _, _, path = [*request.path.split("/", 3), "", "", ""][:4]
+    if (request.method, path) == ("GET", "models"):
+        models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]
+        return web.json_response({"object": "list", "data": models})
+    if (request.method, path) != ("POST", "chat/completions"):
+        raise Refused(404, f"{request.method} /{path[:60]}: there are chat/completions and models")
+    policy, transcript, rules = opened.policy, opened.policy.transcript, opened.policy.rules
+    try:
+        asked = await policy.apart(partial(chat_request, await _body(request, rules.context_tokens)))
+        if opened.answers >= rules.section.turns:
+            transcript.end = "turns"
+            raise Refused(400, f"all environment.turns={rules.section.turns} answers are given", code="turns_exceeded")
+        opened.answers += 1
         try:
-            return await task
-        except SamplerError as error:
-            opened.failure = error
+            return await _completed(opened, request, asked)
+        except BaseException:
+            opened.answers -= 1
             raise
-        finally:
-            opened.tasks.discard(task)
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        raise Refused(413, f"a request has at most {LARGEST_BODY} bytes") from None
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is not JSON ({str(error)[:100]})") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the request is no JSON object")
-    return body
-
-
-async def _completed(policy: Policy, body: Mapping[str, Any]) -> dict[str, Any]:
-    if body.get("stream"):
-        raise Refused(400, "stream: answers come whole here; leave it out")
-    if body.get("n") not in (None, 1):
-        raise Refused(400, "n: one answer for each request; ask again for another")
-    try:
-        messages, tools = _messages(body.get("messages")), body.get("tools") or []
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
-        if most is not None and not (isinstance(most, int) and most > 0):
-            raise TypeError("max_tokens is a whole number above 0")
-        if not (isinstance(tools, list) and all(isinstance(one["function"]["name"], str) for one in tools)):
-            raise TypeError("tools is a list of {type: function, function: {name, ...}}")
-    except (TypeError, ValueError, KeyError) as error:
-        raise Refused(400, f"messages: {str(error)[:300]}") from None
-    try:
-        answered = await policy.answer(messages, tools, most)
-    except ContextFull:
-        policy.transcript.end = "length"
-        raise Refused(
-            400, "the conversation has reached rollout.max_context_tokens", "context_length_exceeded"
-        ) from None
+    except ContextFull as full:
+        transcript.end = "length"
+        raise Refused(400, str(full), code="context_length_exceeded", field="messages") from None
     except TemplateRefuses as error:
-        raise Refused(400, str(error)) from None
-    policy.transcript.end = "done"  # whatever was refused before for its length
-    completion, message, turns = answered.completion, answered.message, policy.transcript.turns
-    calls, count = message.get("tool_calls", []), len(completion.token_ids)
-    turns.extend([SessionTurn(finish_reason="abort")] * (answered.number + 1 - len(turns)))  # others are still asked
-    turns[answered.number] = SessionTurn(tokens=count, finish_reason=completion.finish_reason, tool_calls=len(calls))
-    said: dict[str, Any] = {"role": "assistant", "content": message["content"]}
-    if calls:
-        said["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
-    usage = {"prompt_tokens": answered.asked, "completion_tokens": count}
-    reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [{"index": 0, "message": said, "finish_reason": reason, "logprobs": None}],
-        "usage": usage | {"total_tokens": answered.asked + count},
-    }
+        raise Refused(400, str(error), field="messages") from None
+    except SamplerError as error:
+        opened.failure = error
+        raise Refused(500, f"the engines have failed: {error}") from None
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """OpenAI's messages as chat templates want them: text as text, arguments as mappings."""
-    if not isinstance(given, list) or not given:
-        raise TypeError("a list of at least one message")
-    messages = []
-    for one in as_messages(given):
-        content = one.get("content")
-        if isinstance(content, list):
-            raise TypeError("content: text alone is taken")
-        message = {**one, "content": content or ""}
-        if one.get("tool_calls"):
-            message["tool_calls"] = [{**call, "function": _as_sampled(call["function"])} for call in one["tool_calls"]]
-        messages.append({key: value for key, value in message.items() if value is not None})
-    return messages
+async def _completed(opened: Opened, request: web.BaseRequest, asked: dict[str, Any]) -> web.Response:
+    """The response that holds an answer, sent; ConnectionError where the client had left before."""
+    transcript, connection = opened.policy.transcript, request.protocol
+    async with opened.policy.answering(**asked) as answered:
+        if transcript.end != "turns":
+            transcript.end = "done"  # whatever was refused before for its length
+        turns, place = transcript.turns, answered.number
+        turns.extend([SessionTurn(finish_reason="abort")] * (place + 1 - len(turns)))  # others are still asked
+        turns[place] = SessionTurn(
+            tokens=len(answered.completion.token_ids),
+            finish_reason=answered.completion.finish_reason,
+            tool_calls=len(answered.message.get("tool_calls", [])),
+        )
+        response = web.json_response(completion(answered))
+        await response.prepare(request)
+        await response.write_eof()  # prepare and this raise it, too
+        if request.transport is None:
+            raise ConnectionResetError
+    assert isinstance(connection, Connection)
+    connection.unread = partial(opened.unread, transcript.conversation.turns[place])
+    return response
 
 
-def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The name first, as it was answered: OpenAI's clients turn the order, and a template may write all of it."""
-    arguments = function["arguments"]
-    read = read_arguments(arguments) if isinstance(arguments, str) else arguments
-    return {"name": function["name"], **function, "arguments": read}
+async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
+    """All of a request, if it can be one of a conversation of so many tokens."""
+    if "Content-Encoding" in request.headers:
+        raise Refused(400, "requests are taken unpacked; leave it out", field="Content-Encoding")
+    most, body = CHARACTERS * context_tokens + BESIDE, bytearray()
+    full = ContextFull(f"above {most} bytes no request fits into rollout.max_context_tokens={context_tokens}")
+    if (request.content_length or 0) > most:
+        raise full
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > most:
+                    raise full
+    except TimeoutError:
+        raise Refused(408, f"the request did not come within {BODY_S:g} s") from None
+    except web.RequestPayloadError as error:
+        raise Refused(400, f"the request is not whole ({str(error)[:100]})") from None
+    return bytes(body)
 
 
-def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
-
-
-class AgentSession:
-    """Lets one agent hold its conversation."""
-
-    def __init__(self, policy: Policy, process: EnvironmentProcess, rules: Rules, gateway: Gateway) -> None:
-        self._policy, self._process, self._rules, self._gateway = policy, process, rules, gateway
-
-    async def play(self, row: Mapping[str, Any]) -> None:
-        transcript, limit_s = self._policy.transcript, self._rules.section.session_timeout_s
-        transcript.end = "done"
-        name, address, key = self._gateway.begin(self._policy)
-        try:
-            asked = {"do": "run", "base_url": address, "key": key, "row": dict(row)}
-            found = await self._process.ask(asked, limit_s)
-        finally:
-            self._gateway.end(name)
-        transcript.reward, transcript.numbers = found["reward"], found["numbers"]
+async def play(policy: Policy, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]) -> None:
+    """Let an agent hold its conversation."""
+    transcript = policy.transcript
+    transcript.end = "done"
+    name, address, key = gateway.begin(policy)
+    try:
+        asked = {"do": "run", "base_url": address, "key": key, "row": dict(row)}
+        found = await process.ask(asked, policy.rules.section.session_timeout_s)
+    finally:
+        await asyncio.gather(*gateway.end(name), return_exceptions=True)
+        await policy.apart(policy.leave_unread)
+    transcript.reward, transcript.numbers = found["reward"], found["numbers"]

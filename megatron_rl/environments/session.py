@@ -1,22 +1,29 @@
 """Session: plays one conversation of policy and environment, has its tool calls made, notes turns, tokens and rewards.
 Its `Policy`, which asks the engines, serves agents too: they hold the conversation themselves (agent.py)."""
 
+import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
 from megatron_rl.environments.kinds import CALLS, TokenKinds
 from megatron_rl.environments.pool import EnvironmentFailed
+from megatron_rl.environments.stops import ended
+from megatron_rl.processes.threads import in_thread
 from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
+T = TypeVar("T")
 MOST_CALLS = 16  # of one answer; what is above is answered with an error
+WORKERS = 4  # threads that render and tokenize, for all sessions
 
 
 class Asks(Protocol):
@@ -44,6 +51,7 @@ class Rules:
     parser: str | None  # of tool calls
     system: str | None = None  # what conversations begin with that have no such message of their own
     kinds: TokenKinds | None = None  # None: all tokens are text
+    workers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WORKERS))
 
 
 @dataclass(eq=False)
@@ -75,6 +83,8 @@ class Answered:
     asked: int  # tokens of its request
     completion: Completion
     message: dict[str, Any]  # what the answer is in the conversation
+    text: str
+    stop: str | None = None  # what the agent has named, and the answer was cut at
 
 
 class ContextFull(Exception):
@@ -86,42 +96,101 @@ class TemplateRefuses(Exception):
 
 
 class Policy:
-    """The policy's side of one session: each request goes to the engines, each answer into the transcript."""
+    """The policy's side of one session: each request goes to the engines, each answer into the transcript.
+
+    Templates and tokenizers work in threads, so that a long conversation holds no other one up.
+    """
 
     def __init__(self, engines: Asks, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str) -> None:
         """`seeds`: of each turn's number."""
         self.transcript = Transcript(Conversation(tokenizer, rules.options, appends=rules.section.history == "append"))
-        self._engines, self._tokenizer, self._rules, self._seeds, self._key = engines, tokenizer, rules, seeds, key
+        self.rules = rules
+        self._engines, self._tokenizer, self._seeds, self._key = engines, tokenizer, seeds, key
+        self._order = asyncio.Lock()
 
-    async def answer(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int | None = None
-    ) -> Answered:
+    async def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Answered:
         """The policy's answer; ContextFull where there is no room for one, TemplateRefuses."""
-        transcript, rules = self.transcript, self._rules
+        async with self.answering(messages, tools) as answered:
+            return answered
+
+    @asynccontextmanager
+    async def answering(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        max_tokens: int | None = None,
+        stops: Sequence[str] = (),
+        most_calls: int | None = None,
+    ) -> AsyncIterator[Answered]:
+        """The policy's answer: a turn once the block has ended well, else an answer that was never read.
+
+        Nothing goes on behind the latter, and no row holds it.
+        """
+        transcript, rules = self.transcript, self.rules
+        turn, tokens = await self.apart(partial(self._request, messages, tools))
+        format = ToolFormat(rules.parser, json.dumps(tools)) if tools and rules.parser else None
+        most = min(rules.context_tokens - len(tokens), rules.response_tokens, max_tokens or rules.response_tokens)
+        asked = {"max_tokens": most, "seed": self._seeds(turn.number), "key": self._key, "tools": format}
         try:
-            turn = transcript.conversation.request(messages, tools)
+            completion, weights = await self._engines.ask(tokens, **asked)
+            answered = await self.apart(partial(self._answered, turn, len(tokens), completion, stops, most_calls))
+            turn.sampled = answered.completion
+            yield answered
+        except BaseException:
+            self.unread(turn)
+            raise
+        transcript.format, transcript.answer = weights, answered.text
+
+    def unread(self, turn: Turn) -> None:
+        """Forget an answer that was never read; one that something has gone on behind was."""
+        if not any(one.parent is turn for one in self.transcript.conversation.turns):
+            turn.sampled = None
+            self.transcript.counts["answers_unread"] += 1
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Do a piece of work in a thread, those of one session in their order; begun, it is done to its end."""
+
+        async def begun() -> T:
+            async with self._order, self.rules.workers:
+                return await asyncio.wrap_future(in_thread("conversation", work))
+
+        return await asyncio.shield(asyncio.ensure_future(begun()))
+
+    def leave_unread(self) -> None:
+        """Leave the turns out whose answers were never read: the others are numbered anew."""
+        transcript = self.transcript
+        read = [one for one in transcript.conversation.turns if one.sampled is not None]
+        transcript.turns = [transcript.turns[one.number] for one in read]
+        for number, turn in enumerate(read):
+            turn.number = number
+        transcript.conversation.turns = read
+
+    def _request(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> tuple[Turn, list[int]]:
+        """The next turn, and the tokens of its request."""
+        conversation = self.transcript.conversation
+        try:
+            turn = conversation.request(messages, tools)
         except Exception as error:  # of jinja's families
             raise TemplateRefuses(f"the chat template does not take these messages: {str(error)[:300]}") from error
         tokens = turn.tokens
-        room = rules.context_tokens - len(tokens)
-        if room < 1:
-            transcript.conversation.turns.remove(turn)
-            raise ContextFull
-        format = ToolFormat(rules.parser, json.dumps(tools)) if tools and rules.parser else None
-        most = min(room, rules.response_tokens, max_tokens or rules.response_tokens)
-        asked = {"max_tokens": most, "seed": self._seeds(turn.number), "key": self._key, "tools": format}
-        completion, transcript.format = await self._engines.ask(tokens, **asked)
-        turn.kinds = rules.kinds.of(turn.text, completion) if rules.kinds else ()
-        message = self._message(turn, completion)
-        transcript.conversation.answered(turn, completion, message)
-        (transcript.answer,) = self._tokenizer.decode([completion.token_ids])
-        return Answered(turn.number, len(tokens), completion, message)
+        most = self.rules.context_tokens
+        if len(tokens) >= most:
+            conversation.turns.remove(turn)
+            raise ContextFull(f"{len(tokens)} tokens leave no room for an answer: rollout.max_context_tokens={most}")
+        return turn, tokens
 
-    def _message(self, turn: Turn, completion: Completion) -> dict[str, Any]:
-        if completion.content is None:
-            ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
-            return {"role": "assistant", "content": self._tokenizer.decode_all(ids)}
+    def _answered(
+        self, turn: Turn, asked: int, completion: Completion, stops: Sequence[str], most_calls: int | None
+    ) -> Answered:
+        """The message and the end that an answer has in the conversation; nothing goes on behind it yet."""
+        kinds = self.rules.kinds.of(turn.text, completion) if self.rules.kinds else ()
+        ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
+        decode = self._tokenizer.decode_all
+        completion, stop = ended(completion, stops, ids=ids, kinds=kinds, prompt=asked, decode=decode)
+        turn.kinds = kinds[: len(completion.token_ids)]
         message: dict[str, Any] = {"role": "assistant", "content": completion.content}
+        if completion.content is None:
+            message["content"] = decode(ids)
         if completion.calls:
             message["tool_calls"] = [
                 {
@@ -129,9 +198,12 @@ class Policy:
                     "type": "function",
                     "function": {"name": one.name, "arguments": read_arguments(one.arguments)},
                 }
-                for place, one in enumerate(completion.calls)
+                for place, one in enumerate(completion.calls[:most_calls])
             ]
-        return message
+        self.transcript.conversation.answered(turn, completion, message)
+        turn.sampled = None  # until somebody reads it
+        (text,) = self._tokenizer.decode([completion.token_ids])
+        return Answered(turn.number, asked, completion, message, text if stop is None else message["content"], stop)
 
 
 def read_arguments(text: str) -> Any:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from megatron_rl.config.schema import Config, Credit, DataSection, EnvironmentSection, RolloutSection
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
-from megatron_rl.environments.agent import AgentSession, Gateway
+from megatron_rl.environments.agent import Gateway, play
 from megatron_rl.environments.conversation import Row
 from megatron_rl.environments.kinds import TokenKinds
 from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
@@ -78,8 +78,7 @@ class Sessions:
             self._data.system_prompt, self._kinds,
         )  # fmt: skip
         turns = self._sampler.turns(params, patient=patient)
-        known = rules, turns, self._tokenizer, self.pool, self._gateway
-        player = Player(*known, seed, lambda: self._sampler.policy_version)
+        player = Player(self, rules, turns, seed)
         return SessionsAnswering(self._loop, player, params.samples, turns, self._patience_s)
 
     def close(self) -> None:
@@ -170,20 +169,11 @@ class SessionsAnswering:
 class Player:
     """Plays sessions, as many at once as there may be environments."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        turns: Turns,
-        tokenizer: FolderTokenizer,
-        pool: EnvironmentPool,
-        gateway: Gateway | None,
-        seed: int,
-        served: Callable[[], int],
-    ) -> None:
-        """`served`: the policy version that engines answer with."""
-        self.rules, self._turns, self._tokenizer = rules, turns, tokenizer
-        self._pool, self._gateway, self._seed, self._served = pool, gateway, seed, served
-        self._room, self.agents = asyncio.Semaphore(rules.section.sessions), gateway is not None
+    def __init__(self, sessions: Sessions, rules: Rules, turns: Turns, seed: int) -> None:
+        self.rules, self._turns, self._seed = rules, turns, seed
+        self._tokenizer, self._sampler = sessions._tokenizer, sessions._sampler
+        self._pool, self._gateway = sessions.pool, sessions._gateway
+        self._room, self.agents = asyncio.Semaphore(rules.section.sessions), self._gateway is not None
 
     async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
         """The rows of one session; begun again where its environment fails: once, and whenever all have died."""
@@ -203,14 +193,14 @@ class Player:
                     left -= not isinstance(error, NurseryGone)
                     if not left:
                         break
-        return rollouts(transcript, prompt, group, sample, self.rules.section, self._served())
+        return rollouts(transcript, prompt, group, sample, self.rules.section, self._sampler.policy_version)
 
     async def _played(self, policy: Policy, prompt: Prompt) -> None:
         row = {"prompt": field(prompt.row, prompt.prompt_key), "answer": prompt.answer, **prompt.row}
         process = await self._pool.take()
         try:
             if self._gateway is not None:
-                await AgentSession(policy, process, self.rules, self._gateway).play(row)
+                await play(policy, process, self._gateway, row)
             else:
                 await EnvironmentSession(policy, process, self.rules, self._tokenizer).play(row)
         except BaseException:

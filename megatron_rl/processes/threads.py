@@ -42,6 +42,7 @@ def use_all_cores() -> None:
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
     """A daemon: a process that is told to end does not wait for it."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # nothing cancels it from here on
 
     def run() -> None:
         try:

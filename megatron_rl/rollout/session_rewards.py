@@ -40,6 +40,7 @@ def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
         "session/tool_calls_unread": total["calls_unread"],
         "session/tool_seconds_mean": fmean(turn.tool_seconds for turn in turns) if turns else 0.0,
         "session/observations_cut": total["observations_cut"],
+        "session/answers_unread": total["answers_unread"],
         "session/forks": total["forks"],
         "session/restarts": total["restarts"],
         "session/errors": sum(one.error is not None for one in sessions),

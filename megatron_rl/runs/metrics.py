@@ -112,6 +112,7 @@ _group(
     ("tool_calls_unread", "answers that began a call which could not be read", "sum", "answers"),
     ("tool_seconds_mean", "mean seconds from an answer to what follows it: tools, or step", "mean", "s"),
     ("observations_cut", "messages cut to environment.observation_tokens", "sum", "messages"),
+    ("answers_unread", "answers that an agent gave up before it had them: not trained on", "sum", "answers"),
     ("forks", "times that a conversation did not go on behind its exact tokens: a row more each", "sum", "forks"),
     ("restarts", "sessions begun again after their environment failed", "sum", "sessions"),
     ("errors", "sessions that failed twice: they are not trained on", "sum", "sessions"),

@@ -117,7 +117,7 @@ async def agent(base_url: str, row: Mapping[str, Any]) -> Any:
     """Asks for two answers with OpenAI's own client."""
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(max_retries=0)
+    client = AsyncOpenAI(timeout=row.get("timeout", 60), max_retries=row.get("retries", 0))
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     said = []
     for _ in range(2):

@@ -30,6 +30,7 @@ class ScriptedPolicy:
         self.open = self.most = 0
         self.version = self.policy_version = 0
         self.pause_s = 0.0
+        self.pauses: list[float] = []  # of the next requests, in their order
         self.together = 0  # nobody is answered before so many have been open at once
         self.backwards = 0  # so many requests are answered last first
 
@@ -44,7 +45,7 @@ class ScriptedPolicy:
         self.most = max(self.most, self.open)
         while self.most < self.together:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(self.pause_s)
+        await asyncio.sleep(self.pauses.pop(0) if self.pauses else self.pause_s)
         place = self.open
         while self.backwards and (len(self.asked) < self.backwards or self.open > place):
             await asyncio.sleep(0.01)

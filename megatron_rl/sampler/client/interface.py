@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -76,6 +76,25 @@ class Completion:
         for version, tokens in self.spans:
             versions.extend(array("i", [version]) * tokens)
         return versions
+
+    def first(self, count: int, prompt: int) -> Completion:
+        """Its first tokens, as if it had ended there by itself; `prompt`: tokens of the request."""
+        spans, left = list[tuple[int, int]](), count
+        for version, tokens in self.spans:
+            spans.append((version, min(tokens, left)))
+            left -= spans[-1][1]
+        counts = self.kept_counts and self.kept_counts[:count]
+        experts_SLK = self.experts_SLK
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason="stop",
+            spans=[span for span in spans if span[1]],
+            kept_ids=self.kept_ids and self.kept_ids[: sum(counts or ())],
+            kept_counts=counts,
+            experts_SLK=None if experts_SLK is None else experts_SLK[: prompt + count - 1],
+        )
 
 
 class Engine(Protocol):

@@ -48,6 +48,7 @@ async def relayed(request: web.Request) -> web.Response:
     """A request of NeMo Gym's model server, sent to the gateway of its session."""
     body = await request.json()
     metadata = body.pop("metadata", None) or {}
+    body.pop("model", None)  # as NeMo Gym's configuration calls it
     url, key = metadata.get(URL, ""), metadata.get(KEY, "")
     if not url.startswith("http://127.0.0.1:"):
         return web.json_response({"error": {"message": f"metadata has no {URL} of a gateway"}}, status=400)
@@ -66,4 +67,4 @@ def relay() -> web.Application:
 
 
 if __name__ == "__main__":
-    web.run_app(relay(), host="127.0.0.1", port=int(sys.argv[1]), print=None)
+    web.run_app(relay(), host="127.0.0.1", port=int(sys.argv[1]), print=None, handler_cancellation=True)

@@ -1,0 +1,149 @@
+"""OpenAI's chat completions: what a request may hold, with a sentence for what it may not, and the replies.
+
+A field that would change an answer is done or refused. How tokens are drawn is the recipe's: such fields are ignored,
+as agents send them by habit, and so are those that say who asks.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatron_rl.environments.session import Answered, read_arguments
+
+MODEL = "policy"
+Count = Annotated[int, Meta(gt=0)]
+Text = Annotated[str, Meta(min_length=1)]
+IGNORED = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+)
+# fields with the values that are taken, and what is said of all others
+FIXED: Mapping[str, tuple[list[Any], str]] = {
+    "model": ([MODEL], f"there is {MODEL!r} alone"),
+    "stream": ([False], "answers come whole here; leave it out"),
+    "n": ([1], "one answer for each request; ask again for another"),
+    "logprobs": ([False], "the run keeps them, agents get none; leave it out"),
+    "response_format": ([{"type": "text"}], "answers are free text; ask for a form in the messages"),
+    "tool_choice": (["auto", "none"], "the policy chooses ('auto'), or sees no tools ('none')"),
+    "parallel_tool_calls": ([True, False], "true or false"),
+}
+
+
+class Refused(Exception):
+    """A request that is not answered: the status that says so, and the field that is wrong."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, field: str | None = None) -> None:
+        super().__init__(message if field is None else f"{field}: {message}")
+        self.status = status
+        self.content = {"error": {"message": str(self), "type": "invalid_request_error", "code": code, "param": field}}
+
+
+class Function(msgspec.Struct):
+    """A tool's, or a call's."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Named(msgspec.Struct):
+    function: Function
+
+
+class Part(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[Part] | None = None
+    tool_calls: list[Named] | None = None
+
+
+class ChatRequest(msgspec.Struct):
+    """The fields that are done."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: list[Named] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Text | Annotated[list[Text], Meta(max_length=16)] | None = None
+
+
+def chat_request(body: bytes) -> dict[str, Any]:
+    """Arguments of Policy.answering; Refused says which field of the request is wrong."""
+    try:
+        given = json.loads(body)
+        json.dumps(given, ensure_ascii=False).encode()  # half a pair is no text
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON ({str(error)[:100]})") from None
+    if not isinstance(given, dict):
+        raise Refused(400, "the request is no JSON object")
+    for name, value in given.items():
+        if value is not None and name not in (*ChatRequest.__struct_fields__, *IGNORED):
+            taken, why = FIXED.get(name, ([], "this cannot be asked for here; leave it out"))
+            # true is no 1 here, nor is 1.0
+            if not any(type(value) is type(one) and value == one for one in taken):
+                raise Refused(400, why, field=name[:60])
+    try:
+        known = msgspec.convert(given, ChatRequest)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        raise Refused(400, what, field=where.strip(".`") or "messages") from None
+    return {
+        "messages": [_message(one) for one in given["messages"]],
+        "tools": given.get("tools") or [] if given.get("tool_choice") != "none" else [],
+        "max_tokens": known.max_completion_tokens or known.max_tokens,
+        "stops": [known.stop] if isinstance(known.stop, str) else known.stop or [],
+        "most_calls": 1 if given.get("parallel_tool_calls") is False else None,
+    }
+
+
+def completion(answered: Answered) -> dict[str, Any]:
+    """The reply that holds an answer."""
+    message = dict(answered.message)
+    count = len(answered.completion.token_ids)
+    reason = answered.completion.finish_reason
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
+        reason = "tool_calls" if reason == "stop" else reason
+    choice = {"index": 0, "message": message, "finish_reason": reason, "stop_reason": answered.stop, "logprobs": None}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": answered.asked,
+            "completion_tokens": count,
+            "total_tokens": answered.asked + count,
+        },
+    }
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates want it: text as text, arguments as mappings."""
+    message = {name: value for name, value in given.items() if value is not None}
+    content = message.get("content", "")
+    message["content"] = content if isinstance(content, str) else "".join(one["text"] for one in content)
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [{**one, "function": _as_sampled(one["function"])} for one in calls]
+    return message
+
+
+def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The name first, as it was answered: OpenAI's clients turn the order, and a template may write all of it."""
+    arguments = function.get("arguments", "")
+    read = read_arguments(arguments) if isinstance(arguments, str) else arguments
+    return {"name": function["name"], **function, "arguments": read}
+
+
+def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}

@@ -1,0 +1,48 @@
+"""Limits on connections that have not shown a key: few of them at once, and little time for each.
+
+A thousand connections that never send a header would use up the process's files, and shut out those that hold the key.
+"""
+
+import asyncio
+import resource
+from collections import Counter
+
+STRANGER_S = 10.0  # from a connection to its key
+STRANGERS = 128  # at once; beyond that, the oldest one of the address that has most of them is cut
+SHARE = 8  # and never more than one in so many of the files that the process may open
+
+
+class Strangers:
+    """Connections without a key so far, of one event loop."""
+
+    def __init__(self, most: int = STRANGERS) -> None:
+        self._most = most
+        self._open: dict[asyncio.Transport, asyncio.TimerHandle] = {}  # oldest first
+
+    def add(self, transport: asyncio.Transport, seconds: float) -> None:
+        """Cut this connection after so many seconds, or earlier where others crowd it out."""
+        loop = asyncio.get_running_loop()
+        self._open[transport] = loop.call_later(seconds, self.cut, transport)
+        if len(self._open) > min(self._most, descriptors() // SHARE):
+            ((crowded, _),) = Counter(map(_address, self._open)).most_common(1)
+            self.cut(next(one for one in self._open if _address(one) == crowded))
+
+    def forget(self, transport: asyncio.Transport | None) -> None:
+        """The connection has shown its key, or has ended."""
+        timer = self._open.pop(transport, None) if transport else None
+        if timer is not None:
+            timer.cancel()
+
+    def cut(self, transport: asyncio.Transport) -> None:
+        self.forget(transport)
+        transport.abort()
+
+
+def descriptors() -> int:
+    """Files that this process may have open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if most == resource.RLIM_INFINITY else most
+
+
+def _address(transport: asyncio.Transport) -> str:
+    return str((transport.get_extra_info("peername") or [""])[0])
