@@ -173,6 +173,13 @@ def common(one: Box, other: Box) -> Box | None:
     return (low, size) if min(size, default=1) > 0 else None
 
 
+def part(tensor: torch.Tensor, start: Iterable[int], size: Iterable[int]) -> torch.Tensor:
+    """Return the block of a tensor that begins at `start`, a view."""
+    for axis, (at, length) in enumerate(zip(start, size, strict=True)):
+        tensor = tensor.narrow(axis, at, length)
+    return tensor
+
+
 def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """A run of a flattened tensor as blocks (start, size), in the order of the run."""
     if start >= stop:

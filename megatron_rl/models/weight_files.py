@@ -112,6 +112,8 @@ def is_plain_name(name: str) -> bool:
 
 def read_header(path: Path) -> bytes:
     """The JSON header of a safetensors file, padding included, as it stands."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: missing, a folder or a pipe")
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))

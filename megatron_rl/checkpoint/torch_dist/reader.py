@@ -11,6 +11,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
+from operator import sub
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +23,7 @@ from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, adapters, params
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
-from megatron_rl.models.shards import Box, assemble, common, cut
+from megatron_rl.models.shards import assemble, common, cut, part
 from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
 
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
@@ -67,18 +68,27 @@ class Reader:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
         entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
-        if problem := index.misfit(self._tensors[self._prefix + entry.key], entry, param):
-            raise index.CheckpointError(f"{entry.key} of {self.folder} {problem}")
-        local = self.read(entry, (0,) * len(wanted), wanted)
+        local = self.read(entry, (0,) * len(wanted), wanted, padded=True)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
-    def read(self, entry: index.Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
-        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+    def read(
+        self,
+        entry: index.Entry,
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+        kind: str = "",
+        padded: bool = False,
+    ) -> torch.Tensor:
+        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg.
+
+        `padded`: the vocabulary may be, as megatron-core's own checkpoints have it."""
         key = f"{kind}{self._prefix}{entry.key}"
         if key not in self._tensors:
             raise index.CheckpointError(f"{self.folder} lacks {key}")
         kept = self._tensors[key]
+        if problem := index.misfit(kept, entry, padded):  # else a block is cut out of another tensor
+            raise index.CheckpointError(f"{key} of {self.folder} {problem}")
         whole = (*(at for at, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
         shared = [(chunk, common(whole, (chunk.offset, chunk.size))) for chunk in kept.chunks]
         parts = [(chunk, box) for chunk, box in shared if box is not None]
@@ -91,7 +101,8 @@ class Reader:
             return self._stored(key, kept, parts[0][0]).view(size)
         target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
         for chunk, box in parts:
-            _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
+            values = part(self._stored(key, kept, chunk), map(sub, box[0], chunk.offset), box[1])
+            part(target, map(sub, box[0], whole[0]), box[1]).copy_(values)
         return target.view(size)
 
     def _stored(self, key: str, kept: index.IndexedTensor, chunk: index.Chunk) -> torch.Tensor:
@@ -99,13 +110,6 @@ class Reader:
             return read_saved(self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size)
         except (OSError, ValueError) as error:
             raise index.CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
-
-
-def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
-    """The block of a tensor whose first element is `origin` of the whole."""
-    for axis, (at, base, length) in enumerate(zip(box[0], origin, box[1], strict=True)):
-        tensor = tensor.narrow(axis, at - base, length)
-    return tensor
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

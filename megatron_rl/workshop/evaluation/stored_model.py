@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
@@ -124,6 +125,8 @@ class StoredWeights:
             self.model = Model.of(read_hf_config(stored.folder, key="MODEL"), Layout())
         except ValueError as error:
             raise ConfigError(f"{stored.folder}: {error}") from None
+        whole = stored.weights == stored.folder
+        self._adapters = None if whole else read(stored.weights, self.model.shape, stored.lora)
         self.groups = ShardGroups()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,10 +141,8 @@ class StoredWeights:
         stored, shape = self._stored, self.model.shape
         if stored.weights == stored.folder:
             return HfFolder(stored.weights).get
-        if (held := read(stored.weights, shape, stored.lora)) is not None:
-            return merged(HfFolder(stored.folder), shape, held)
-        from megatron_rl.checkpoint.torch_dist import reader as torch_dist
-
+        if self._adapters is not None:
+            return merged(HfFolder(stored.folder), self._adapters)
         return torch_dist.getter(torch_dist.Reader(stored.weights), shape)
 
     def take_activation_amax(self) -> torch.Tensor:
