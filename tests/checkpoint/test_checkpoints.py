@@ -256,3 +256,13 @@ def test_a_changed_recipe_is_told_key_by_key(tmp_path: Path, key: str, value: ob
             refuse_changes(recorded, write_yaml(new))
         new["run"]["resume_allow"] = [key]
     refuse_changes(recorded, write_yaml(new))
+
+
+@pytest.mark.parametrize("change", [{"rank": 4}, {"rank": 0}, {"alpha": 8}, {"targets": ["q_proj"]}])
+def test_adapters_stay_what_they_are_whatever_is_allowed(tmp_path: Path, change: dict[str, Any]) -> None:
+    recorded, lora = tmp_path / "config.yaml", {"rank": 8, "alpha": 16, "targets": ["all-linear"]}
+    recorded.write_text(write_yaml({"run": {}, "learner": {"lora": lora}}))
+    key = f"learner.lora.{next(iter(change))}"
+    new = {"run": {"resume_allow": [key]}, "learner": {"lora": lora | change}}
+    with pytest.raises(ConfigError, match=rf"(?s){key}: .* -> .*Undo that\. Other adapters"):
+        refuse_changes(recorded, write_yaml(new))
