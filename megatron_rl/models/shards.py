@@ -40,7 +40,7 @@ def local_shard(
     `get_hf(name)` returns a full Hugging Face tensor; rows that pad the vocabulary are zero.
     """
     param = find(name, shape)
-    full = [_checked(get_hf(hf), hf, size) for hf, size in zip(param.hf, param.shapes, strict=True)]
+    full = [_checked(get_hf(hf), hf, size) for hf, size in param.sizes.items()]
     return assemble(param, shape, layout, place, full)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import read_json
-from megatron_rl.models.mapping import params
+from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES
 
@@ -172,12 +172,7 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield str(error)
         return
-    wanted = {
-        name: size
-        for param in params(shape)
-        if not param.row.copy
-        for name, size in zip(param.hf, param.shapes, strict=True)
-    }
+    wanted = {name: size for param in stored_params(shape) for name, size in param.sizes.items()}
     layers = 1 + max((int(found[1]) for name in held if (found := _LAYER.match(name))), default=-1)
     if layers != shape.layers:
         yield f"num_hidden_layers of config.json is {shape.layers}, but {folder} holds the weights of {layers}"

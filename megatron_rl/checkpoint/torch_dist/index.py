@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, Name, read_pickle
 from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import DTYPES
@@ -245,9 +245,7 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
         yield str(error)
         return
     before, missing, wrong, others = prefix(tensors), [], {}, {}
-    for param in params(shape):
-        if param.row.copy:
-            continue
+    for param in stored_params(shape):
         entry = locate(tensors, before, param, shape)
         if entry is None:
             missing.append(param.megatron)

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, adapters, params
+from megatron_rl.models.mapping import Param, adapters, params, stored_params
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.shards import assemble, common, cut, part
 from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
@@ -114,21 +114,25 @@ class Reader:
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model."""
-    return {name: size for p in _own(shape) for name, size in zip(p.hf, p.shapes, strict=True)}
+    return {name: size for p in stored_params(shape) for name, size in p.sizes.items()}
 
 
 def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
     found = []
-    for param in _own(shape):
+    for param in stored_params(shape):
         dtype = reader.dtype(reader.find(param, shape))
-        found += [TensorSpec(name, dtype, size) for name, size in zip(param.hf, param.shapes, strict=True)]
+        found += [TensorSpec(name, dtype, size) for name, size in param.sizes.items()]
     return found
 
 
 def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
     """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the next one's are."""
-    own = (one for param in params(shape) for one in adapters(param, shape)) if reader.holds_adapters else _own(shape)
+    own = (
+        (one for param in params(shape) for one in adapters(param, shape))
+        if reader.holds_adapters
+        else stored_params(shape)
+    )
     behind = {name: param for param in own for name in param.hf}
     kept: dict[str, torch.Tensor] = {}
 
@@ -139,10 +143,6 @@ def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
         return kept[name]
 
     return get
-
-
-def _own(shape: ModelShape) -> Iterator[Param]:
-    return (param for param in params(shape) if not param.row.copy)
 
 
 def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]) -> torch.Tensor:

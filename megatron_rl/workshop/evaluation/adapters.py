@@ -42,7 +42,7 @@ def _linear(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
         name: size
         for param in params(whole)
         if adapters(param, whole)
-        for name, size in zip(param.hf, param.shapes, strict=True)
+        for name, size in param.sizes.items()
         if lora.adapts(name)
     }
 

@@ -18,7 +18,7 @@ from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.mapping import params
+from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import Lora
 from megatron_rl.models.shards import ShardGroups, local_shard
@@ -132,10 +132,9 @@ class StoredWeights:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters in BF16, from which live updates are quantized too."""
         shape, layout, get = self.model.shape, self.model.layout, self._getter()
-        for param in params(shape):
-            if not param.row.copy:
-                shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
-                yield param.megatron, shard.to(torch.bfloat16)
+        for param in stored_params(shape):
+            shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
+            yield param.megatron, shard.to(torch.bfloat16)
 
     def _getter(self) -> Callable[[str], torch.Tensor]:
         stored, shape = self._stored, self.model.shape
