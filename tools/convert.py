@@ -120,11 +120,12 @@ def adapters(given: argparse.Namespace) -> int:
 
     source = find(given.source, given.hf)
     held = source.adapters
-    if held is None:
-        raise ValueError(f"{source.path} holds a whole model; adapters are in checkpoints of learner.lora: RUN@STEP")
+    if held is None or source.lora is None:
+        kind = "a whole model" if held is None else "PEFT's adapters"
+        raise ValueError(f"{source.path} holds {kind}; name a checkpoint of learner.lora: RUN@STEP")
     if given.target.exists():
         raise ValueError(f"{given.target} is there already: remove it, or name another one")
-    write_peft(held, source.shape, source.folder, given.target)
+    write_peft(held, source.lora, source.folder, given.target)
     print(f"wrote PEFT's folder {given.target}")
     return 0
 

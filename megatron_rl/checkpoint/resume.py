@@ -24,6 +24,7 @@ MAY_CHANGE = (
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
     *("sync.probe_budget", "sync.probe_layers", "sync.staged"),
 )
+FIXED = "learner.lora."  # what all of a run's checkpoints hold
 NONE = "(none)"  # a key that one of two recipes does not have
 
 
@@ -36,15 +37,18 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
         (key, old, new)
         for key, old, new in changes(before, after)
         if not any(key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE)
-        and key not in allowed
+        and (key not in allowed or key.startswith(FIXED))
         and not (old == NONE and new == defaults.get(key))  # a newer version's key, which changes nothing
     ]
     if found:
         listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
-        names = ", ".join(key for key, *_ in found)
+        names = ", ".join(key for key, *_ in found if not key.startswith(FIXED))
+        hint = f", or go on with the change: run.resume_allow=[{names}]"
+        if any(key.startswith(FIXED) for key, *_ in found):
+            hint = f". Other adapters than the checkpoints' need a run of their own ({FIXED}*)"
         raise ConfigError(
             f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began with:\n{listed}\n"
-            f"Undo that, or go on with the change: run.resume_allow=[{names}]"
+            f"Undo that{hint}"
         )
 
 

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.learner.policy import Policy
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, find
-from megatron_rl.models.shards import Region, run_regions, shard_regions
+from megatron_rl.models.shards import part, run_regions, shard_regions
 from megatron_rl.models.table import Split
 
 OPTIMIZER = "optimizer.state."  # as megatron-core names it
@@ -48,7 +48,7 @@ class LearnerState:
             regions = shard_regions(param, learner.layout, learner.place)
             if (learner.place.edp if param.row.expert else learner.place.dp) == 0:  # of replicas the first
                 for region in regions:
-                    yield part_of(entry, whole, region.offset, _part(parameter.detach(), region))
+                    yield part_of(entry, whole, region.offset, part(parameter.detach(), region.start, region.size))
             for kind, run, start, stop in _optimizer_runs(learner, parameter):
                 for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
                     values = run[at : at + torch.Size(region.size).numel()].view(region.size)
@@ -138,18 +138,12 @@ def _writes(learner: Policy, param: Param) -> bool:
     return param.row.split is not Split.replicated or place == 0
 
 
-def _part(local: Tensor, region: Region) -> Tensor:
-    for axis, (start, length) in enumerate(zip(region.start, region.size, strict=True)):
-        local = local.narrow(axis, start, length)
-    return local
-
-
 def _fill(learner: Policy, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
     """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the embeddings."""
     stored = find(EMBEDDING, learner.shape) if param.row.copy else param
     entry = reader.find(stored, learner.shape)
     for region in shard_regions(stored, learner.layout, learner.place):
-        _part(local, region).copy_(reader.read(entry, region.offset, region.size, kind))
+        part(local, region.start, region.size).copy_(reader.read(entry, region.offset, region.size, kind))
 
 
 def _optimizer_runs(learner: Policy, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor, int, int]]:

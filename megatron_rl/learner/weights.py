@@ -31,7 +31,7 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
     with depth; norms start at one and biases at zero.
     """
     shape, std = model.shape, float(model.hf_config.get("initializer_range") or 0.02)
-    wanted = {name: size for param in params(shape) for name, size in zip(param.hf, param.shapes, strict=True)}
+    wanted = {name: size for param in params(shape) for name, size in param.sizes.items()}
     residual = {name for param in params(shape) if param.row.split == "row" for name in param.hf}
 
     def get(name: str) -> Tensor:
@@ -48,7 +48,7 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
 def with_new_adapters(get_hf: Callable[[str], Tensor], model: Model, seed: int) -> Callable[[str], Tensor]:
     """`get_hf`, and adapters as PEFT begins them: A uniform, by the seed and its own name, B zero."""
     pairs = [pair for param in params(model.shape) if (pair := adapters(param, model.shape))]
-    sizes = {name: size for pair in pairs for one in pair for name, size in zip(one.hf, one.shapes, strict=True)}
+    sizes = {name: size for pair in pairs for one in pair for name, size in one.sizes.items()}
 
     def get(name: str) -> Tensor:
         if name not in sizes:

@@ -61,6 +61,11 @@ class Param:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by Hugging Face's names."""
+        return dict(zip(self.hf, self.shapes, strict=True))
+
+    @property
     def megatron(self) -> str:
         return self.row.megatron[0].format(L=self.layer, E=self.expert)
 
@@ -155,10 +160,15 @@ def params(shape: ModelShape) -> Iterator[Param]:
     yield from rest
 
 
+def stored_params(shape: ModelShape) -> Iterator[Param]:
+    """Every parameter but second copies, which are loaded and never stored."""
+    return (param for param in params(shape) if not param.row.copy)
+
+
 @cache
 def parameters(shape: ModelShape) -> int:
     """How many numbers the whole model has."""
-    return sum(prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
+    return sum(prod(size) for param in stored_params(shape) for size in param.shapes)
 
 
 @cache
@@ -231,15 +241,14 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     lora, row = shape.lora, param.row
     if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or len(param.shapes[0]) == 1:
         return ()
-    read = [size for hf, size in zip(param.hf, param.shapes, strict=True) if lora.adapts(hf)]
+    read = {hf: size for hf, size in param.sizes.items() if lora.adapts(hf)}
     if not read:
         return ()
     whole = Split.replicated
     of_a, of_b = (Split.row, whole) if row.split is Split.row else (whole, row.split)
-    a = [(lora.rank, inputs) for _, inputs in read]
+    a = [(lora.rank, inputs) for _, inputs in read.values()]
     b = [(outputs, lora.rank) for outputs, _ in param.shapes]
-    hf_a = tuple(hf for hf in param.hf if lora.adapts(hf))
-    return _adapter(param, "A", of_a, hf_a, a), _adapter(param, "B", of_b, param.hf, b)
+    return _adapter(param, "A", of_a, tuple(read), a), _adapter(param, "B", of_b, param.hf, b)
 
 
 def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:

@@ -40,7 +40,7 @@ def local_shard(
     `get_hf(name)` returns a full Hugging Face tensor; rows that pad the vocabulary are zero.
     """
     param = find(name, shape)
-    full = [_checked(get_hf(hf), hf, size) for hf, size in zip(param.hf, param.shapes, strict=True)]
+    full = [_checked(get_hf(hf), hf, size) for hf, size in param.sizes.items()]
     return assemble(param, shape, layout, place, full)
 
 
@@ -171,6 +171,13 @@ def common(one: Box, other: Box) -> Box | None:
     high = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     size = tuple(h - lo for h, lo in zip(high, low, strict=True))
     return (low, size) if min(size, default=1) > 0 else None
+
+
+def part(tensor: torch.Tensor, start: Iterable[int], size: Iterable[int]) -> torch.Tensor:
+    """Return the block of a tensor that begins at `start`, a view."""
+    for axis, (at, length) in enumerate(zip(start, size, strict=True)):
+        tensor = tensor.narrow(axis, at, length)
+    return tensor
 
 
 def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import open_regular, read_json
-from megatron_rl.models.mapping import params
+from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES
 
@@ -112,6 +112,8 @@ def is_plain_name(name: str) -> bool:
 
 def read_header(path: Path) -> bytes:
     """The JSON header of a safetensors file, padding included, as it stands."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: missing, a folder or a pipe")
     size = path.stat().st_size
     with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
@@ -170,12 +172,7 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield str(error)
         return
-    wanted = {
-        name: size
-        for param in params(shape)
-        if not param.row.copy
-        for name, size in zip(param.hf, param.shapes, strict=True)
-    }
+    wanted = {name: size for param in stored_params(shape) for name, size in param.sizes.items()}
     layers = 1 + max((int(found[1]) for name in held if (found := _LAYER.match(name))), default=-1)
     if layers != shape.layers:
         yield f"num_hidden_layers of config.json is {shape.layers}, but {folder} holds the weights of {layers}"

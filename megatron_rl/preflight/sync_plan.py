@@ -117,7 +117,7 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
                     from_ranks[rank] += nbytes
             if size > 1 and len(made) == 2 and param.row.split is Split.row and not made[1].split:
                 maxima[group] = maxima.get(group, 0) + made[1].tensor.nbytes
-        plain += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in zip(param.hf, param.shapes, strict=True))
+        plain += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in param.sizes.items())
     gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
     kept = (held["whole"], held["split"], held["key_value"])
     return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, *kept, uncut, shape.kv_heads)
@@ -225,7 +225,7 @@ def _block_shares(shape: ModelShape, format: Format, ignore: Sequence[str], expe
     for param in params(shape):
         if param.layer not in {*layers} - {None} or param.expert or param.row.expert is not expert:
             continue
-        for name, size in zip(param.hf, param.shapes, strict=True) if param.row.split is not Split.replicated else ():
+        for name, size in param.sizes.items() if param.row.split is not Split.replicated else ():
             if is_quantized(name, format, ignore):
                 found[name.rsplit(".", 2)[-2]] = size[param.row.split is Split.row]
     yield from found.items()

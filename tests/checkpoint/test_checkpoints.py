@@ -24,10 +24,11 @@ from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.progress import SaveSchedule
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "run": {"steps": 4, "seed": 1, "stop": {"eval/accuracy": 0.5}},
     "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
     "log": {"wandb": "none"},
+    "learner": {"lora": {"rank": 8, "alpha": 16, "targets": ["all-linear"]}},
 }
 
 
@@ -256,3 +257,12 @@ def test_a_changed_recipe_is_told_key_by_key(tmp_path: Path, key: str, value: ob
             refuse_changes(recorded, write_yaml(new))
         new["run"]["resume_allow"] = [key]
     refuse_changes(recorded, write_yaml(new))
+
+
+@pytest.mark.parametrize(("key", "value"), [("rank", 4), ("rank", 0), ("alpha", 8), ("targets", ["q_proj"])])
+def test_adapters_stay_as_they_are_whatever_is_allowed(tmp_path: Path, key: str, value: object) -> None:
+    (tmp_path / "config.yaml").write_text(write_yaml(CONFIG))
+    learner = {"lora": CONFIG["learner"]["lora"] | {key: value}}
+    new = CONFIG | {"learner": learner, "run": {"resume_allow": [f"learner.lora.{key}"]}}
+    with pytest.raises(ConfigError, match=rf"(?s)learner\.lora\.{key}: .*Undo that\. Other"):
+        refuse_changes(tmp_path / "config.yaml", write_yaml(new))

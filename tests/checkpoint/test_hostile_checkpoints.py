@@ -19,11 +19,15 @@ import pytest
 import torch
 from checkpoint_factory import KEY, WEIGHT, save, write_parts
 from helpers import Command
+from simulated import hf_config
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError, Entry, read_index
 from megatron_rl.checkpoint.torch_dist.reader import Reader, read_saved
+from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import IfExists
+from megatron_rl.models.mapping import find
+from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.runs.run_dir import open_run
 
 YAML = "run: {name: run}"
@@ -255,3 +259,16 @@ def test_parts_that_do_not_cover(tmp_path: Path) -> None:
     assert torch.equal(overlapping.read(entry, (4, 0), (3, 8)), WEIGHT[4:7])
     with pytest.raises(CheckpointError, match="is incomplete: 8 of 16 values"):
         overlapping.read(entry, (6, 0), (2, 8))
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_no_block_is_cut_out_of_a_tensor_of_another_size(tmp_path: Path, rank: int) -> None:
+    name, kinds = "decoder.layers.0.mlp.linear_fc2.lora.A", ("", "optimizer.state.exp_avg.")
+    blocks = [Block(f"{kind}{name}", (8, 96), (0, 0), torch.ones(8, 96)) for kind in kinds]
+    write_index(tmp_path, write_blocks(tmp_path / "rank_0.distcp", blocks))
+    lora = Lora(rank, 1.0, ("down_proj",))
+    shape, reader = replace(ModelShape.from_hf(hf_config("qwen3")), lora=lora), Reader(tmp_path)
+    entry = reader.find(find(name, shape), shape)
+    for kind in kinds:
+        with pytest.raises(CheckpointError, match=rf"{kind}{name} .*\[8, 96\].*\[{rank}, 96\]"):
+            reader.read(entry, (3, 0), (1, 96), kind)

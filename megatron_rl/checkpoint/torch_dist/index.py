@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, Name, read_pickle
 from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import DTYPES
@@ -193,6 +193,7 @@ class Entry:
 
     key: str
     axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
+    param: Param | None = None  # whose whole size the tensor has to have
 
 
 def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
@@ -207,7 +208,7 @@ def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
             axes.append((param.expert, shape.experts))
             key = key.replace(".local_experts.{E}.", ".experts.")
             key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
-        found[key] = Entry(key, tuple(axes))
+        found[key] = Entry(key, tuple(axes), param)
     return list(found.values())
 
 
@@ -222,15 +223,17 @@ def locate(tensors: Mapping[str, IndexedTensor], before: str, param: Param, shap
     return next((entry for entry in both if before + entry.key in tensors), None)
 
 
-def misfit(kept: IndexedTensor, entry: Entry, param: Param) -> str | None:
-    """How a stored parameter differs from what config.json promises; the vocabulary may be padded."""
+def misfit(kept: IndexedTensor, entry: Entry, padded: bool) -> str | None:
+    """How a stored tensor differs from what config.json promises. `padded`: its vocabulary may be."""
+    if (param := entry.param) is None:
+        return None
     axes, wanted = len(entry.axes), param.local_shape(Layout())
     stacked, stored = kept.size[:axes], kept.size[axes:]
     if stacked != tuple(length for _, length in entry.axes):
         return f"stacks {list(stacked)}, config.json says {[length for _, length in entry.axes]} (layers, experts)"
-    padded = param.row.split is Split.vocab and stored[1:] == wanted[1:] and stored[0] >= wanted[0]
-    if stored != wanted and not padded:
-        return f"has shape {stored}, config.json says {wanted}"
+    longer = param.row.split is Split.vocab and stored[1:] == wanted[1:] and stored[0] > wanted[0]
+    if stored != wanted and not (padded and longer):
+        return f"has shape {list(stored)}, config.json and learner.lora say {list(wanted)}"
     return None
 
 
@@ -242,15 +245,13 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
         yield str(error)
         return
     before, missing, wrong, others = prefix(tensors), [], {}, {}
-    for param in params(shape):
-        if param.row.copy:
-            continue
+    for param in stored_params(shape):
         entry = locate(tensors, before, param, shape)
         if entry is None:
             missing.append(param.megatron)
             continue
         kept = tensors[before + entry.key]
-        if problem := misfit(kept, entry, param):
+        if problem := misfit(kept, entry, padded=True):
             wrong[entry.key] = problem
         elif DTYPES.get(kept.dtype, ("?", 0))[0] not in FLOATS:
             others[entry.key] = kept.dtype

@@ -11,6 +11,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
+from operator import sub
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,9 +21,9 @@ from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, adapters, params
+from megatron_rl.models.mapping import Param, adapters, params, stored_params
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
-from megatron_rl.models.shards import Box, assemble, common, cut
+from megatron_rl.models.shards import assemble, common, cut, part
 from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
 
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
@@ -67,18 +68,27 @@ class Reader:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
         entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
-        if problem := index.misfit(self._tensors[self._prefix + entry.key], entry, param):
-            raise index.CheckpointError(f"{entry.key} of {self.folder} {problem}")
-        local = self.read(entry, (0,) * len(wanted), wanted)
+        local = self.read(entry, (0,) * len(wanted), wanted, padded=True)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
-    def read(self, entry: index.Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
-        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+    def read(
+        self,
+        entry: index.Entry,
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+        kind: str = "",
+        padded: bool = False,
+    ) -> torch.Tensor:
+        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg.
+
+        `padded`: the vocabulary may be, as megatron-core's own checkpoints have it."""
         key = f"{kind}{self._prefix}{entry.key}"
         if key not in self._tensors:
             raise index.CheckpointError(f"{self.folder} lacks {key}")
         kept = self._tensors[key]
+        if problem := index.misfit(kept, entry, padded):  # else a block is cut out of another tensor
+            raise index.CheckpointError(f"{key} of {self.folder} {problem}")
         whole = (*(at for at, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
         shared = [(chunk, common(whole, (chunk.offset, chunk.size))) for chunk in kept.chunks]
         parts = [(chunk, box) for chunk, box in shared if box is not None]
@@ -91,7 +101,8 @@ class Reader:
             return self._stored(key, kept, parts[0][0]).view(size)
         target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
         for chunk, box in parts:
-            _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
+            values = part(self._stored(key, kept, chunk), map(sub, box[0], chunk.offset), box[1])
+            part(target, map(sub, box[0], whole[0]), box[1]).copy_(values)
         return target.view(size)
 
     def _stored(self, key: str, kept: index.IndexedTensor, chunk: index.Chunk) -> torch.Tensor:
@@ -101,30 +112,27 @@ class Reader:
             raise index.CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
 
 
-def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
-    """The block of a tensor whose first element is `origin` of the whole."""
-    for axis, (at, base, length) in enumerate(zip(box[0], origin, box[1], strict=True)):
-        tensor = tensor.narrow(axis, at - base, length)
-    return tensor
-
-
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model."""
-    return {name: size for p in _own(shape) for name, size in zip(p.hf, p.shapes, strict=True)}
+    return {name: size for p in stored_params(shape) for name, size in p.sizes.items()}
 
 
 def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
     """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
     found = []
-    for param in _own(shape):
+    for param in stored_params(shape):
         dtype = reader.dtype(reader.find(param, shape))
-        found += [TensorSpec(name, dtype, size) for name, size in zip(param.hf, param.shapes, strict=True)]
+        found += [TensorSpec(name, dtype, size) for name, size in param.sizes.items()]
     return found
 
 
 def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
     """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the next one's are."""
-    own = (one for param in params(shape) for one in adapters(param, shape)) if reader.holds_adapters else _own(shape)
+    own = (
+        (one for param in params(shape) for one in adapters(param, shape))
+        if reader.holds_adapters
+        else stored_params(shape)
+    )
     behind = {name: param for param in own for name in param.hf}
     kept: dict[str, torch.Tensor] = {}
 
@@ -135,10 +143,6 @@ def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
         return kept[name]
 
     return get
-
-
-def _own(shape: ModelShape) -> Iterator[Param]:
-    return (param for param in params(shape) if not param.row.copy)
 
 
 def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config.schema import KEPT
 from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
@@ -71,9 +71,7 @@ def _files(weights: Weights, shape: ModelShape) -> dict[str, list[Param]]:
     """Whole parameters, as many in a file as fit."""
     groups: list[list[Param]] = []
     size = 0
-    for param in params(shape):
-        if param.row.copy:
-            continue
+    for param in stored_params(shape):
         if len({weights.specs[name].dtype for name in param.hf}) > 1:
             raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
         size += _nbytes(param, weights)

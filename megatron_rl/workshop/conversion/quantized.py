@@ -14,7 +14,7 @@ from megatron_rl.config.bounds import are_modules
 from megatron_rl.config.schema import Format, KvCache, Precision, QuantizationSection
 from megatron_rl.distributed import TorchGroup
 from megatron_rl.models.hf_folder import read_stored
-from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.mapping import Param, params, stored_params
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
@@ -160,7 +160,7 @@ def _quantize_folder(source: Source, target: Path, recipe: Recipe, options: Mapp
 
 def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
     """`weights`: plain ones, of a whole model; what no model has is left out."""
-    behind = {name: param for param in params(shape) if not param.row.copy for name in param.hf}
+    behind = {name: param for param in stored_params(shape) for name in param.hf}
     specs: dict[str, TensorSpec] = {}
     source: dict[str, str] = {}  # output -> what it is made of
     for name in behind:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,10 @@ class Source:
             return of_folder(self.path)
         if (held := self.adapters) is not None:
             base = HfFolder(self.folder)
-            return Weights({name: base.spec(name) for name in base.names}, lambda: merged(base, self.shape, held))
+            return Weights({name: base.spec(name) for name in base.names}, lambda: merged(base, held))
         return of_checkpoint(self.path, self.shape)
 
-    @property
+    @cached_property
     def adapters(self) -> Adapters | None:
         """None where the weights are a whole model's; otherwise `folder` is the model that they change."""
         return None if self.is_folder else read(self.path, self.shape, self.lora)

@@ -1,30 +1,25 @@
 """LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into the model's weights, written as PEFT's."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.config import ConfigError
-from megatron_rl.files import read_json, replacing
-from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.config.schema import ALL_LINEAR
+from megatron_rl.files import replacing
+from megatron_rl.models.hf_folder import HfFolder, read_stored
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.models.shards import merge
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.weight_files import is_checkpoint
+from megatron_rl.workshop.evaluation.peft_folder import CONFIG, PREFIX, WEIGHTS, names_of, read_folder
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT calls them
-PREFIX = "base_model.model."  # of its names
-LARGEST_CONFIG = 1 << 20
-# what changes what an adapter means, and is not built; and values of it that change nothing
-UNFIT = {
-    "use_rslora": (False, None), "use_dora": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None), "fan_in_fan_out": (False, None), "bias": ("none",), "lora_bias": (False, None),
-    "target_parameters": ([], None), "layers_to_transform": ([], None),
-}  # fmt: skip
+LARGEST_CHANGE = torch.finfo(torch.float16).max  # of a weight: more ends as infinity
 Get = Callable[[str], torch.Tensor]
 
 
@@ -32,19 +27,24 @@ Get = Callable[[str], torch.Tensor]
 class Adapters:
     """`get` knows them by Hugging Face's names with lora_A or lora_B, as PEFT's are without its prefix."""
 
-    lora: Lora
+    alphas: Mapping[str, float]  # of the weights that have one
     get: Get
 
-    def names(self, shape: ModelShape) -> Iterator[str]:
-        """Of the weights that have one."""
-        whole = replace(shape, lora=self.lora)
-        for param in params(whole):
-            if adapters(param, whole):
-                yield from (name for name in param.hf if self.lora.adapts(name))
-
     def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        stem = name.removesuffix("weight")
-        return self.get(f"{stem}lora_A.weight"), self.get(f"{stem}lora_B.weight")
+        a, b = names_of(name)
+        return self.get(a), self.get(b)
+
+
+def _linear(shape: ModelShape, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that `lora` adapts."""
+    whole = replace(shape, lora=lora)
+    return {
+        name: size
+        for param in params(whole)
+        if adapters(param, whole)
+        for name, size in param.sizes.items()
+        if lora.adapts(name)
+    }
 
 
 def is_peft(path: Path) -> bool:
@@ -55,79 +55,59 @@ def alone(path: Path) -> bool:
     """Whether adapters are there without the model that they change."""
     if not is_checkpoint(path):
         return is_peft(path)
-    from megatron_rl.checkpoint.torch_dist import reader as torch_dist
-
     return torch_dist.Reader(path).holds_adapters
 
 
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
     """Of a torch_dist checkpoint, with its run's `lora`, or of PEFT's folder; None where a whole model is there."""
     if is_peft(path):
-        return _of_peft(path)
+        return _of_peft(path, shape)
     if not alone(path):
         return None
-    from megatron_rl.checkpoint.torch_dist import reader as torch_dist
-
     if lora is None:
         raise ConfigError(
             f"{path} holds adapters alone, and what they belong to is in their run's config.yaml: name it"
         )
-    return Adapters(lora, torch_dist.getter(torch_dist.Reader(path), replace(shape, lora=lora)))
+    get = torch_dist.getter(torch_dist.Reader(path), replace(shape, lora=lora))
+    return Adapters(dict.fromkeys(_linear(shape, lora), lora.alpha), get)
 
 
-def _of_peft(path: Path) -> Adapters:
-    from safetensors.torch import load_file
-
-    try:
-        about = read_json(path / CONFIG, LARGEST_CONFIG)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if about.get("peft_type") != "LORA":
-        raise ConfigError(f"{path / CONFIG}: peft_type is {about.get('peft_type')!r}, only LORA is read")
-    for key, plain in UNFIT.items():
-        if about.get(key, plain[0]) not in plain:
+def _of_peft(path: Path, shape: ModelShape) -> Adapters:
+    alphas, stored = read_folder(path, _linear(shape, Lora(1, 1.0, (ALL_LINEAR,))))
+    held = Adapters(alphas, lambda name: read_stored(name, stored[name]).float())
+    for name, alpha in alphas.items():
+        a, b = held.pair(name)
+        largest = a.abs().amax(1).double() @ b.abs().amax(0).double()
+        if not float(largest) * alpha / len(a) < LARGEST_CHANGE:
             raise ConfigError(
-                f"{path / CONFIG}: {key} is {about[key]!r}, which is not built; merge it with PEFT itself"
+                f"{path}: lora_A or lora_B of {name} holds NaN or infinity, or numbers that would "
+                f"change a weight by more than {LARGEST_CHANGE:.0f}; save the adapters again"
             )
-    given = load_file(path / WEIGHTS)
-    held = {name.removeprefix(PREFIX): tensor for name, tensor in given.items()}
-    targets = {name.split(".")[-3] for name in held if name.endswith("lora_A.weight")}
-    if not targets:
-        raise ConfigError(f"{path / WEIGHTS} holds no lora_A.weight; give a folder that PEFT has written")
-
-    def get(name: str) -> torch.Tensor:
-        if name not in held:
-            raise ConfigError(f"{path / WEIGHTS} lacks {PREFIX}{name}: adapters of some layers alone are not built")
-        return held[name]
-
-    return Adapters(Lora(int(about["r"]), float(about["lora_alpha"]), tuple(sorted(targets))), get)
+    return held
 
 
-def merged(base: HfFolder, shape: ModelShape, held: Adapters) -> Get:
+def merged(base: HfFolder, held: Adapters) -> Get:
     """`get_hf` over the model with its adapters, as the run's sampler had it. Each weight keeps its own dtype."""
-    adapted = set(held.names(shape))
 
     def get(name: str) -> torch.Tensor:
         weight = base.read(name)
-        if name not in adapted:
+        if name not in held.alphas:
             return weight
         a, b = held.pair(name)
         narrow = weight.to(a.dtype)  # as the learner held it
-        return merge(narrow, a, b, [torch.arange(len(weight))], held.lora.scale).to(weight.dtype)
+        rows = [torch.arange(len(weight))]
+        return merge(narrow, a, b, rows, held.alphas[name] / len(a)).to(weight.dtype)
 
     return get
 
 
-def write_peft(held: Adapters, shape: ModelShape, base: Path, target: Path) -> None:
-    """The folder that PEFT reads."""
-    names = list(held.names(shape))
-    tensors = {}
-    for name in names:
-        for letter, tensor in zip("AB", held.pair(name), strict=True):
-            tensors[f"{PREFIX}{name.removesuffix('weight')}lora_{letter}.weight"] = tensor.contiguous()
+def write_peft(held: Adapters, lora: Lora, base: Path, target: Path) -> None:
+    """Write a run's adapters as the folder that PEFT reads."""
+    names = [one for name in held.alphas for one in names_of(name)]
+    tensors = {f"{PREFIX}{name}": held.get(name).contiguous() for name in names}
     about = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": held.lora.rank,
-        "lora_alpha": held.lora.alpha, "target_modules": sorted({name.split(".")[-2] for name in names}),
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": lora.rank,
+        "lora_alpha": lora.alpha, "target_modules": sorted({name.split(".")[-2] for name in held.alphas}),
         "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
     }  # fmt: skip
     with replacing(target) as partial:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.mapping import params
+from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import Lora
 from megatron_rl.models.shards import ShardGroups, local_shard
@@ -124,24 +125,23 @@ class StoredWeights:
             self.model = Model.of(read_hf_config(stored.folder, key="MODEL"), Layout())
         except ValueError as error:
             raise ConfigError(f"{stored.folder}: {error}") from None
+        whole = stored.weights == stored.folder
+        self._adapters = None if whole else read(stored.weights, self.model.shape, stored.lora)
         self.groups = ShardGroups()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters in BF16, from which live updates are quantized too."""
         shape, layout, get = self.model.shape, self.model.layout, self._getter()
-        for param in params(shape):
-            if not param.row.copy:
-                shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
-                yield param.megatron, shard.to(torch.bfloat16)
+        for param in stored_params(shape):
+            shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
+            yield param.megatron, shard.to(torch.bfloat16)
 
     def _getter(self) -> Callable[[str], torch.Tensor]:
         stored, shape = self._stored, self.model.shape
         if stored.weights == stored.folder:
             return HfFolder(stored.weights).get
-        if (held := read(stored.weights, shape, stored.lora)) is not None:
-            return merged(HfFolder(stored.folder), shape, held)
-        from megatron_rl.checkpoint.torch_dist import reader as torch_dist
-
+        if self._adapters is not None:
+            return merged(HfFolder(stored.folder), self._adapters)
         return torch_dist.getter(torch_dist.Reader(stored.weights), shape)
 
     def take_activation_amax(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -86,10 +85,8 @@ def test_what_peft_has_written_is_merged(tmp_path: Path, run: Path, capsys: pyte
 def test_adapters_of_another_kind_are_refused(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf = ("--hf", run.parent / "hf")
     done("adapters", f"{run}@3", tmp_path / "peft")
-    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    for key, value in (("use_dora", True), ("peft_type", "IA3"), ("modules_to_save", ["lm_head"])):
-        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(about | {key: value}))
-        assert key in fails(capsys, "export", tmp_path / "peft", tmp_path / "x", *hf)
+    (tmp_path / "peft" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    assert "peft_type" in fails(capsys, "export", tmp_path / "peft", tmp_path / "x", *hf)
     assert "holds a whole model" in fails(capsys, "adapters", run.parent / "hf", tmp_path / "x")
     policy = run / "checkpoints" / "step_3" / "policy"
     (tmp_path / "bare").mkdir()

@@ -60,7 +60,7 @@ def engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -
     for param in params(shape):
         if param.row.copy:
             continue
-        for name, size in zip(param.hf, param.shapes, strict=True):
+        for name, size in param.sizes.items():
             nbytes = _nbytes(name, size, format, ignore)
             counts[_way(param, name)] += nbytes
             counts["experts"] += nbytes * param.row.expert
