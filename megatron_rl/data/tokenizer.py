@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import ConfigError
+from megatron_rl.data.control_tokens import ControlTokens, Marked
 from megatron_rl.files import read_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -36,9 +37,18 @@ class FolderTokenizer:
             raise ConfigError(f"model.path: {path} is not a readable tokenizer ({error})") from None
         self._chat: Any = None
         self.stop_token_ids = _stop_tokens(folder, self._backend)
+        self._control = ControlTokens(self._backend, self.stop_token_ids)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        return self._backend.encode(self.text(prompt), add_special_tokens=False).ids
+        """Token ids of a prompt. Control tokens that it spells are the data's; those that messages spell are text."""
+        text = self.text(prompt)
+        if isinstance(text, Marked):
+            return self._control.encode(text)
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Token ids of a text as messages have it."""
+        return self.encode(self._control.as_text(text))
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
         """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""
@@ -55,7 +65,8 @@ class FolderTokenizer:
 
     def render(self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool) -> str:
         """A conversation in the chat template; `opened`: up to where an answer begins. Raises what jinja raises."""
-        options = {**options, "add_generation_prompt": opened, **({"tools": list(tools)} if tools else {})}
+        shown = {"tools": self._control.mark_texts(list(tools))} if tools else {}
+        options = {**options, "add_generation_prompt": opened, **shown}
         return self._render(list(messages), options)
 
     def template(self) -> str:
@@ -72,14 +83,19 @@ class FolderTokenizer:
 
             self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
         options = {"add_generation_prompt": True, **options}
-        return self._chat.apply_chat_template(messages, tokenize=False, **options)
+        text = self._chat.apply_chat_template(self._control.mark(messages), tokenize=False, **options)
+        return self._control.rendered(text)
 
     def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
         """Token ids of each text; of one that has far more than `at_most`, only the first ones."""
         beginnings = [self._beginning(text, at_most) for text in texts]
         batches = (beginnings[start : start + _BATCH] for start in range(0, len(beginnings), _BATCH))
         encodings = (self._backend.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)
-        return [encoding.ids for some in encodings for encoding in some]
+        found = [encoding.ids for some in encodings for encoding in some]
+        for place, text in enumerate(beginnings):
+            if isinstance(text, Marked):
+                found[place] = self.encode(text)
+        return found
 
     def _beginning(self, text: str, at_most: int) -> str:
         size = _CHARACTERS * at_most
