@@ -1,5 +1,7 @@
 """Environments, tools and agents that behave, and that do not: what tests name in `environment.name`."""
 
+import asyncio
+import json
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ class Guess(Environment):
     def __init__(self, tries: int = 3) -> None:
         self.tries, self.turn = tries, 0
         self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.odd, self.turns_so_far)
+        self.tools += (self.interrupts, self.exits)
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         self.row, self.how = row, row.get("how", "")
@@ -23,6 +26,8 @@ class Guess(Environment):
             raise ValueError("no such task")
         if self.how == "reset hangs":
             time.sleep(600)
+        if self.how == "a long start":
+            return [{"role": "x" * (5 << 20), "content": row["prompt"]}]
         return [{"role": "user", "content": row["prompt"]}]
 
     def step(self, answer: Answer) -> Any:
@@ -55,6 +60,20 @@ class Guess(Environment):
                 return ("Again.", "much", False)
             case "nan":
                 return Step("Again.", float("nan"), True)
+            case "huge":
+                return Step("Again.", 1.7e308, False)
+            case "huge number":
+                return Step("Again.", 0.0, True, {"tries": 1.7e308})
+            case "patches":
+                json.dumps = lambda *_, **__: "null"
+            case "long fields":
+                said = {"role": "x" * (5 << 20), "name": "y" * (5 << 20), "content": "Not yet."}
+                return Step([said], 0.0, self.turn == self.tries)
+            case "long calls":
+                said = {"role": "assistant", "content": "", "tool_calls": [{"function": "x" * (5 << 20)}]}
+                return Step([said], 0.0, False)
+            case "interrupts":
+                raise KeyboardInterrupt
             case "forks":
                 if os.fork() == 0:
                     return Step(done=True, reward=7.0)
@@ -89,6 +108,14 @@ class Guess(Environment):
     def raises(self) -> str:
         """Raise."""
         raise KeyError("nothing there")
+
+    def interrupts(self) -> str:
+        """Raise what ends a program."""
+        raise KeyboardInterrupt
+
+    async def exits(self) -> str:
+        """Raise it later."""
+        raise asyncio.CancelledError
 
     def nothing(self) -> Any:
         """Return no text."""
