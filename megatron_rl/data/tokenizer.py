@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.data.control_tokens import ControlTokens, Marked
@@ -11,14 +11,6 @@ from megatron_rl.files import read_json
 Messages = Sequence[Mapping[str, Any]]
 _BATCH = 1024  # texts that are encoded at once, on all cores
 _CHARACTERS = 32  # for each token that a text may have: of a much longer one only the beginning is looked at
-
-
-class Tokenizer(Protocol):
-    stop_token_ids: tuple[int, ...]
-
-    def encode(self, prompt: str | Messages) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 class FolderTokenizer:
@@ -71,11 +63,7 @@ class FolderTokenizer:
 
     def template(self) -> str:
         """The chat template itself; empty where there is none."""
-        path = self._folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8", errors="replace")
-        found = _read_json(self._folder / "tokenizer_config.json").get("chat_template") or ""
-        return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
+        return _template(self._folder)
 
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         if self._chat is None:
@@ -122,12 +110,18 @@ def without_stops(token_ids: Sequence[int], stops: Sequence[int]) -> list[int]:
 
 
 def has_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
     try:
-        return bool(_read_json(folder / "tokenizer_config.json").get("chat_template"))
+        return bool(_template(folder))
     except ConfigError:
         return False
+
+
+def _template(folder: Path) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    found = _read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
 
 
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:

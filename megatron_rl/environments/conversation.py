@@ -55,12 +55,6 @@ class Turn:
         return found + self.added
 
     @property
-    def ended(self) -> list[int]:
-        """The request, and its answer."""
-        assert self.sampled is not None
-        return self.tokens + list(self.sampled.token_ids)
-
-    @property
     def path(self) -> list[Turn]:
         found, one = [self], self.parent
         while one is not None:

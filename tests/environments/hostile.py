@@ -1,6 +1,5 @@
 """Environments, tools and agents that behave, and that do not: what tests name in `environment.name`."""
 
-import asyncio
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ class Guess(Environment):
     def __init__(self, tries: int = 3) -> None:
         self.tries, self.turn = tries, 0
         self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.odd, self.turns_so_far)
-        self.tools += (self.interrupts, self.exits)
+        self.tools += (self.interrupts,)
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         self.row, self.how = row, row.get("how", "")
@@ -67,11 +66,9 @@ class Guess(Environment):
             case "patches":
                 json.dumps = lambda *_, **__: "null"
             case "long fields":
-                said = {"role": "x" * (5 << 20), "name": "y" * (5 << 20), "content": "Not yet."}
-                return Step([said], 0.0, self.turn == self.tries)
+                return Step([{"role": "x" * (5 << 20), "content": "Not yet."}])
             case "long calls":
-                said = {"role": "assistant", "content": "", "tool_calls": [{"function": "x" * (5 << 20)}]}
-                return Step([said], 0.0, False)
+                return Step([{"role": "assistant", "tool_calls": ["x" * (5 << 20)]}])
             case "interrupts":
                 raise KeyboardInterrupt
             case "forks":
@@ -112,10 +109,6 @@ class Guess(Environment):
     def interrupts(self) -> str:
         """Raise what ends a program."""
         raise KeyboardInterrupt
-
-    async def exits(self) -> str:
-        """Raise it later."""
-        raise asyncio.CancelledError
 
     def nothing(self) -> Any:
         """Return no text."""

@@ -72,7 +72,6 @@ MISTAKES = {
     "it floods": (call("flood"), "[cut: the first 512 tokens]"),
     "it returns what is no JSON": (call("odd"), "keys must be str"),
     "it interrupts": (call("interrupts"), "error: KeyboardInterrupt"),
-    "it is cancelled": (call("exits"), "error: asyncio.exceptions.CancelledError"),
     "no mapping": ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
     "no call": ("<tool_call>{add 1", "the tool call could not be read"),
     "no call of Qwen3-Coder's": ("<function=add{", "the tool call could not be read"),
@@ -212,14 +211,13 @@ def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
 
 def test_long_roles_and_first_messages_are_not_rendered(tmp_path: Path) -> None:
     with Played(tmp_path, counting) as played:
-        (cut,), (refused,), (well,) = played.play(
-            {"how": "long fields"}, {"how": "a long start"}, {"how": "huge number"}
-        )
-    assert cut.session is not None and refused.session is not None and well.session is not None
-    assert (cut.session.error, cut.session.counts["observations_cut"]) == (None, 2)
-    assert f"<|im_start|>{'x' * 512}\nNot yet." in played.text(cut)
-    assert (refused.session.end, len(refused.token_ids)) == ("length", 0)
-    assert (well.session.numbers, well.session.error) == ({}, None)
+        groups = played.play({"how": "long fields"}, {"how": "a long start"}, {"how": "huge number"})
+    cut, refused, well = (rollout.session for (rollout,) in groups)
+    assert cut and refused and well
+    assert (cut.error, cut.counts["observations_cut"]) == (None, 8)
+    assert f"<|im_start|>{'x' * 512}\nNot yet." in played.text(groups[0][0])
+    assert (refused.end, refused.turns) == ("length", ())
+    assert (well.numbers, well.error) == ({}, None)
 
 
 def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
