@@ -118,6 +118,7 @@ def written(length: int, by_policy: bool = True) -> array[int]:
 
 
 NO_EXPERT = -1  # of a token whose experts nobody has told, or of a layer without
+LARGEST_NUMBER = 1e30  # of rewards and what is reported beside: sums of them are finite in float32
 RIGHT = 1.0  # the reward of a right answer
 NEARLY_RIGHT = RIGHT - 1e-6  # where parts of it were added up
 

@@ -3,22 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.data.control_tokens import ControlTokens, Marked
 from megatron_rl.files import read_json
 
 Messages = Sequence[Mapping[str, Any]]
 _BATCH = 1024  # texts that are encoded at once, on all cores
 _CHARACTERS = 32  # for each token that a text may have: of a much longer one only the beginning is looked at
-
-
-class Tokenizer(Protocol):
-    stop_token_ids: tuple[int, ...]
-
-    def encode(self, prompt: str | Messages) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 class FolderTokenizer:
@@ -38,10 +31,19 @@ class FolderTokenizer:
         self._chat: Any = None
         self._loading = Lock()
         self.stop_token_ids = _stop_tokens(folder, self._backend)
+        self._control = ControlTokens(self._backend, self.stop_token_ids)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        (encoding,) = self._backend.encode_batch_fast([self.text(prompt)], add_special_tokens=False)  # without the GIL
+        """Token ids of a prompt. Control tokens that it spells are the data's; those that messages spell are text."""
+        text = self.text(prompt)
+        if isinstance(text, Marked):
+            return self._control.encode(text)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # without the GIL
         return encoding.ids
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Token ids of a text as messages have it."""
+        return self.encode(self._control.as_text(text))
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
         """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""
@@ -58,16 +60,13 @@ class FolderTokenizer:
 
     def render(self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool) -> str:
         """A conversation in the chat template; `opened`: up to where an answer begins. Raises what jinja raises."""
-        options = {**options, "add_generation_prompt": opened, **({"tools": list(tools)} if tools else {})}
+        shown = {"tools": self._control.mark_texts(list(tools))} if tools else {}
+        options = {**options, "add_generation_prompt": opened, **shown}
         return self._render(list(messages), options)
 
     def template(self) -> str:
         """The chat template itself; empty where there is none."""
-        path = self._folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8", errors="replace")
-        found = _read_json(self._folder / "tokenizer_config.json").get("chat_template") or ""
-        return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
+        return _template(self._folder)
 
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         with self._loading:  # threads may render
@@ -76,14 +75,19 @@ class FolderTokenizer:
 
                 self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
         options = {"add_generation_prompt": True, **options}
-        return self._chat.apply_chat_template(messages, tokenize=False, **options)
+        text = self._chat.apply_chat_template(self._control.mark(messages), tokenize=False, **options)
+        return self._control.rendered(text)
 
     def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
         """Token ids of each text; of one that has far more than `at_most`, only the first ones."""
         beginnings = [self._beginning(text, at_most) for text in texts]
         batches = (beginnings[start : start + _BATCH] for start in range(0, len(beginnings), _BATCH))
         encodings = (self._backend.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)
-        return [encoding.ids for some in encodings for encoding in some]
+        found = [encoding.ids for some in encodings for encoding in some]
+        for place, text in enumerate(beginnings):
+            if isinstance(text, Marked):
+                found[place] = self.encode(text)
+        return found
 
     def _beginning(self, text: str, at_most: int) -> str:
         size = _CHARACTERS * at_most
@@ -110,12 +114,18 @@ def without_stops(token_ids: Sequence[int], stops: Sequence[int]) -> list[int]:
 
 
 def has_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
     try:
-        return bool(_read_json(folder / "tokenizer_config.json").get("chat_template"))
+        return bool(_template(folder))
     except ConfigError:
         return False
+
+
+def _template(folder: Path) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    found = _read_json(folder / "tokenizer_config.json").get("chat_template") or ""
+    return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
 
 
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:

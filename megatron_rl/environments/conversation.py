@@ -10,34 +10,23 @@ tokenized again to be trained on; a token that several branches share is trained
 from __future__ import annotations
 
 import re
+import secrets
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from megatron_rl.data.tokenizer import without_stops
+from megatron_rl.data.control_tokens import MARK, marked, plain
+from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.environment import Message
 from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import TEXT
 
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation
-MARKED = {"role": "assistant", "content": SENTINEL}
-
-
-class ChatTokenizer(Protocol):
-    """What a conversation needs of a tokenizer."""
-
-    stop_token_ids: tuple[int, ...]
-
-    def encode(self, prompt: str) -> list[int]: ...
-
-    def decode_all(self, token_ids: Sequence[int]) -> str: ...
-
-    def render(self, messages: Sequence[Message], options: Mapping[str, Any], *, tools: Any, opened: bool) -> str: ...
 
 
 @dataclass(eq=False)
@@ -64,12 +53,6 @@ class Turn:
             assert one.sampled is not None
             found += [*one.added, *one.sampled.token_ids]
         return found + self.added
-
-    @property
-    def ended(self) -> list[int]:
-        """The request, and its answer."""
-        assert self.sampled is not None
-        return self.tokens + list(self.sampled.token_ids)
 
     @property
     def path(self) -> list[Turn]:
@@ -99,7 +82,7 @@ class Row:
 
 @dataclass(eq=False)
 class Conversation:
-    tokenizer: ChatTokenizer
+    tokenizer: FolderTokenizer
     options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     appends: bool = False  # go on behind the last answer, whatever the template would make of it now
     turns: list[Turn] = field(default_factory=list)
@@ -177,9 +160,10 @@ class Conversation:
     def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Tokens of what follows the answer of the turn before."""
         place = len(before.messages)
-        for answer in ({**messages[place], "content": SENTINEL}, MARKED):  # some write no text beside calls
-            marked = [*messages[:place], answer, *messages[place + 1 :]]
-            _, found, rest = self._rendered(marked, tools, True).rpartition(SENTINEL)
+        answer = _sentinel()
+        for one in ({**messages[place], **answer}, answer):  # some write no text beside calls
+            shown = [*messages[:place], one, *messages[place + 1 :]]
+            _, found, rest = self._rendered(shown, tools, True).rpartition(answer["content"])
             if found and (stop := self._stop.search(rest)):
                 return self._encoded(self._without_stop(before, rest[stop.start() :]))
         raise ValueError("the chat template shows no end of an answer: use environment.history=template")
@@ -211,7 +195,8 @@ class Conversation:
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
         """How the template closes an answer that it does not end with a stop, and what it puts behind the end."""
-        _, found, rest = self._so_far([*turn.messages, MARKED], turn.tools).rpartition(SENTINEL)
+        answer = _sentinel()
+        _, found, rest = self._so_far([*turn.messages, answer], turn.tools).rpartition(answer["content"])
         if stop := self._stop.search(rest):
             return stop[0], rest[stop.end() :]
         return (rest, "") if found else ("", "")
@@ -224,6 +209,7 @@ class Conversation:
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
         """The last of the turn's sampled tokens whose text this is."""
         assert turn.sampled is not None
+        text = plain(text)
         ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
         # texts of shorter ends are shorter
         start = bisect_left(range(len(ids)), -len(text), key=lambda at: -len(self.tokenizer.decode_all(ids[at:])))
@@ -246,9 +232,9 @@ class Conversation:
 
     @cached_property
     def _stop(self) -> re.Pattern[str]:
-        """Any stop, as text."""
+        """Any stop that the template has written, as text."""
         stops = [text for one in self.tokenizer.stop_token_ids if (text := self.tokenizer.decode_all([one]))]
-        return re.compile("|".join(map(re.escape, stops)) or "(?!)")
+        return re.compile(f"(?<!{MARK})(?:{'|'.join(map(re.escape, stops)) or '(?!)'})")
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
         return self.tokenizer.render(messages, self.options, tools=tools, opened=opened)
@@ -261,7 +247,12 @@ class Conversation:
             return ""
 
     def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text) if text else []
+        return self.tokenizer.encode(marked(text)) if text else []
+
+
+def _sentinel() -> dict[str, str]:
+    """Return an answer that no other message holds."""
+    return {"role": "assistant", "content": SENTINEL + secrets.token_hex(8)}
 
 
 def _row(leaf: Turn) -> Row:

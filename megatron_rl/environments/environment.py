@@ -7,11 +7,12 @@ docs/environments.md takes both to a run.
 """
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from megatron_rl.types import LARGEST_NUMBER
 
 Message = Mapping[str, Any]  # as chat templates have them: role, content, ...
 Tool = Callable[..., Any]
@@ -97,8 +98,8 @@ def as_step(returned: Any) -> Step:
 
 
 def finite(number: Any) -> float:
-    if not math.isfinite(found := float(number)):
-        raise ValueError(f"{found} is no finite number")
+    if not abs(found := float(number)) <= LARGEST_NUMBER:
+        raise ValueError(f"{found:g} is no finite number of at most {LARGEST_NUMBER:g}")
     return found
 
 

@@ -6,22 +6,25 @@ answers with something else is killed with all that it has started; the next con
 
 import asyncio
 import itertools
+import json
 import os
 import socket
 import subprocess
 import threading
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import EnvironmentSection
+from megatron_rl.environments.environment import as_messages
 from megatron_rl.processes import pulse
 from megatron_rl.processes.channel import LENGTH, Channel
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
 from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json, first_reply, user_process
+from megatron_rl.types import LARGEST_NUMBER
 
 NURSERY = "environment nursery"
 GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
@@ -47,6 +50,27 @@ class _Reply(msgspec.Struct):
     id: int
     value: Any = None
     error: str | None = None
+
+
+Number = Annotated[float, msgspec.Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None
+Objects = list[dict[str, Any]]
+Numbers = dict[str, Number]
+VALUES: dict[str, dict[str, Any]] = {  # of replies, by request
+    "reset": {"messages": Objects, "tools": Objects},
+    "step": {"messages": Objects, "reward": Number, "advantage": Number, "done": bool, "numbers": Numbers},
+    "tool": {"text": str, "failed": bool},
+    "run": {"reward": Number, "numbers": Numbers},
+    "close": {"reward": Number},
+}
+
+
+def check_value(value: Any, request: str) -> None:
+    """Raise where a reply's value has not the form of what was requested."""
+    for name, form in VALUES[request].items():
+        msgspec.convert(value[name], form)
+    json.dumps(value)  # as messages are recorded
+    if "messages" in value:
+        as_messages(value["messages"])
 
 
 class EnvironmentProcess:
@@ -76,6 +100,8 @@ class EnvironmentProcess:
                 reply = msgspec.convert(await receive(self._reader), _Reply)
             if reply.id != number:
                 raise msgspec.DecodeError("out of turn")
+            if reply.error is None:
+                check_value(reply.value, what["do"])
         except TimeoutError:
             self.kill()
             raise EnvironmentFailed(f"no reply within {seconds:g} s: its process was killed") from None
@@ -83,7 +109,7 @@ class EnvironmentProcess:
             self.kill()
             failure = EnvironmentFailed if self.nursery.poll() is None else NurseryGone
             raise failure("its process died") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError) as error:
             self.kill()
             raise EnvironmentFailed(f"its process sent something else than a reply ({str(error)[:100]})") from None
         except BaseException:

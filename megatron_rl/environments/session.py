@@ -3,6 +3,7 @@ Its `Policy`, which asks the engines, serves agents too: they hold the conversat
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,12 +19,14 @@ from megatron_rl.environments.kinds import CALLS, TokenKinds
 from megatron_rl.environments.pool import EnvironmentFailed
 from megatron_rl.environments.stops import ended
 from megatron_rl.processes.threads import in_thread
+from megatron_rl.rewards.user_process import as_json
 from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import SessionTurn, ToolFormat
 
 T = TypeVar("T")
 MOST_CALLS = 16  # of one answer; what is above is answered with an error
 WORKERS = 4  # threads that render and tokenize, for all sessions
+MOST_CHARACTERS = 64  # of a token: what has more is not encoded
 
 
 class Asks(Protocol):
@@ -216,6 +219,14 @@ def read_arguments(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
+def size_of(value: Any) -> float:
+    """Count the bytes of a value as JSON."""
+    try:
+        return len(as_json(value))
+    except RecursionError:
+        return math.inf
+
+
 class EnvironmentSession:
     """One conversation with an environment: played to its end, or step by step by whoever has the user's turns."""
 
@@ -248,7 +259,7 @@ class EnvironmentSession:
             self.add(more)
         else:
             transcript.end = "turns"
-        last = await self._process.ask({"do": "close"}, self._limit_s)
+        last = (await self._process.ask({"do": "close"}, self._limit_s))["reward"]
         if last is not None and transcript.turns:
             transcript.turns[-1] = replace(transcript.turns[-1], reward=(transcript.turns[-1].reward or 0.0) + last)
         rewards = [one.reward for one in transcript.turns if one.reward is not None]
@@ -262,7 +273,9 @@ class EnvironmentSession:
             self.messages.insert(0, {"role": "system", "content": self._rules.system})
 
     async def answer(self) -> Answered:
-        """What the policy says next; see Policy.answer."""
+        """What the policy says next; see Policy.answer. Nothing is rendered that has no room in the context."""
+        if size_of([self.messages, self._tools]) > MOST_CHARACTERS * max(self._rules.context_tokens, 4096):
+            raise ContextFull
         answered = await self._policy.answer(self.messages, self._tools)
         self.messages.append(answered.message)
         return answered
@@ -321,12 +334,20 @@ class EnvironmentSession:
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message of what the turn adds, cut to `environment.observation_tokens`; it says so."""
-        most, text = self._rules.section.observation_tokens, message.get("content")
-        if not isinstance(text, str) or len(text) <= most:  # no token is less than a character ...
-            return message
-        ids = self._tokenizer.encode(text[: 64 * most])  # ... and few are more than this
-        if len(ids) <= most and len(text) <= 64 * most:
-            return message
-        self._policy.transcript.counts["observations_cut"] += 1
-        kept = self._tokenizer.decode_all(ids[:most])
-        return message | {"content": f"{kept}\n[cut: the first {most} tokens]"}
+        most = self._rules.section.observation_tokens
+        cut = {key: value[:most] if isinstance(value, str) else value for key, value in message.items()}
+        if (size := size_of(cut)) > MOST_CHARACTERS * most:
+            key = f"environment.observation_tokens={most}"
+            raise EnvironmentFailed(f"a message has {size} bytes beside its text, more than {key} takes; raise it")
+        if isinstance(text := message.get("content"), str):
+            cut["content"] = self._beginning(text, most)
+        self._policy.transcript.counts["observations_cut"] += cut != message
+        return cut
+
+    def _beginning(self, text: str, most: int) -> str:
+        if len(text) <= most:  # no token is less than a character ...
+            return text
+        ids = self._tokenizer.encode_as_text(text[: MOST_CHARACTERS * most])  # ... and few are more than this
+        if len(ids) <= most and len(text) <= MOST_CHARACTERS * most:
+            return text
+        return f"{self._tokenizer.decode_all(ids[:most])}\n[cut: the first {most} tokens]"

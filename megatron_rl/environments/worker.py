@@ -151,7 +151,7 @@ class Conversation:
         except TooLate:
             self._loop = asyncio.new_event_loop()
             return {"text": f"error: {name} was stopped: it took too long", "failed": True, "late": True}
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # the user's code: an exit, too, is something to be answered
             return {"text": f"error: {_text_of(error)}", "failed": True}
         return {"text": text, "failed": False}
 
@@ -165,11 +165,11 @@ class Conversation:
         reward = others.pop("reward", score)
         return {"reward": None if reward is None else finite(reward), "numbers": for_metrics(others)}
 
-    def _close(self) -> float | None:
+    def _close(self) -> Any:
         """The reward that the environment adds at the end."""
         environment, self._environment = self._environment, None
         reward = None if environment is None else self._settled(_closed(environment))
-        return None if reward is None else finite(reward)
+        return {"reward": None if reward is None else finite(reward)}
 
     def _settled(self, returned: Any) -> Any:
         return _settle(self._loop, returned)

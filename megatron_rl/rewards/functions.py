@@ -8,7 +8,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
-from megatron_rl.types import NEARLY_RIGHT, RIGHT, Verdict
+from megatron_rl.types import LARGEST_NUMBER, NEARLY_RIGHT, RIGHT, Verdict
 
 READS_LAST = {"math_dapo": math_dapo.TAIL}  # characters of a response, where a verifier looks at no others
 RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"  # of the environment: set by the command, for the ranks that it starts
@@ -184,8 +183,8 @@ def read(result: Any) -> Judgement:
     score = number(result)
     if score is None:
         raise TypeError(f"the reward is {result!r:.60}, expected a number, or a mapping with the number 'score'")
-    if not math.isfinite(score):
-        raise ValueError(f"the score is {score}")
+    if not abs(score) <= LARGEST_NUMBER:
+        raise ValueError(f"the score is {score:g}, expected a finite number of at most {LARGEST_NUMBER:g}")
     right = number(others["acc"]) if "acc" in others else score  # verl's functions say so themselves
     answer = others.get("pred")  # verl's functions call it so
     verdict = Verdict.right if (right or 0.0) >= NEARLY_RIGHT else Verdict.wrong
@@ -195,7 +194,7 @@ def read(result: Any) -> Judgement:
 def for_metrics(values: Mapping[Any, Any] | None) -> dict[str, float]:
     """The finite numbers among what a user's code reports, by name."""
     numbers = ((str(name)[:LONGEST_NAME], number(value)) for name, value in (values or {}).items())
-    finite = ((name, one) for name, one in numbers if one is not None and math.isfinite(one))
+    finite = ((name, one) for name, one in numbers if one is not None and abs(one) <= LARGEST_NUMBER)
     return dict(islice(finite, MOST_DETAILS))
 
 

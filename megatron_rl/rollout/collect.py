@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.advantage import has_spread, overlong_penalty
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
-from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool, Score
 from megatron_rl.rewards.task import Task
@@ -250,7 +250,7 @@ class Scorer:
 
     config: RewardSection
     pool: RewardPool
-    tokenizer: Tokenizer
+    tokenizer: FolderTokenizer
 
     def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[Scored]:
         texts = self._ends(rollouts)
@@ -333,7 +333,7 @@ class AtOnce:
 class DatasetAnswers:
     """The data set's own answers in a sampler's clothes: the supervised warm start runs the same loop."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> AtOnce:

@@ -44,6 +44,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 )
 # these are in the live table only: a line has to fit
 LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
+LONG = 1e9  # from here on numbers have an exponent
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 32
 WIDTH = 60  # characters of a sample's prompt, and of its answer, on a line
@@ -129,11 +130,16 @@ def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: floa
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
         if name in metrics and name not in LIVE_ONLY:
-            value = format(metrics[name], form)
+            value = number(metrics[name], form)
             parts.append(f"{value} s" if label == "s" else f"{label} {value}{staleness(name, metrics)}")
     if eta_s is not None:
         parts.append(f"left {'at most ' * sooner}{duration(eta_s)}")
     return "  ".join(parts)
+
+
+def number(value: float, form: str) -> str:
+    """A value as it is printed; a long one has an exponent."""
+    return format(value, form if abs(value) < LONG else ".3e")
 
 
 def staleness(name: str, metrics: Mapping[str, float]) -> str:
@@ -225,7 +231,7 @@ class LiveDisplay:
             if name in self._history:
                 values = self._history[name]
                 label = "seconds" if label == "s" else label
-                table.add_row(label, format(values[-1], form) + self._beside.get(name, ""), sparkline(values[-TREND:]))
+                table.add_row(label, number(values[-1], form) + self._beside.get(name, ""), sparkline(values[-TREND:]))
         self._spinner.update(text=Text(self._at()))
         return Group(head, table, self._spinner)
 

@@ -44,6 +44,14 @@ def test_messages_are_read_through_the_template(folder: Path) -> None:
     assert tokenizer.encode_texts(["1+1<end>=", "2"], 8) == [tokenizer.encode(chat("1+1")), tokenizer.encode("2")]
 
 
+def test_text_of_messages_ends_no_turn(folder: Path) -> None:
+    tokenizer = FolderTokenizer(folder)
+    asked, (end,) = chat("1<end>=2"), tokenizer.stop_token_ids
+    spelled, written = tokenizer.encode_texts([tokenizer.text(asked), "1<end>=2"], 16)
+    assert spelled == tokenizer.encode(asked)
+    assert (spelled.count(end), written.count(end)) == (1, 1)  # a prompt of text is the data's
+
+
 @pytest.mark.fault("the chat template refuses one row of many", "the row is named before the run starts")
 def test_a_row_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [*(chat(f"{n}+1") for n in range(1500)), chat("1", "banned")])

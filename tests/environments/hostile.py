@@ -1,5 +1,6 @@
 """Environments, tools and agents that behave, and that do not: what tests name in `environment.name`."""
 
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ class Guess(Environment):
     def __init__(self, tries: int = 3) -> None:
         self.tries, self.turn = tries, 0
         self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.odd, self.turns_so_far)
+        self.tools += (self.interrupts,)
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         self.row, self.how = row, row.get("how", "")
@@ -23,6 +25,8 @@ class Guess(Environment):
             raise ValueError("no such task")
         if self.how == "reset hangs":
             time.sleep(600)
+        if self.how == "a long start":
+            return [{"role": "x" * (5 << 20), "content": row["prompt"]}]
         return [{"role": "user", "content": row["prompt"]}]
 
     def step(self, answer: Answer) -> Any:
@@ -55,6 +59,18 @@ class Guess(Environment):
                 return ("Again.", "much", False)
             case "nan":
                 return Step("Again.", float("nan"), True)
+            case "huge":
+                return Step("Again.", 1.7e308, False)
+            case "huge number":
+                return Step("Again.", 0.0, True, {"tries": 1.7e308})
+            case "patches":
+                json.dumps = lambda *_, **__: "null"
+            case "long fields":
+                return Step([{"role": "x" * (5 << 20), "content": "Not yet."}])
+            case "long calls":
+                return Step([{"role": "assistant", "tool_calls": ["x" * (5 << 20)]}])
+            case "interrupts":
+                raise KeyboardInterrupt
             case "forks":
                 if os.fork() == 0:
                     return Step(done=True, reward=7.0)
@@ -89,6 +105,10 @@ class Guess(Environment):
     def raises(self) -> str:
         """Raise."""
         raise KeyError("nothing there")
+
+    def interrupts(self) -> str:
+        """Raise what ends a program."""
+        raise KeyboardInterrupt
 
     def nothing(self) -> Any:
         """Return no text."""

@@ -71,6 +71,7 @@ MISTAKES = {
     "it hangs": (call("wait", seconds=600), "wait was stopped: it took too long"),
     "it floods": (call("flood"), "[cut: the first 512 tokens]"),
     "it returns what is no JSON": (call("odd"), "keys must be str"),
+    "it interrupts": (call("interrupts"), "error: KeyboardInterrupt"),
     "no mapping": ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
     "no call": ("<tool_call>{add 1", "the tool call could not be read"),
     "no call of Qwen3-Coder's": ("<function=add{", "the tool call could not be read"),
@@ -101,7 +102,8 @@ FAULTS = {
     "hangs on": "no reply within 3 s: its process was killed", "swallows": "not done within 3 s", "dies": "died",
     "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
     "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
-    "nan": "nan is no finite number",
+    "nan": "nan is no finite number", "huge": "1.7e+308 is no finite number", "interrupts": "KeyboardInterrupt",
+    "patches": "sent something else than a reply", "long calls": "environment.observation_tokens=512 takes",
 }  # fmt: skip
 
 
@@ -205,6 +207,17 @@ def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
         pids = [one.pid for one in psutil.Process().children(recursive=True) if one not in others]
     assert len(pids) > 4
     wait_for(lambda: not any(state_of(pid) not in ("", "Z") for pid in pids), "end of all processes")
+
+
+def test_long_roles_and_first_messages_are_not_rendered(tmp_path: Path) -> None:
+    with Played(tmp_path, counting) as played:
+        groups = played.play({"how": "long fields"}, {"how": "a long start"}, {"how": "huge number"})
+    cut, refused, well = (rollout.session for (rollout,) in groups)
+    assert cut and refused and well
+    assert (cut.error, cut.counts["observations_cut"]) == (None, 8)
+    assert f"<|im_start|>{'x' * 512}\nNot yet." in played.text(groups[0][0])
+    assert (refused.end, refused.turns) == ("length", ())
+    assert (well.numbers, well.error) == ({}, None)
 
 
 def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_the_line_leaves_out_what_a_step_does_not_have():
 def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
     measured = {"rollout_corr/k3_kl": 0.035, "rollout/staleness_mean": 1.5}
     assert console.step_line(1, 5, measured, None) == "step 1/5  mismatch 3.50e-02 (staleness: 1.5 updates)"
+    assert console.step_line(1, 5, {"reward/sampler_mean": -1.5e29}, None) == "step 1/5  reward -1.500e+29"
     assert "staleness" not in console.step_line(1, 5, {**measured, "rollout/staleness_mean": 0.0}, None)
     stream = StringIO()
     display = console.LiveDisplay("quick", 5, Console(file=stream, force_terminal=True, width=100))
