@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from megatron_rl.environments.sessions import Sessions
 
 PROBE_SAMPLES = 1
-LOOK_TOKENS = 32  # of a prompt, and of its answer, whose values are compared at every point
 CALIBRATION_PROMPTS = 64
 
 
@@ -223,19 +222,6 @@ class Driver:
             self._sleep_schedule.wake()
             fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
-
-    def layer_values(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format]:
-        """One fresh answer, a row for each replica, and what the engine's modules put out for it."""
-        most = max(1, min(LOOK_TOKENS, self._config.rollout.max_prompt_tokens - 1))  # the engine adds a token
-        prompt = min(self._probe_prompts, key=lambda prompt: len(prompt.token_ids))
-        prompt = replace(prompt, token_ids=prompt.token_ids[-most:])
-        params = replace(self._probe_params, max_tokens=min(self._probe_params.max_tokens, LOOK_TOKENS))
-        with waited_for(), self._stop.waiting():
-            self._sleep_schedule.wake()
-            (one,) = self.sampler.generate([prompt], params, seed=step, first_group=0, step=step)
-            values = self.sampler.activations([*prompt.token_ids, *one.token_ids])
-        rows = [Scored(one, reward=0.0)] * self._config.learner.data_parallel
-        return collate(rows), values, self._config.quantization.format
 
     def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
         """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where it is silent."""

@@ -22,7 +22,6 @@ from megatron_rl.config import schema
 from megatron_rl.config.prox_pass import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import Config
 from megatron_rl.driver import Driver, Follower
-from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import limits
@@ -39,7 +38,7 @@ from megatron_rl.runs.metrics_file import combine
 from megatron_rl.runs.progress import Progress, reached
 from megatron_rl.step import Step
 from megatron_rl.survival.stop_request import StepGivenUp, ask_driver
-from megatron_rl.weight_sync import layer_probe, probe
+from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.manifest import UpdateRefused
 from megatron_rl.weight_sync.probe_budget import Numerics
@@ -270,8 +269,6 @@ def sync_weights(
                 f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
             )
         if due(step // section.every, section.verify_every):
-            if section.probe_layers:
-                metrics |= compare_layers(step, driver, learner, sync)
             batch, formats = ask_driver(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
             expected_BT = learner.expected_logprobs(batch)
@@ -311,14 +308,6 @@ def _numerics(learner: schema.LearnerSection) -> Numerics:
     if learner.forward is schema.Forward.as_sampler:
         return Numerics.sampler
     return Numerics.fp32 if learner.precision is schema.Precision.fp32 else Numerics.bf16
-
-
-def compare_layers(step: int, driver: AnyDriver, learner: Learner, sync: WeightSync) -> dict[str, float]:
-    """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
-    batch, values, format = ask_driver(learner, lambda: driver.layer_values(step))
-    with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
-        learner.logprobs(batch)
-    return layer_probe.check(seen, learner.shape, schema.Format(format), step)
 
 
 def flips(batch: Batch, driver: AnyDriver, learner: Learner) -> dict[str, float]:

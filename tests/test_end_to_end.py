@@ -80,13 +80,12 @@ def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
 )
 def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     more = ["quantization.smoothing=0.5", "log.profile_steps=[2]"] if recipe == "quickstart_pp2" else []
-    settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]
+    settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1"]
     screen = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
     folder = warm_start / "runs" / recipe
     lines = metrics(warm_start, recipe)
     assert [line["progress/step"] for line in lines] == [0, 1, 2]
     assert all(line["sync/probe_abs_diff"] <= line["sync/probe_budget"] for line in lines)
-    assert all(line["sync/probe_layer_error"] < 0.1 for line in lines)  # on every layout, whatever is smoothed
     assert all("eval/accuracy" in line for line in (lines[0], lines[-1]))
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["unknown_metrics"]) == ("finished", [])

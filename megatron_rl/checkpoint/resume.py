@@ -22,7 +22,7 @@ MAY_CHANGE = (
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     "learner.context_parallel",
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
-    *("sync.probe_budget", "sync.probe_layers", "sync.staged"),
+    *("sync.probe_budget", "sync.staged"),
 )
 FIXED = "learner.lora."  # what all of a run's checkpoints hold
 NONE = "(none)"  # a key that one of two recipes does not have

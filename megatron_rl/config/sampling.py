@@ -127,7 +127,6 @@ class SyncSection:
     probe_budget: Annotated[
         Any | None, need(lambda nats: nats == AUTO or is_weight(nats), "use auto, or nats above 0")
     ] = AUTO
-    probe_layers: bool = False  # with it, both engines' values at every point of one answer (docs/one_arithmetic.md)
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
     # next request, which takes no memory and cannot fall back on the version before
     staged: bool = True

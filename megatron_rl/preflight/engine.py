@@ -62,13 +62,6 @@ def routed(machine: Machine, shape: ModelShape, learner: LearnerSection, sampler
         yield f"sampler.routed_experts: true, but a {shape.family} model has no experts; use false"
 
 
-def watched(
-    machine: Machine, shape: ModelShape, sync: SyncSection, sampler: SamplerSection, learner: LearnerSection
-) -> Iterator[str]:
-    if sync.probe_layers:
-        yield from (f"sync.probe_layers: true, but {why}" for why in unwatchable(machine, shape, sampler, learner))
-
-
 def unwatchable(machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection) -> Iterator[str]:
     """Why the modules of both engines cannot be looked at."""
     if machine.kind != Device.cpu:
@@ -207,4 +200,4 @@ def top_k_support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSe
         )
 
 
-RULES = (top_k_support, experts, routed, ignored, watched, arguments, cache, several, sleep, transport)
+RULES = (top_k_support, experts, routed, ignored, arguments, cache, several, sleep, transport)

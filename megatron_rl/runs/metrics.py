@@ -210,7 +210,6 @@ _group(
         (f"probe_abs_diff/{format}", f"the same for {format} servers of a mixed fleet alone", "last", "nats")
         for format in Format
     ),
-    ("probe_layer_error", "sync.probe_layers: largest difference of a block, as a share of its size", "last"),
 )
 _group(
     "time",

@@ -18,7 +18,7 @@ from megatron_rl.weight_sync.probe_budget import Budget, Numerics, noise_budget,
 
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
-WHERE = "On hosts sync.probe_layers=true names the first point that differs."
+WHERE = "On a CPU `megatron-rl mismatch RUN` shows where they first differ."
 WAYS_OUT = (
     "`megatron-rl mismatch` on the model says at which point of a forward pass the difference enters. Then try "
     "quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler (hosts, int8 and fp8), "

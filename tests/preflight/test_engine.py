@@ -21,7 +21,7 @@ from megatron_rl.config.schema import (
     Transport,
 )
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.engine import EXPERTS_PATTERN, RULES
+from megatron_rl.preflight.engine import EXPERTS_PATTERN, RULES, unwatchable
 from megatron_rl.preflight.machine import Machine
 
 HOST = Machine(Device.cpu, "CPU")
@@ -138,11 +138,10 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
 )
 def test_layers_are_compared_where_both_sides_show_them(machine, learner, sampler, said):
     config = Config(learner=LearnerSection(**learner), sampler=SamplerSection(**sampler))
-    for on in (True, False):
-        asked = replace(config, sync=SyncSection(probe_layers=on))
-        found = [line for line in problems(asked, machine) if "probe_layers" in line]
-        assert len(found) == (len(said) if on else 0)
-        assert all(line.endswith(words) for words, line in zip(said, found, strict=False))
+    facts = vars(config) | {"machine": machine, "shape": ModelShape.from_hf(hf_config("qwen3"))}
+    found = list(findings([unwatchable], facts))
+    assert len(found) == len(said)
+    assert all(line.endswith(words) for words, line in zip(said, found, strict=True))
 
 
 def test_filters_of_a_small_vocabulary():

@@ -158,7 +158,7 @@ ALONE = (
     "run.stop=null", "checkpoint.best=null", "model.init=pretrained", "reward.overlong_buffer=0",
     "rollout={source: sampler, samples_per_prompt: 2, dynamic_sampling: false}",
     "sampler.fleet={replicas: 0, servers: 0, addresses: [], formats: []}", "sampler.devices=null", "sampler.sleep=none",
-    "sync={transport: file, dir: null, every: 1, full_every: 1, probe_layers: false}", "eval.every=1",
+    "sync={transport: file, dir: null, every: 1, full_every: 1}", "eval.every=1",
     "quantization={smoothing: null, kv_cache: none}",
 )  # fmt: skip
 

@@ -15,13 +15,10 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_rl.batch import collate
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision
-from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.types import Rollout, SamplingParams, Scored
-from megatron_rl.weight_sync import layer_probe
-from megatron_rl.weight_sync.probe import SyncMismatch
 from megatron_rl.workshop.mismatch.walk import Walk
 
 SEED = 3
@@ -72,23 +69,16 @@ class Case:
             "left alone": before == [learner.logprobs(batch).tolist() for batch in batches],
         }
 
-    def probe(self, learner: Learner) -> str:
-        """What the probe of layers says of the engine as it is."""
-        (rollout, *_) = self.rollouts
-        with Activations(learner).beside(self.values(rollout), replace=True) as seen:
-            learner.logprobs(collate([Scored(rollout, reward=0.0)]))
-        try:
-            return f"{layer_probe.check(seen, learner.shape, self.live.format, 1)['sync/probe_layer_error']:.3f}"
-        except SyncMismatch as error:
-            return str(error)
-
-    def faults(self, learner: Learner) -> dict[str, str]:
+    def faults(self, learner: Learner) -> dict[str, list[str]]:
+        """Points whose own difference grows by a fault of the engine's weights."""
+        healthy = self.walk(learner)["own"]
         found = {}
         for fault in FAULTS:
             self.live.update(SEED, fault)
-            found[fault] = self.probe(learner)
+            own = self.walk(learner)["own"]
+            found[fault] = [point for point, most in own.items() if most > 4 * healthy[point] + 0.1]
         self.live.update(SEED)
-        return found | {"none": self.probe(learner)}
+        return found
 
     def values(self, rollout: Rollout) -> dict[str, torch.Tensor]:
         return self.live.sampler.activations([*rollout.prompt.token_ids, *rollout.token_ids])

@@ -66,10 +66,8 @@ def test_the_engine_s_values_are_those_that_transformers_modules_have(found: dic
 @pytest.mark.fault("tensors of one shape lie in each other's places in the engine", "the first point is named")
 @pytest.mark.parametrize("case", ["faults", "bf16 faults"])
 def test_what_a_list_of_names_cannot_see_is_named(case: str, found: dict) -> None:
-    said = found[case]
-    assert float(said["none"]) < 0.05
-    starts = {"layers": "0.down: ", "gate_and_up": "0.gate_up: ", "norms": "0.input_norm: ", "heads": "1.qkv (query "}
+    starts = {"layers": "0.down", "gate_and_up": "0.gate_up", "norms": "0.input_norm", "heads": "1.qkv"}
     for fault, start in starts.items():
-        assert f"first disagree at layers.{start}" in said[f"{fault}_exchanged"]
-    assert "So it is at layers.1.down" in said["layers_exchanged"]
-    assert said["heads_exchanged"].endswith("No other point differs")
+        assert found[case][f"{fault}_exchanged"][0] == f"layers.{start}"
+    assert found[case]["layers_exchanged"] == ["layers.0.down", "layers.1.down"]
+    assert found[case]["heads_exchanged"] == ["layers.1.qkv"]
