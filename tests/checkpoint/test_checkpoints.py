@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import TornCheckpoint
-from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
+from megatron_rl.checkpoint.resume import MAY_CHANGE, gap, goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import CheckpointSection
@@ -266,3 +266,19 @@ def test_adapters_stay_as_they_are_whatever_is_allowed(tmp_path: Path, key: str,
     new = CONFIG | {"learner": learner, "run": {"resume_allow": [f"learner.lora.{key}"]}}
     with pytest.raises(ConfigError, match=rf"(?s)learner\.lora\.{key}: .*Undo that\. Other"):
         refuse_changes(tmp_path / "config.yaml", write_yaml(new))
+
+
+def test_the_page_lists_what_may_change() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "survival.md").read_text()
+    for key in MAY_CHANGE:
+        section, _, name = key.removesuffix(".").rpartition(".")
+        star = ".*" * key.endswith(".") if key != "run.stop." else ""
+        whole = f"{section}.{name}".removeprefix(".")
+        assert f"`{whole}{star}`" in page or f"`.{name}{star}`" in page, key
+
+
+@pytest.mark.fault("the ledger of a run to go on with is a pipe", "it is refused at once")
+def test_records_that_are_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ledger.jsonl")
+    with pytest.raises(OSError, match="a pipe or a device"):
+        gap(tmp_path, 1)

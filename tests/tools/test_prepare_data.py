@@ -1,6 +1,7 @@
 """tools/prepare_data.py: published tables, generated tasks and pass rates to one schema; what is wrong is named."""
 
 import json
+import os
 from pathlib import Path
 
 import prepare_data
@@ -29,8 +30,9 @@ TABLES = {  # kind: rows as published, and what becomes of them
     "gsm8k": ([{"question": "Eggs?", "answer": "She sells <<16-3=13>>13.\n#### 1,018"}], [("Eggs?", "1018")]),
     "math": ([{"problem": "x?", "level": "Level 5", "type": "Algebra",
                "solution": "First $\\boxed{1}$, so it is $\\boxed{\\frac{\\sqrt{3}}{2}}$."},
-              {"problem": "y?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed 5$."}],
-             [("x?", "\\frac{\\sqrt{3}}{2}"), ("y?", "5")]),
+              {"problem": "y?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed 5$."},
+              {"problem": "z?", "solution": r"So \boxed{\left\{ x \right.} or \}."}],
+             [("x?", "\\frac{\\sqrt{3}}{2}"), ("y?", "5"), ("z?", r"\left\{ x \right.")]),
     "math500": ([{"problem": "x?", "solution": "So $\\boxed{9}$.", "answer": "9", "unique_id": "test/1.json"}],
                 [("x?", "9")]),
     "deepscaler": ([{"problem": "x?", "answer": "\\frac12", "solution": "Long."}], [("x?", "\\frac12")]),
@@ -134,3 +136,39 @@ def test_an_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
     assert prepare_data.main(["math", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "made.parquet")]) == 2
     assert "no prompt is left" in capsys.readouterr().err
     assert not (tmp_path / "made.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gsm8k", "gone.jsonl"], "no file 'gone.jsonl'; bring it there, or name another file"),
+        (["gsm8k", "name.parquet"], "INPUT: name.parquet is not a readable parquet file ('utf-8'"),
+        (["gsm8k", "rows.jsonl", "--pass-rates", "rates.jsonl"], "--pass-rates: line 2 of rates."),
+        (["gsm8k", "rows.jsonl", "-o", "made.jsonl"], "--output made.jsonl: Parquet is written"),
+        (["gsm8k", "rows.jsonl", "-o", "pipe.parquet"], "a pipe, a socket or a device is there"),
+        (["gsm8k", "rows.jsonl", "--show", "-5"], "name the file to write with -o, or"),
+        (["reasoning_gym", "chain_sum", "--options", "[" * 100_000], "--options [[[[[[[[[[[[[["),
+        (["reasoning_gym", "chain_sum", "--options", '{"a": ' + "9" * 5000], '--options {"a": 9'),
+        (["reasoning_gym", "no_such"], "reasoning_gym no_such: "),
+    ],
+)
+def test_what_is_wrong_is_named(empty: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    write_lines(empty / "rows.jsonl", [{"question": "1+1?", "answer": "#### 2"}])
+    write_lines(empty / "rates.jsonl", [{"prompt": "1+1?", "pass_rate": 1}, {"pass_rate": 0}])
+    pq.write_table(pa.table({"question": ["?"]}), "name.parquet")
+    content = Path("name.parquet").read_bytes()
+    Path("name.parquet").write_bytes(content.replace(b"question", b"\xffuestion"))
+    os.mkfifo("pipe.parquet")
+    try:
+        ended = prepare_data.main([*words, *([] if {"-o", "--show"} & {*words} else ["-o", "made.parquet"])])
+    except SystemExit as usage:
+        ended = usage.code
+    assert ended == 2
+    assert said in capsys.readouterr().err
+    assert not Path("made.parquet").exists()
+
+
+def test_an_answer_of_many_digits(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"problem": "?", "answer": f"00{'9' * 5000}"}])
+    (row,) = prepared("aime_2024", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet")
+    assert row["answer"] == "9" * 5000

@@ -48,10 +48,11 @@ def answer(request: Request) -> tuple[str, list[str]]:
         raise ConfigError("--fit: what runs say is for --precision; give that, too")
     if request.precision and hf_config is not None and not found:
         case = Case(config, hf_config, machine or detect(config.run.device), assumed)
+        problems = checks.problems(config, on=machine) if whole else []
         try:
-            return _precision(request, case), []
+            return _precision(request, case), problems
         except ValueError as error:  # sizes that do not go together
-            return "", checks.problems(config, on=machine) or [str(error)]
+            return "", problems or [str(error)]
     if request.suggest and hf_config is not None:
         base = Case(config, hf_config, machine or detect(config.run.device), assumed)
         said, fits = suggest.describe(str(request.target), base)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,30 @@ def test_torn_and_strange_folders(run: Path, tmp_path: Path, capsys: pytest.Capt
         assert "1 of" in capsys.readouterr().out
     assert cli.main(["status", str(tmp_path)]) == 2
     assert "not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.fault("a file of a run is a pipe", "status and report name it, and wait for nothing")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "config.yaml", "env.json"])
+def test_a_pipe_as_a_file_of_a_run(run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    for command in ("status", "report"):
+        assert cli.main([command, str(tmp_path / "run")]) == 0
+        said = capsys.readouterr().out
+        assert f"run/{name}: OSError" in said
+        assert "a pipe or a device, expected a regular file" in said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_report_replaces_no_special_file(
+    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "output"
+    if kind == "pipe":
+        os.mkfifo(output)
+    else:
+        output.symlink_to(tmp_path / "elsewhere")
+    assert cli.main(["report", str(run), "-o", str(output)]) == 2
+    assert f"{output}: cannot be written: a {kind}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
