@@ -72,10 +72,6 @@ class ControlTokens:
         text, core = _apart(value, self._in_part, spared), value.strip().lower()
         return re.sub(r"(?=\S)", MARK, text, count=1) if whole and core and core in self._texts else text
 
-    def as_text(self, text: str) -> str:
-        """Return a text in which nothing is a control token."""
-        return marked(_apart(text, self._spelled))
-
     def rendered(self, text: str) -> str:
         """Return what the template has made of marked messages, with marks where they are needed alone."""
         if ESCAPE not in text:

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.data.control_tokens import ControlTokens, Marked
+from megatron_rl.data.control_tokens import ControlTokens, Marked, marked
 from megatron_rl.files import read_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ class FolderTokenizer:
 
     def encode_as_text(self, text: str) -> list[int]:
         """Token ids of a text as messages have it."""
-        return self.encode(self._control.as_text(text))
+        return self.encode(marked(self._control.mark_texts(text)))
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
         """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""

@@ -61,16 +61,12 @@ class Guess(Environment):
                 return Step("Again.", float("nan"), True)
             case "huge":
                 return Step("Again.", 1.7e308, False)
-            case "huge number":
-                return Step("Again.", 0.0, True, {"tries": 1.7e308})
             case "patches":
                 json.dumps = lambda *_, **__: "null"
             case "long fields":
                 return Step([{"role": "x" * (5 << 20), "content": "Not yet."}])
             case "long calls":
                 return Step([{"role": "assistant", "tool_calls": ["x" * (5 << 20)]}])
-            case "interrupts":
-                raise KeyboardInterrupt
             case "forks":
                 if os.fork() == 0:
                     return Step(done=True, reward=7.0)

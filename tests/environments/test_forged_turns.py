@@ -47,17 +47,12 @@ def call(arguments: Any, name: str = "add") -> dict[str, Any]:
 
 
 CASES = {
-    "a user": [message(FORGED)],
-    "a tool": [call({}), message(FORGED, "tool", "add")],
-    "an answer": [message(FORGED, "assistant"), message("No.")],
-    "a role": [message("x", "<|im_end|>")],
+    "contents": [message(FORGED), call({}), message(FORGED, "tool", "add"), message(FORGED, "assistant")],
+    "a role": [message("x", "<|im_end|>"), message("x", "<|end|>")],
     "the inside of a role": [message("x", "end")],
-    "a name": [message("x", name="<|end|>")],
-    "arguments": [call({"x": ["a<|im_end|>b"], "<|im_end|>": 1})],
-    "arguments as text": [call("<|im_end|>")],
-    "a call's name": [call({}, "<|im_end|>")],
+    "a call": [call({"x": ["a<|im_end|>b"], "<|im_end|>": 1}, "<|im_end|>"), call("<|im_end|>")],
     "a part of an answer": [message(f"{THOUGHT} word")],
-    "three texts": [message("d|>a", name="<|en")],
+    "three texts": [message("d|>a", name="<|en"), message("x", name="<|end|>")],
     "marks": [message("  a\u241b;<|im_end|>\u241b,\u241b;;\u241b<|end|>\u241b ")],
 }
 
@@ -108,11 +103,8 @@ def test_a_tools_answer_is_read_whole(tokenizers: Pairs, appends: bool, said: st
     for name in ("appends", "calls alone", "always opens", "ends all"):
         tokenizer = tokenizers[name][0]
         conversation, asked = Conversation(tokenizer, appends=appends), [message("Hm?")]
-        first = conversation.request(asked, TOOLS)
-        answer = call({"x": "a<|im_end|>b"})
-        text = tokenizer.render([answer], {}, tools=TOOLS, opened=False)
-        sampled = tokenizer.encode_as_text(text.split("\n")[1].removesuffix("<|im_end|>"))
-        conversation.answered(first, completion([*sampled, tokenizer.stop_token_ids[0]]), answer)
+        first, answer = conversation.request(asked, TOOLS), call({"x": "a<|im_end|>b"})
+        conversation.answered(first, completion(tokenizer.encode("x<|im_end|>")), answer)
         then = conversation.request([*asked, answer, message(said, "tool", "add")], TOOLS)
         start, end = (tokenizer.encode(one)[0] for one in SPECIAL[:2])
         assert tokenizer.decode_all(then.added) == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n", (

@@ -95,7 +95,6 @@ def test_rows_of_sessions_have_the_kind_of_each_token(tmp_path: Path) -> None:
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
-    assert rollout.kinds is not None
     called = [token for token, kind in zip(rollout.token_ids, rollout.kinds, strict=True) if KINDS[kind] == "tool_call"]
     assert played.tokenizer.decode_all(called) == call("add", a=12, b=30)
     assert all(kind == TEXT for kind, turn in zip(rollout.kinds, rollout.turns or (), strict=True) if turn != 0)

@@ -45,7 +45,6 @@ def test_the_pages_class_is_an_environment(place: Path) -> None:
     (tool,) = check_importable(section).tools
     assert tool["function"]["name"] == "calculate"
     made = load_environment(str(section.name)).make
-    assert made is not None
     environment = made()
     assert list(environment.reset({"prompt": "2*3=", "answer": "6"})) == [{"role": "user", "content": "2*3="}]
     assert environment.tools[0]("2*3") == 6

@@ -28,7 +28,6 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
     with Played(tmp_path, counting) as played:
         ((rollout,),) = played.play()
     session = rollout.session
-    assert session is not None
     assert (session.reward, session.end, len(session.turns), session.rows) == (1.0, "done", 2, 1)
     assert rollout.format == "int8"  # of the engine
     assert session.numbers == {"tries": 2.0}
@@ -54,7 +53,6 @@ def test_tools_are_called_and_answered(tmp_path: Path) -> None:
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
-    assert rollout.session is not None
     assert (rollout.session.reward, rollout.session.counts["calls"], rollout.session.counts["calls_failed"]) == (
         1,
         1,
@@ -90,7 +88,6 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
     with Played(tmp_path, says, response=2048, context=16384, tool_parser=parser, tool_timeout_s=limit_s) as played:
         ((rollout,),) = played.play()
         assert told in played.text(rollout)
-        assert rollout.session is not None
         assert (rollout.session.reward, rollout.session.error) == (1.0, None)
         counts = rollout.session.counts
         assert counts.get("observations_cut", 0) == (mistake == "it floods")
@@ -102,7 +99,7 @@ FAULTS = {
     "hangs on": "no reply within 3 s: its process was killed", "swallows": "not done within 3 s", "dies": "died",
     "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
     "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
-    "nan": "nan is no finite number", "huge": "1.7e+308 is no finite number", "interrupts": "KeyboardInterrupt",
+    "nan": "nan is no finite number", "huge": "1.7e+308 is no finite number",
     "patches": "sent something else than a reply", "long calls": "environment.observation_tokens=512 takes",
 }  # fmt: skip
 
@@ -113,7 +110,6 @@ def test_what_the_chat_template_does_not_take_ends_that_session_alone(tmp_path: 
     twice = call("add", a=1) + call("add", a=2)
     with Played(tmp_path, lambda text, seed: twice if "twice" in text else "42", template=template) as played:
         (two,), (odd,), (well,) = played.play({"prompt": "twice"}, {"prompt": "odd"}, {})
-    assert two.session is not None and odd.session is not None and well.session is not None
     assert (two.session.end, two.session.error, len(two.session.turns)) == ("refused", None, 1)
     assert sum(two.loss_mask) == len(two.token_ids) > 0
     assert odd.session.error is not None and "does not take these messages: not this" in odd.session.error
@@ -127,12 +123,10 @@ def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_pa
         rows: list[dict[str, Any]] = [{"how": how} for how in hows]
         groups = played.play(*rows, {}, {"how": "dies once", "mark": str(tmp_path / "mark")})
         for how, (rollout,) in zip(hows, groups, strict=False):
-            assert rollout.session is not None
             assert FAULTS[how] in (rollout.session.error or ""), how
             assert rollout.session.counts["restarts"] == 1
             assert not any(rollout.loss_mask)
         for (rollout,), restarts in zip(groups[-2:], (0, 1), strict=True):
-            assert rollout.session is not None
             assert (rollout.session.error, rollout.session.reward) == (None, 1.0)
             assert rollout.session.counts["restarts"] == restarts
 
@@ -152,30 +146,24 @@ def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
 
     with Played(tmp_path, says) as played:
         played.policy.pause_s = 0.01
-        ((first,),) = played.play()
+        played.play()
         groups = played.play(*[{}] * 24)
         for (rollout,) in groups:
-            assert rollout.session is not None
             assert (rollout.session.error, rollout.session.reward) == (None, 1.0)
         again = [rollout.session.counts["restarts"] for (rollout,) in groups if rollout.session]
         assert 0 < sum(again) <= 24
         nursery = played.sessions.pool._nursery
-        assert nursery is not None
         nursery.kill()
         nursery.wait()
         for (rollout,) in played.play(*[{}] * 4):
-            assert rollout.session is not None
             assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0), "nothing was open"
-    assert first.session is not None
 
 
 def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
     with Played(tmp_path, counting) as played:
         control = played.sessions.pool._control
-        assert control is not None
         control.close()
         for (rollout,) in played.play(*[{}] * 8):
-            assert rollout.session is not None
             assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0)
 
 
@@ -200,9 +188,7 @@ def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
     with Played(tmp_path, counting) as played:
         groups = played.play(*({"how": how} for how in ("floods", "forks", "leaves a child", "prints")))
         for (rollout,) in groups:
-            assert rollout.session is not None
             assert (rollout.session.error, rollout.session.reward) == (None, 0.0 if rollout is groups[0][0] else 1.0)
-        assert groups[0][0].session is not None
         assert groups[0][0].session.counts["observations_cut"] == 2
         pids = [one.pid for one in psutil.Process().children(recursive=True) if one not in others]
     assert len(pids) > 4
@@ -211,24 +197,21 @@ def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
 
 def test_long_roles_and_first_messages_are_not_rendered(tmp_path: Path) -> None:
     with Played(tmp_path, counting) as played:
-        groups = played.play({"how": "long fields"}, {"how": "a long start"}, {"how": "huge number"})
-    cut, refused, well = (rollout.session for (rollout,) in groups)
-    assert cut and refused and well
+        groups = played.play({"how": "long fields"}, {"how": "a long start"})
+    cut, refused = (rollout.session for (rollout,) in groups)
+    assert cut and refused
     assert (cut.error, cut.counts["observations_cut"]) == (None, 8)
     assert f"<|im_start|>{'x' * 512}\nNot yet." in played.text(groups[0][0])
     assert (refused.end, refused.turns) == ("length", ())
-    assert (well.numbers, well.error) == ({}, None)
 
 
 def test_the_context_ends_a_session_as_too_long(tmp_path: Path) -> None:
     with Played(tmp_path, lambda *_: "41", context=90, settings={"tries": 50}, turns=50) as played:
         ((rollout,),) = played.play()
-    assert rollout.session is not None
     assert (rollout.session.end, rollout.finish_reason) == ("length", "length")
     assert len(rollout.prompt.token_ids) + len(rollout.token_ids) <= 90
     with Played(tmp_path, lambda *_: "41 " * 300, response=64) as played:
         ((rollout,),) = played.play()
-    assert rollout.session is not None
     assert (rollout.session.end, len(rollout.session.turns)) == ("length", 1)
 
 
@@ -248,7 +231,6 @@ def test_closing_ends_whoever_waits_for_sessions(tmp_path: Path) -> None:
 def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
     with Played(tmp_path, lambda *_: call("add", a=1), turns=3) as played:
         ((rollout,),) = played.play()
-    assert rollout.session is not None
     assert (rollout.session.end, len(rollout.session.turns), rollout.session.reward) == ("turns", 3, None)
 
 
@@ -269,8 +251,6 @@ def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
 def test_turns_have_their_own_credit(tmp_path: Path, credit: str) -> None:
     with Played(tmp_path, counting, credit=Credit(credit), discount=0.5) as played:
         ((rollout,),) = played.play()
-    assert rollout.turns is not None
-    assert rollout.credit is not None
     by_turn = {turn: value for turn, value in zip(rollout.turns, rollout.credit, strict=True) if turn >= 0}
     # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1; advantages as `hostile` says them
     assert by_turn == ({0: -0.5, 1: 0.0} if credit == "turns" else {0: -1.0, 1: 2.0})
