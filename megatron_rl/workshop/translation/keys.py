@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_rl.config.layers import ConfigError
 from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
@@ -25,12 +26,21 @@ from megatron_rl.config.schema import (
 from megatron_rl.workshop.translation.table import table
 
 Native = Mapping[str, Any]  # another project's settings, however they are nested
+LONGEST_REASON = 2000
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 
 
-class TranslationError(ValueError):
-    """A key that has no exact counterpart here, with the reason."""
+class TranslationError(ConfigError):
+    """A file that is not read, or a key that has no exact counterpart here, with the reason: one printable line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(" ".join(reason.split()))[:LONGEST_REASON])
+
+
+def printable(text: str) -> str:
+    """The text without characters that end a line or a comment, or that a terminal acts on: they are escaped."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.workshop.translation.table import shared
 
+MOST_RANKS = 4096
 Values = dict[str, Any]  # by our key, or by a fact with its =
 
 
@@ -24,7 +25,7 @@ class Accounts:
 
     def note(self, sentence: str, **fields: Any) -> None:
         """A sentence of `shared.yaml`, by its word."""
-        if (said := shared()["says"][sentence].format(**fields)) not in self.notes:
+        if (said := shared()["says"][sentence].format(**fields)) not in self.words:
             self.notes.append(said)
             self.words[said] = sentence
 
@@ -32,23 +33,16 @@ class Accounts:
         self.missing[what] = shared()["says"][sentence]
 
 
-def number(values: Values, name: str, default: float | None = None) -> Any:
-    found = values.get(name)
-    return found if isinstance(found, int | float) and not isinstance(found, bool) else default
-
-
-def size(values: Values, name: str, default: int) -> int:
-    """A number that others are divided by: what is no size is refused where the translated recipe is loaded."""
-    return max(1, int(number(values, name, default)))
-
-
 def ranks(values: Values, told: Accounts) -> None:
     """Sizes that are written as one word, such as fsdp:d4p1t1 or sglang.d4t2+d8."""
     both = str(values.get("=allocation") or "").split("+")
     words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
     for role, word in words.items():
-        sizes = {kind: int(size) for kind, size in re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])}
-        if not sizes:
+        found = re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])
+        sizes = {kind: int(digits[:6]) for kind, digits in found}  # six are too many
+        if not sizes or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
+            if word:
+                told.lacks(f"sizes of the {role}: {word}", "no_sizes")
             continue
         count = sizes.get("d", 1) * sizes.get("p", 1) * sizes.get("t", 1) * sizes.get("c", 1)
         values[f"={role}_gpus"] = count
@@ -60,32 +54,33 @@ def ranks(values: Values, told: Accounts) -> None:
 
 
 def layout(values: Values, told: Accounts) -> None:
-    nodes, gpus = size(values, "=nodes", 1), size(values, "=gpus", 8)
-    tensor, stages = (size(values, f"learner.{kind}_parallel", 1) for kind in ("tensor", "pipeline"))
-    engine = size(values, "sampler.tensor_parallel", 1)
-    ahead, own = values.get("rollout.ahead"), number(values, "=sampler_gpus")
-    if own is None and (servers := number(values, "=sampler_nodes")):
-        own = int(servers) * gpus
+    nodes = values.get("=nodes", 1)
+    gpus = values.get("=gpus", 8)
+    tensor = values.get("learner.tensor_parallel", 1)
+    stages = values.get("learner.pipeline_parallel", 1)
+    engine = values.get("sampler.tensor_parallel", 1)
+    ahead = values.get("rollout.ahead")
+    own = values.get("=sampler_gpus") or values.get("=sampler_nodes", 0) * gpus or None
     apart = ahead or values.get("=shared") is False
-    if own is None and apart and (engines := number(values, "=sampler_engines")):
-        own = int(engines) * engine
+    if own is None and apart and (engines := values.get("=sampler_engines")):
+        own = engines * engine
     if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
         own = None
     elif own is None and ahead:
         told.lacks(f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs", "never_sleeps")
-    learner = int(number(values, "=learner_gpus", nodes * gpus))
+    learner = values.get("=learner_gpus", nodes * gpus)
     if own is not None:  # beside those of the learner
-        learner = max(1, nodes * gpus - int(own)) if values.get("=total") and "=learner_gpus" not in values else learner
-        all_gpus = learner + int(own)
+        learner = max(1, nodes * gpus - own) if values.get("=total") and "=learner_gpus" not in values else learner
+        all_gpus = learner + own
         nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
     if nodes == 1:
-        _one_node(values, gpus, gpus if own is None else int(own), engine)
+        _one_node(values, gpus, gpus if own is None else own, engine)
     else:
         if own is None:
             own, learner = learner // 2, learner - learner // 2
             told.note("halves")
-        values["sampler.fleet.servers"] = max(1, int(own) // engine)
-    each = tensor * stages * size(values, "learner.context_parallel", 1)
+        values["sampler.fleet.servers"] = max(1, own // engine)
+    each = tensor * stages * values.get("learner.context_parallel", 1)
     if learner % each:
         told.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)
     values["learner.data_parallel"] = max(1, learner // each)

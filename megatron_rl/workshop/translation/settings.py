@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from megatron_rl.config.plain_yaml import DEEPEST
 from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError, is_null
 from megatron_rl.workshop.translation.table import Names, table
 
@@ -32,6 +33,8 @@ def flatten(mapping: Native, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in mapping.items():
         path = prefix + str(name).lstrip("-+").replace("-", "_")
+        if path.count(".") > DEEPEST:
+            raise TranslationError(f"{path[:60]}...: a key of more than {DEEPEST} parts")
         inner = flatten(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
         for key, leaf in inner.items():
             if key in flat and flat[key] != leaf:

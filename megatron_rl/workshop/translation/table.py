@@ -18,6 +18,7 @@ from typing import Any
 from megatron_rl.config.plain_yaml import read_yaml
 
 FOLDER = Path(__file__).parent / "tables"
+LARGEST = 1e15  # numbers whose products are finite, and whole where they are
 FINE = (None, False, "", 0, "none", "null", "None", "disable", "disabled")
 
 
@@ -45,15 +46,30 @@ class Row:
         """Whether a key without a counterpart changes anything."""
         return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*self.fine, []))
 
-    def ours(self, value: Any) -> Any:
-        """Our value for theirs; KeyError where there is none."""
+    def ours(self, value: Any) -> Mapping[str, Any]:
+        """Our keys with their values for theirs; KeyError where there are none."""
         if self.part is not None:
             value = value[self.part :: 2] if isinstance(value, list) else value
         if isinstance(value, str) and value.lower() in ("true", "false") and self.words and value not in self.words:
             value = value.lower() == "true"
         if self.words is not None:
-            return self.words["else"] if value not in self.words and "else" in self.words else self.words[value]
-        return self.instead.get(value, value) if not isinstance(value, list | dict) else value
+            value = self.words["else"] if value not in self.words and "else" in self.words else self.words[value]
+        elif not isinstance(value, list | dict):
+            value = self.instead.get(value, value)
+        if self.spread and isinstance(value, list):
+            return dict(zip(self.to, value, strict=False))
+        return value if isinstance(value, Mapping) else dict.fromkeys(self.to, value)
+
+
+def expected(key: str, value: Any) -> str:
+    """The number that should have stood there for a key or a fact of ours; empty where one does, or none is needed."""
+    bounds = shared()["bounds"]
+    least, most = bounds.get(key, (-LARGEST, LARGEST))
+    whole = isinstance(least, int)
+    number = type(value) is int or (type(value) is float and not whole)
+    if least <= value <= most if number else key not in bounds:
+        return ""
+    return f"a {'whole ' * whole}number from {least:g} to {most:g}"
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,31 @@ after a rejection in those projects, so every translation has `rebaseline: false
 
 import difflib
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.layers import PRESET_SECTIONS
-from megatron_rl.config.plain_yaml import write_yaml
+from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError
+from megatron_rl.workshop.translation.interpolation import scalar
+from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, printable
+from megatron_rl.workshop.translation.limits import plain
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
-from megatron_rl.workshop.translation.sources import read_native, scalar
+from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import table
 from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
@@ -66,25 +70,53 @@ def known_project(framework: str) -> str:
 
 def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
     """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes as comments."""
-    mapping = read_native(path, table(known_project(framework)), given or {})
-    config, notes, *_ = translate(framework, with_given(flatten(mapping), given or {}))
+    mapping, flat, keys = native(framework, path, given or {})
+    config, notes, _, read = translate(framework, flat)
+    if idle := [key for key in keys if key not in read]:
+        notes.append(f"of the command line, not about correction: {', '.join(idle)}")
     # one that fits our own schema, in which presets and bases are names
     ours = not any(misfits({key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)}, Config))
     if mapping and ours and config == translate(framework, {}).config:
         said = f"a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
         raise TranslationError(f"{path}: this is {said}")
-    lines = [f"{framework}: {path.name}", *notes]
-    return "".join(f"{comment(line)}\n" for line in lines) + yaml_text(config)
+    return document([f"{framework}: {path.name}", *notes], correction_section(config))
 
 
-def with_given(flat: Mapping[str, Any], given: Mapping[str, str], known: Collection[str] = ()) -> dict[str, Any]:
-    """Keys of the command line over the file's."""
-    return {**flat, **{key: scalar(text) for key, text in given.items() if key in flat or key in known}}
+def native(
+    framework: str, path: Path, given: Mapping[str, str]
+) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
+    """The keys of a file, nested as it has them; dotted, with those of the command line; and the latter alone."""
+    rules = table(known_project(framework))
+    mapping, variables = read_native(path, rules, given)
+    flat = flatten(mapping)
+    known = {*flat, *(name for row in rules.rows for name in row.names), *rules.correction.keys}
+    keys = {}
+    for name, value in flatten({name: plain(scalar(text)) for name, text in given.items()}).items():
+        if name in known or rules.reason(name):
+            keys[name] = value
+        elif name not in variables:
+            near = difflib.get_close_matches(name, {*known, *variables}, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; leave it out"
+            raise TranslationError(f"{name}: no variable that {path} reads, and no key of {framework}{hint}")
+    return mapping, flat | keys, keys
+
+
+def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
+    """YAML with these lines as comments, which is read back: it holds the mapping and nothing else."""
+    section = write_yaml(mapping)
+    text = "".join(f"{comment(line)}\n" for line in lines) + section
+    try:
+        same = write_yaml(read_yaml(text)) == section
+    except (ValueError, yaml.YAMLError) as error:
+        raise TranslationError(f"the translated recipe cannot be read back: {error}") from None
+    if not same:
+        raise TranslationError("the translated recipe is read back as another one; see what its keys and paths hold")
+    return text
 
 
 def comment(text: str) -> str:
     wrapper = textwrap.TextWrapper(100, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
-    return wrapper.fill(text)
+    return wrapper.fill(printable(text))
 
 
 def correction_section(config: CorrectionConfig) -> dict[str, Any]:
