@@ -40,9 +40,9 @@ def _switches(values: Values, told: Accounts) -> None:
 
 
 def _clips(values: Values, told: Accounts) -> None:
-    for key in ("loss.clip_low", "loss.clip_high"):
-        if (clip := values.get(key, values.get("=both_clips"))) is not None:
-            values[key] = clip
+    if "=both_clips" in values:
+        for key in ("loss.clip_low", "loss.clip_high"):
+            values.setdefault(key, values["=both_clips"])
     if values.get("loss.clip_low", 0) > 1:  # no ratio is below 0
         values["loss.clip_low"] = 1.0
 
@@ -89,7 +89,8 @@ def _schedule(values: Values, told: Accounts) -> None:
     updates = values.get("learner.n_minibatches", 1)  # of a step
     for fact, key in (("updates", "run.steps"), ("eval_updates", "eval.every"), ("save_updates", "checkpoint.every")):
         if count := values.get(f"={fact}"):
-            values[key] = max(1, round(count / updates))
+            # a share of the steps stays one
+            values[key] = max(1, round(count / updates)) if count >= 1 else count
     steps = values.get("run.steps")
     lr = values.get("optim.lr")
     if (batches := values.get("=warmup_batches", 0)) > 0:
@@ -153,11 +154,10 @@ def _data(values: Values, told: Accounts) -> None:
 
 
 def _sampling(values: Values, told: Accounts) -> None:
+    if not 1 <= values.get("rollout.top_k", 0) <= 1024:
+        values.pop("rollout.top_k", None)
     top_p = values.get("rollout.top_p", 1)
-    top_k = values.get("rollout.top_k")
-    if top_k is not None and not 1 <= top_k <= 1024:
-        values["rollout.top_k"] = top_k = None
-    if top_p < 1 and top_k is None:
+    if top_p < 1 and "rollout.top_k" not in values:
         told.lacks(f"top_p {top_p:g}", "any_size")
         values["rollout.top_p"] = 1.0
     if values.get("eval.samples", 1) > 1 and values.get("eval.temperature") == 0:

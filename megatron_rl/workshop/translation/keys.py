@@ -3,10 +3,11 @@ rules that several projects' settings come down to."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,11 +49,18 @@ class Unset:
     """A value that the file alone does not hold, and the names without which it has none."""
 
     text: str
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
     def way_out(self, key: str) -> str:
-        named = self.names[0] if re.fullmatch(r"\w+", self.names[0]) else key
-        return f"needs {', '.join(self.names)}, which the file does not set; add {named}=... to the command"
+        names = self.names or (self.text,)
+        named = names[0] if re.fullmatch(r"\w+", names[0]) else key
+        return f"needs {', '.join(names)}, which the file does not set; add {named}=... to the command"
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known name that a name is nearest to, as a question; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 class Translation(NamedTuple):

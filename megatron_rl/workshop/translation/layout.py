@@ -19,15 +19,12 @@ class Accounts:
     translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
     unknown: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    words: dict[str, str] = field(default_factory=dict)  # of those notes that `shared.yaml` has
+    notes: dict[str, str] = field(default_factory=dict)  # with the words for those that `shared.yaml` has
     missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
 
     def note(self, sentence: str, **fields: Any) -> None:
         """A sentence of `shared.yaml`, by its word."""
-        if (said := shared()["says"][sentence].format(**fields)) not in self.words:
-            self.notes.append(said)
-            self.words[said] = sentence
+        self.notes[shared()["says"][sentence].format(**fields)] = sentence
 
     def lacks(self, what: str, sentence: str) -> None:
         self.missing[what] = shared()["says"][sentence]
@@ -39,17 +36,17 @@ def ranks(values: Values, told: Accounts) -> None:
     words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
     for role, word in words.items():
         found = re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])
-        sizes = {kind: int(digits[:6]) for kind, digits in found}  # six are too many
-        if not sizes or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
+        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits[:6]) for kind, digits in found}  # six are too many
+        if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
             if word:
                 told.lacks(f"sizes of the {role}: {word}", "no_sizes")
             continue
-        count = sizes.get("d", 1) * sizes.get("p", 1) * sizes.get("t", 1) * sizes.get("c", 1)
+        count = sizes["d"] * sizes["p"] * sizes["t"] * sizes["c"]
         values[f"={role}_gpus"] = count
-        values[f"{role}.tensor_parallel"] = sizes.get("t", 1)
+        values[f"{role}.tensor_parallel"] = sizes["t"]
         if role == "learner":
-            values |= {"learner.pipeline_parallel": sizes.get("p", 1), "learner.expert_parallel": sizes.get("e", 1)}
-            values["learner.context_parallel"] = sizes.get("c", 1)
+            values |= {"learner.pipeline_parallel": sizes["p"], "learner.expert_parallel": sizes["e"]}
+            values["learner.context_parallel"] = sizes["c"]
             values["=sharded"] = "fsdp" in str(word)
 
 
@@ -60,24 +57,25 @@ def layout(values: Values, told: Accounts) -> None:
     stages = values.get("learner.pipeline_parallel", 1)
     engine = values.get("sampler.tensor_parallel", 1)
     ahead = values.get("rollout.ahead")
-    own = values.get("=sampler_gpus") or values.get("=sampler_nodes", 0) * gpus or None
+    own = values.get("=sampler_gpus") or values.get("=sampler_nodes", 0) * gpus
     apart = ahead or values.get("=shared") is False
-    if own is None and apart and (engines := values.get("=sampler_engines")):
-        own = engines * engine
+    if not own and apart:
+        own = values.get("=sampler_engines", 0) * engine
     if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
-        own = None
-    elif own is None and ahead:
+        own = 0
+    elif not own and ahead:
         told.lacks(f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs", "never_sleeps")
     learner = values.get("=learner_gpus", nodes * gpus)
-    if own is not None:  # beside those of the learner
+    if own:  # beside those of the learner
         learner = max(1, nodes * gpus - own) if values.get("=total") and "=learner_gpus" not in values else learner
         all_gpus = learner + own
         nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
     if nodes == 1:
-        _one_node(values, gpus, gpus if own is None else own, engine)
+        _one_node(values, gpus, own or gpus, engine)
     else:
-        if own is None:
-            own, learner = learner // 2, learner - learner // 2
+        if not own:
+            own = learner // 2
+            learner -= own
             told.note("halves")
         values["sampler.fleet.servers"] = max(1, own // engine)
     each = tensor * stages * values.get("learner.context_parallel", 1)

@@ -48,7 +48,7 @@ class Recipe:
 
 
 def _short(value: Any) -> str:
-    return textwrap.shorten(as_written(value), 80, placeholder=" ...")
+    return textwrap.shorten(as_written(getattr(value, "text", value)), 80, placeholder=" ...")
 
 
 def _some(keys: list[str]) -> str:
@@ -62,7 +62,7 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     if project not in projects():
         others = ", ".join(projects())
         raise TranslationError(f"{project}: its correction alone is read: leave out -o, or name one of {others}")
-    _, flat, _ = native(project, path, given)
+    _, flat = native(project, path, given)
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
     made = translated(table(project), flat)
@@ -78,18 +78,18 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told = Accounts()
     others = {path: rules.reason(path) for path in flat if rules.row(path) is None}
-    for path, why in others.items():
+    for path in others:
         _refuse_near(rules, path, flat[path])
-        if why:
-            told.not_needed.setdefault(why, []).append(path)
     correction = translate(rules.project, {path: flat[path] for path in flat if not others.get(path)})
-    told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
+    told.notes |= {note: "" for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))}
     values = _values(rules, flat, told)
     for path, why in others.items():
-        if path in correction.read:
+        if why:
+            told.not_needed.setdefault(why, []).append(path)
+        elif path in correction.read:
             told.translated[path] = "correction"
-        elif not why:
-            told.unknown[path] = getattr(flat[path], "text", flat[path])
+        else:
+            told.unknown[path] = flat[path]
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
@@ -116,11 +116,10 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
             told.translated[name] = ", ".join(row.to) or row.why
             parts = value if isinstance(value, list) else [value]
             unset = next((part for part in parts if isinstance(part, Unset)), None)
-            if unset and row.to and row.to != ("=reward",):
-                raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
-            if unset and not row.to:
-                told.missing[f"{name}: {_short(unset.text)}"] = row.why
-            elif not unset and not (_set(values, row, name, value) if row.to else not row.asks(value)):
+            if unset and row.to:
+                if row.to != ("=reward",):
+                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
+            elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
                 told.missing[f"{name}: {_short(value)}"] = row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
     return values
 
@@ -129,9 +128,6 @@ def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
     if row.when_loss:
         name = next(one for one in rules.rows if "loss.name" in one.to)
         return bool(flat.get(name.theirs, name.default) == row.when_loss)
-    switch = row.when or row.unless
-    if isinstance(flat.get(switch), Unset):
-        raise TranslationError(f"{rules.project}: {switch} has no value in the file; add {switch}=... to the command")
     return not (row.when and not flat.get(row.when)) and not (row.unless and flat.get(row.unless))
 
 
@@ -195,7 +191,7 @@ def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> Non
         return
     found = suggestions(case, count=1)
     no_longer = ("sharded", "halves", "no_multiple") if found else ("sharded",)
-    told.notes = [note for note in told.notes if told.words.get(note) not in no_longer]
+    told.notes = {note: word for note, word in told.notes.items() if word not in no_longer}
     if not found:
         told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
         return

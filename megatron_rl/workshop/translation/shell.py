@@ -16,10 +16,9 @@ from pathlib import Path
 
 from megatron_rl.workshop.translation.arithmetic import shell_sum
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
-from megatron_rl.workshop.translation.limits import Budget
+from megatron_rl.workshop.translation.reading import Reading
 
 HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|\Z)")
-MOST_LINES_SEARCHED = 1 << 20  # for the ends of here-documents
 TOKEN = re.compile(
     r"(?P<gap>(?:[^\S\n]|\\[ \t]*\r?(?:\n|\Z)|(?<!\S)#[^\n]*|\d*[<>]&[\d-]+)+)"
     r"|(?P<redirection>(?:\d+|&)?(?:<<<|[<>]{1,2}\|?)[ \t]*)"
@@ -48,8 +47,6 @@ Holds = bool | Unset
 
 def tokens(text: str) -> Iterator[str]:
     """Words, still quoted, and operators; redirections and here-documents are left out."""
-    if text.count("<<") * text.count("\n") > MOST_LINES_SEARCHED:
-        raise TranslationError("it has too many here-documents; leave out those before the training")
     text, place = HERE_DOCUMENT.sub(r"\3", text), 0
     while place < len(text):
         found = TOKEN.match(text, place)
@@ -103,7 +100,7 @@ class Script:
     folder: Path
     given: Mapping[str, str]
     names: set[str] = field(default_factory=set)  # of variables that it sets or expands
-    budget: Budget = field(default_factory=Budget)
+    reading: Reading = field(default_factory=Reading)
     values: dict[str, list[Word]] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
     unread: bool = False  # whether it has taken over another script that is not here
@@ -115,6 +112,7 @@ class Script:
         self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
 
     def read(self, text: str, live: Holds = True) -> Script:
+        self.reading.spend(text.count("<<") * text.count("\n"))  # here-documents, and the lines that may end them
         outer, self._tokens = self._tokens, list(tokens(text))[::-1]
         self._statements(live)
         self._tokens = outer
@@ -155,7 +153,7 @@ class Script:
         if bracket := self._take("[", "[["):
             return self._test(self._until(bracket.replace("[", "]")))
         if bracket := self._take("(", "{"):
-            end = {"(": ")", "{": "}"}[bracket]
+            end = CLOSING[bracket]
             holds = self._statements(live, end, asked=asked)
             self._take(end)
             return holds
@@ -189,7 +187,7 @@ class Script:
                 continue
             patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
             if isinstance(subject, str):
-                self.budget.spend(len(subject) * len(patterns))
+                self.reading.spend(len(subject) * len(patterns))
             holds = subject if isinstance(subject, Unset) else any(fnmatchcase(subject, one) for one in patterns)
             self._statements(_both(live, holds), ";;", "esac")
             live = _both(live, _not(holds))
@@ -203,19 +201,17 @@ class Script:
                 arrays[words[-1]] = [word for word in self._until(")") if word != "\n"]
         if not words:
             self._tokens.pop()
+        self.reading.spend(values=len(words))
         if live is False:
             return True
-        start = 0
-        while start < len(words) and words[start] in DECLARING:
-            start += 1
-        while start < len(words) and (found := ASSIGNMENT.fullmatch(words[start])):
-            self._assign(found[1], bool(found[2]), found[3], arrays.get(words[start]), live)
-            start += 1
-        words = words[start:]
+        while words and words[0] in DECLARING:
+            words.pop(0)
+        while words and (found := ASSIGNMENT.fullmatch(words[0])):
+            self._assign(found[1], bool(found[2]), found[3], arrays.get(words.pop(0)), live)
         if len(words) > 1 and words[0] in ("source", "."):
             script = self.folder / str(self.joined(words[1]))
             self.unread |= not script.exists()
-            self.read(self.budget.read(script) if script.exists() else "", live)
+            self.read(self.reading.read(script) if script.exists() else "", live)
         elif words and live is True:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
         text = " ".join(words)
@@ -248,11 +244,11 @@ class Script:
     def expanded(self, raw: str) -> list[Word]:
         """The words that one word becomes."""
         if whole := WHOLE_ARRAY.fullmatch(raw):
-            name = whole[1]
+            name = whole[1] or "@"
             self.names.add(name)
-            unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))] if name and self.unread else []
+            unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))] if whole[1] and self.unread else []
             words = list(self.values.get(name, unset))
-            self.budget.spend(sum(len(str(word)) for word in words), len(words))
+            self.reading.spend(len(str(words)), len(words))
             return words
         word = self.joined(raw, SPLIT)
         if isinstance(word, Unset):
@@ -261,7 +257,7 @@ class Script:
 
     def _text(self, raw: str, missing: list[str], quoted: bool = False) -> str:
         """Without its quotes and with what its expansions come to; `missing` gets the names of those not known."""
-        self.budget.spend(len(raw))
+        self.reading.spend(len(raw))
         text, place = "", 0
         while place < len(raw):
             end = span(raw, place, '"' * quoted)
@@ -296,11 +292,11 @@ class Script:
         if words is None and (name.isdigit() or name in "@*"):
             words = []
         value = " ".join(map(str, words or ()))
-        self.budget.spend(len(value))
+        self.reading.spend(len(value))
         absent = not words or (not value and ":" in how)
         if how[-1] == "?" or (how[-1] in "-=" and not absent):
             unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
-            self.budget.spend(values=len(unset))
+            self.reading.spend(values=len(unset))
             missing += [name] if words is None else unset
             return value
         if how[-1] == "+" and absent:
@@ -311,15 +307,12 @@ class Script:
         return value
 
     def _sum(self, text: str, missing: list[str]) -> str:
-        def value(name: re.Match[str]) -> str:
-            return f"({self._variable(name[0], missing)})"
-
-        plain = re.sub(r"\b[A-Za-z_]\w*", value, self._text(text, missing, quoted=True))
-        found = None if missing else shell_sum(plain)
-        if found is None:
-            missing += [] if missing else [f"$(({text}))"]
-            return ""
-        return str(found)
+        plain = self._text(text, missing, quoted=True)
+        plain = re.sub(r"\b[A-Za-z_]\w*", lambda name: f"({self._variable(name[0], missing)})", plain)
+        value = shell_sum(plain)
+        if value is None and not missing:
+            missing.append(f"$(({text}))")
+        return str(value)
 
     def _test(self, parts: Sequence[str]) -> Holds:
         """Whether a test holds; `Unset` where a running shell would have to say."""
@@ -353,8 +346,8 @@ def command_line(script: Script, text: str, entry: str) -> list[Word]:
             started_by = ends[places[-1]].rsplit("/", 1)[-1]
             found.append([f"started_by={started_by}", *command[places[-1] + 1 :]])
     if len(found) != 1:
-        which = "no command" if not found else f"{len(found)} commands"
-        raise TranslationError(f"{which} with a word like {entry}, which starts the training; leave one")
+        which = f"{len(found) or 'no'} commands with a word like {entry}"
+        raise TranslationError(f"{which}, which starts the training; leave one")
     return found[0]
 
 

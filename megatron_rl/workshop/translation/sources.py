@@ -9,11 +9,9 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.layers import n_values, overlaid
-from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.workshop.translation.interpolation import Interpolations, scalar
+from megatron_rl.config.layers import overlaid
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
-from megatron_rl.workshop.translation.limits import Budget, plain
+from megatron_rl.workshop.translation.reading import Reading
 from megatron_rl.workshop.translation.shell import Script, Word, command_line, commands_with
 from megatron_rl.workshop.translation.table import Table
 
@@ -28,24 +26,20 @@ def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dic
     `given`: variables and keys of the command line.
     """
     form = FORMS.get(path.suffix, "YAML")
-    budget = Budget()
-    script = Script(path.parent, given, budget=budget)
+    reading = Reading()
+    script = Script(path.parent, given, reading=reading)
     try:
-        text = budget.read(path)
+        text = reading.read(path)
         if form == "TOML":
             found: Any = tomllib.loads(text)
         elif form == "Python":
             found = _python(path, text, rules, script)
         elif form == "shell" or text.startswith("#!"):
-            form = "shell"
-            found = arguments(command_line(script, text, rules.command), budget)
+            found = arguments(command_line(script, text, rules.command), reading)
         else:
-            found = _layered(path, text, budget)
-            if "${" in str(found):
-                found = Interpolations(found, budget).resolved(found)
-        found = plain(found)
-        budget.spend(values=n_values(found))
-        return found, script.names
+            found = _layered(path, text, reading)
+        reading.root = found
+        return reading.plain(found), script.names
     except (OSError, UnicodeDecodeError) as error:
         said = f"not readable as text: {error}"
     except TranslationError as error:
@@ -57,25 +51,25 @@ def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dic
     raise TranslationError(f"{path}: {said}")
 
 
-def arguments(words: Sequence[Word], budget: Budget) -> dict[str, Any]:
+def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
     """Flags with their values and `key=value` words; of a key that is given twice the last one counts."""
-    budget.spend(values=len(words))
+    reading.spend(values=len(words))
     found: dict[str, Any] = {}
     flag = ""
     for word in words:
         text = word if isinstance(word, str) else word.text
         assigned = ASSIGNED.match(text.lstrip("-") if text.startswith("--") else text)
-        name, value = (assigned[1], assigned[2]) if assigned else (text, "")
+        name, value = assigned.groups() if assigned else (text, "")
         if not isinstance(word, str) and text.endswith("[@]}"):  # arguments that nobody knows
             found[text] = word
             flag = ""
-        elif text.startswith("--") or (text.startswith("-") and not NUMBER.match(text)):
+        elif text.startswith("-") and not NUMBER.match(text):
             flag = "" if assigned else text.lstrip("-")
-            found[name.lstrip("-")] = _value(word, value, budget) if assigned else True
+            found[name.lstrip("-")] = _value(word, value, reading) if assigned else True
         elif assigned and not flag:
-            found[name] = _value(word, value, budget)
+            found[name] = _value(word, value, reading)
         elif flag:
-            one = _value(word, text, budget)
+            one = _value(word, text, reading)
             found[flag] = one if found[flag] is True else [*_listed(found[flag]), one]
         else:
             found[text] = word
@@ -86,18 +80,13 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _value(word: Word, text: str, budget: Budget) -> Any:
-    if isinstance(word, Unset):
-        return Unset(text, word.names)
-    value = scalar(text)
-    budget.spend(values=n_values(value))
-    return value
+def _value(word: Word, text: str, reading: Reading) -> Any:
+    return reading.scalar(text) if isinstance(word, str) else Unset(text, word.names)
 
 
-def _layered(path: Path, text: str, budget: Budget) -> dict[str, Any]:
+def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
     """Over the files that its `defaults` names, where they are paths."""
-    mapping = read_yaml(text)
-    budget.spend(values=n_values(mapping))
+    mapping = reading.yaml(text)
     if mapping is None:
         return {}
     if not isinstance(mapping, dict):
@@ -108,7 +97,7 @@ def _layered(path: Path, text: str, budget: Budget) -> dict[str, Any]:
     for base in (path.parent / name for name in bases):
         if not base.exists():
             raise TranslationError(f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too")
-        whole = overlaid(whole, _layered(base, budget.read(base), budget))
+        whole = overlaid(whole, _layered(base, reading.read(base), reading))
     if bases:
         mapping["defaults"] = [one for one in named if one not in (*bases, "_self_")]
     return overlaid(whole, {key: value for key, value in mapping.items() if key != "defaults" or value})
@@ -126,9 +115,7 @@ def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, An
         if configured and not section:
             raise TranslationError(f"{name} is called twice; leave one of the calls")
         configured |= not section
-        named: dict[str, ast.expr] = {f"{name}[{place}]": one for place, one in enumerate(call.args)}
-        if section and named:
-            named[section] = named.pop(f"{name}[0]")
+        named = {f"{name}[{place}]" if place else section or name: one for place, one in enumerate(call.args)}
         for word in call.keywords:
             if word.arg is None:
                 said = f"{name} is called with **{ast.unparse(word.value)}, which is not read"
@@ -139,7 +126,7 @@ def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, An
             found[f"{key} (again)" if key in found else key] = _literal(node)
     if not configured:
         lines = "\n".join(commands_with(ast.get_docstring(tree) or "", rules.command))
-        found |= arguments(command_line(script, lines, rules.command), script.budget)
+        found |= arguments(command_line(script, lines, rules.command), script.reading)
     return found
 
 
@@ -147,4 +134,4 @@ def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):  # TypeError: a list as a key
-        return Unset(ast.unparse(node), (ast.unparse(node),))
+        return Unset(ast.unparse(node))

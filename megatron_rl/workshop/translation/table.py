@@ -18,7 +18,6 @@ from typing import Any
 from megatron_rl.config.plain_yaml import read_yaml
 
 FOLDER = Path(__file__).parent / "tables"
-LARGEST = 1e15  # numbers whose products are finite, and whole where they are
 FINE = (None, False, "", 0, "none", "null", "None", "disable", "disabled")
 
 
@@ -63,11 +62,12 @@ class Row:
 
 def expected(key: str, value: Any) -> str:
     """The number that should have stood there for a key or a fact of ours; empty where one does, or none is needed."""
-    bounds = shared()["bounds"]
-    least, most = bounds.get(key, (-LARGEST, LARGEST))
+    bounds = shared()["bounds"].get(key)
+    if bounds is None:
+        return ""
+    least, most = bounds
     whole = isinstance(least, int)
-    number = type(value) is int or (type(value) is float and not whole)
-    if least <= value <= most if number else key not in bounds:
+    if type(value) in ((int,) if whole else (int, float)) and least <= value <= most:
         return ""
     return f"a {'whole ' * whole}number from {least:g} to {most:g}"
 
@@ -108,11 +108,11 @@ class Table:
     not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
-    def _by_name(self) -> dict[str, Row]:
+    def by_name(self) -> dict[str, Row]:
         return {name: row for row in self.rows for name in row.names}
 
     def row(self, path: str) -> Row | None:
-        return self._by_name.get(path)
+        return self.by_name.get(path)
 
     def reason(self, path: str) -> str | None:
         """Why a key is not needed here."""

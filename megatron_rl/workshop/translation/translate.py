@@ -5,9 +5,9 @@ says so in a note, where it cannot be the same it names the key and the reason. 
 after a rejection in those projects, so every translation has `rebaseline: false`.
 """
 
-import difflib
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, N
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.interpolation import scalar
-from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, printable
-from megatron_rl.workshop.translation.limits import plain
+from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, did_you_mean, printable
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
+from megatron_rl.workshop.translation.reading import Reading
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
@@ -62,17 +61,16 @@ def translate(framework: str, mapping: Native) -> Translation:
 def known_project(framework: str) -> str:
     name = framework.lower().replace("-", "_")
     if name not in FRAMEWORKS:
-        near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
+        known = ", ".join(FRAMEWORKS)
+        raise TranslationError(f"framework is {framework!r}: {did_you_mean(name, FRAMEWORKS)} known are {known}")
     return name
 
 
 def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
     """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes as comments."""
-    mapping, flat, keys = native(framework, path, given or {})
+    mapping, flat = native(framework, path, given or {})
     config, notes, _, read = translate(framework, flat)
-    if idle := [key for key in keys if key not in read]:
+    if idle := sorted((given or {}).keys() & flat.keys() - read):
         notes.append(f"of the command line, not about correction: {', '.join(idle)}")
     # one that fits our own schema, in which presets and bases are names
     ours = not any(misfits({key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)}, Config))
@@ -82,36 +80,33 @@ def translate_file(framework: str, path: Path, given: Mapping[str, str] | None =
     return document([f"{framework}: {path.name}", *notes], correction_section(config))
 
 
-def native(
-    framework: str, path: Path, given: Mapping[str, str]
-) -> tuple[Mapping[str, Any], dict[str, Any], dict[str, Any]]:
-    """The keys of a file, nested as it has them; dotted, with those of the command line; and the latter alone."""
+def native(framework: str, path: Path, given: Mapping[str, str]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The keys of a file, as it has them; and dotted, with those of the command line over them."""
     rules = table(known_project(framework))
     mapping, variables = read_native(path, rules, given)
     flat = flatten(mapping)
-    known = {*flat, *(name for row in rules.rows for name in row.names), *rules.correction.keys}
-    keys = {}
-    for name, value in flatten({name: plain(scalar(text)) for name, text in given.items()}).items():
+    known = {*flat, *rules.by_name, *rules.correction.keys}
+    reading = Reading()
+    written = {name: reading.plain(reading.scalar(text)) for name, text in given.items()}
+    for name, value in flatten(written).items():
         if name in known or rules.reason(name):
-            keys[name] = value
+            flat[name] = value
         elif name not in variables:
-            near = difflib.get_close_matches(name, {*known, *variables}, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; leave it out"
-            raise TranslationError(f"{name}: no variable that {path} reads, and no key of {framework}{hint}")
-    return mapping, flat | keys, keys
+            hint = did_you_mean(name, {*known, *variables}) or "leave it out"
+            raise TranslationError(f"{name}: no variable that {path} reads, and no key of {framework}; {hint}")
+    return mapping, flat
 
 
 def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
     """YAML with these lines as comments, which is read back: it holds the mapping and nothing else."""
     section = write_yaml(mapping)
     text = "".join(f"{comment(line)}\n" for line in lines) + section
-    try:
-        same = write_yaml(read_yaml(text)) == section
-    except (ValueError, yaml.YAMLError) as error:
-        raise TranslationError(f"the translated recipe cannot be read back: {error}") from None
-    if not same:
-        raise TranslationError("the translated recipe is read back as another one; see what its keys and paths hold")
-    return text
+    with suppress(ValueError, yaml.YAMLError):
+        if write_yaml(read_yaml(text)) == section:
+            return text
+    raise TranslationError(
+        "the translated recipe is not read back as it is: its keys are too many, too long or too deep"
+    )
 
 
 def comment(text: str) -> str:
