@@ -146,7 +146,8 @@ def addresses(sampler: SamplerSection) -> list[str]:
             "environment: whoever reaches the server could rewrite the model. Start the servers with a key and export "
             "it under that name"
         )
-    elif key and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
+    weak = len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key
+    if fleet.addresses and key and weak:  # no other server is reached with this key
         found.append(
             f"sampler.fleet.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, expected at least "
             f"{SHORTEST_KEY} printable ones without spaces; `openssl rand -hex 32` makes one"

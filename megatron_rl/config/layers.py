@@ -154,7 +154,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         names, rest = _named_preset(section, value)
         for name in names:
             merged[section] = _preset(section, name)
-        merged = _deep(merged, {section: rest})
+        merged = overlaid(merged, {section: rest})
     return merged
 
 
@@ -167,11 +167,12 @@ def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
     return [value["preset"]] if "preset" in value else [], {key: one for key, one in value.items() if key != "preset"}
 
 
-def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of both mappings, section by section; those of `above` count."""
     merged = dict(below)
     for key, value in above.items():
         inside = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _deep(merged[key], value) if inside else value
+        merged[key] = overlaid(merged[key], value) if inside else value
     return merged
 
 

@@ -93,14 +93,18 @@ class _PlainDumper(yaml.SafeDumper):
 _PlainDumper.add_implicit_resolver("tag:yaml.org,2002:float", PLAIN_FLOAT, list("-+.0123456789"))
 
 
-def write_yaml(node: Any) -> str:
-    return yaml.dump(_plain(node), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+def write_yaml(node: Any, **style: Any) -> str:
+    """YAML of printable characters: line separators and marks that reorder a line are escaped."""
+    style |= {"Dumper": _PlainDumper, "sort_keys": False}
+    text: str = yaml.dump(_plain(node), allow_unicode=True, **style)
+    if not text.replace("\n", "").isprintable():
+        text = yaml.dump(_plain(node), **style)
+    return text
 
 
 def write_line(node: Any) -> str:
     """A value on one line, as an override takes it."""
-    text = yaml.dump(_plain(node), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True, default_flow_style=True)
-    return " ".join(text.removesuffix("...\n").split())
+    return " ".join(write_yaml(node, default_flow_style=True).removesuffix("...\n").split())
 
 
 def _plain(node: Any) -> Any:

@@ -36,7 +36,9 @@ def add(commands: Any) -> None:
     translate.add_argument(
         "file", type=Path, help="their YAML, TOML, script or Python file; - for YAML on standard input"
     )
-    translate.add_argument("given", nargs="*", metavar="key=value", help="variables of a script, and keys of theirs")
+    translate.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="variables of a script, and keys of theirs"
+    )
     translate.add_argument("-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output")
     translate.set_defaults(run=_translate)
 
@@ -68,22 +70,22 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _translate(options: argparse.Namespace) -> int:
-    from megatron_rl.workshop.translation.keys import TranslationError
     from megatron_rl.workshop.translation.recipe import write_recipe
     from megatron_rl.workshop.translation.translate import translate_file
 
     if str(options.file) != "-" and not options.file.exists():
         raise ConfigError(f"{options.file}: no such file; name a file that holds the other project's keys")
-    given = dict(item.partition("=")[::2] for item in options.given)
-    if wrong := [item for item in options.given if "=" not in item]:
-        raise ConfigError(f"{wrong[0]!r}: a variable or a key is given as name=value")
-    try:
-        if options.o is None:
-            print(translate_file(options.framework, options.file, given), end="")
-        else:
-            print(write_recipe(options.framework, options.file, options.o, given), end="")
-    except TranslationError as error:
-        raise ConfigError(str(error)) from None
+    given: dict[str, str] = {}
+    for item in options.overrides:
+        name, sign, value = item.partition("=")
+        if not sign:
+            raise ConfigError(f"{item!r}: a variable or a key is given as name=value")
+        if given.setdefault(name, value) != value:
+            raise ConfigError(f"{item!r}: {name} is given as {given[name]} too; leave one of the two out")
+    if options.o is None:
+        print(translate_file(options.framework, options.file, given), end="")
+    else:
+        print(write_recipe(options.framework, options.file, options.o, given), end="")
     return 0
 
 

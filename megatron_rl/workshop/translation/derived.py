@@ -5,7 +5,7 @@ import re
 
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.workshop.translation.layout import Accounts, Values, layout, number, ranks, size
+from megatron_rl.workshop.translation.layout import Accounts, Values, layout, ranks
 from megatron_rl.workshop.translation.table import shared
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "maxrl")
@@ -40,16 +40,17 @@ def _switches(values: Values, told: Accounts) -> None:
 
 
 def _clips(values: Values, told: Accounts) -> None:
-    for key in ("loss.clip_low", "loss.clip_high"):
-        if (clip := number(values, key, values.get("=both_clips"))) is not None:
-            values[key] = clip
-    if number(values, "loss.clip_low", 0) > 1:  # no ratio is below 0
+    if "=both_clips" in values:
+        for key in ("loss.clip_low", "loss.clip_high"):
+            values.setdefault(key, values["=both_clips"])
+    if values.get("loss.clip_low", 0) > 1:  # no ratio is below 0
         values["loss.clip_low"] = 1.0
 
 
 def _lengths(values: Values, told: Accounts) -> None:
-    total = number(values, "=total_tokens")
-    prompt, response = (number(values, f"rollout.max_{part}_tokens") for part in ("prompt", "response"))
+    total = values.get("=total_tokens")
+    prompt = values.get("rollout.max_prompt_tokens")
+    response = values.get("rollout.max_response_tokens")
     if total is None or (prompt and response and prompt + response <= total):
         return
     if response is None or response >= total:
@@ -61,50 +62,50 @@ def _lengths(values: Values, told: Accounts) -> None:
 
 
 def _batch(values: Values, told: Accounts) -> None:
-    samples = size(values, "rollout.samples_per_prompt", 1)
-    if (rows := number(values, "=device_answers")) is not None:
-        rows, updates = int(rows) * int(number(values, "=gpus", 1)), int(number(values, "=accumulated", 1))
-        values.setdefault("=batch_answers", rows * int(number(values, "=steps_per_generation", updates)))
-        values["=minibatch_answers"], values["=microbatch_answers"] = rows * updates, values["=device_answers"]
-    if (answers := number(values, "=batch_answers")) is not None:
-        values["rollout.prompts_per_step"] = max(1, int(answers) // samples)
-    prompts = int(number(values, "rollout.prompts_per_step", 1))
+    samples = values.get("rollout.samples_per_prompt", 1)
+    if device_rows := values.get("=device_answers"):
+        rows = device_rows * values.get("=gpus", 1)
+        updates = values.get("=accumulated", 1)
+        values.setdefault("=batch_answers", rows * values.get("=steps_per_generation", updates))
+        values["=minibatch_answers"] = rows * updates
+        values["=microbatch_answers"] = device_rows
+    if answers := values.get("=batch_answers"):
+        values["rollout.prompts_per_step"] = max(1, answers // samples)
+    prompts = values.get("rollout.prompts_per_step", 1)
     for fact, whole in (("=minibatch_prompts", prompts), ("=minibatch_answers", prompts * samples)):
-        if part := int(number(values, fact, 0)):  # 0, for some: the whole batch
+        if part := values.get(fact):  # 0, for some: the whole batch
             values["learner.n_minibatches"] = min(max(1, whole // part), prompts)
             if whole % part and part < whole:
                 told.note("larger_updates", whole=whole, part=part)
-    if (passes := number(values, "=passes", 1)) != 1:
+    if (passes := values.get("=passes", 1)) != 1:
         told.lacks(f"{passes} passes over a batch", "passes")
-    longest = sum(int(number(values, f"rollout.max_{part}_tokens", 0)) for part in ("prompt", "response"))
-    tokens = number(values, "learner.tokens_per_microbatch")
-    if tokens is None and (rows := number(values, "=microbatch_answers")) is not None and longest:
-        tokens = int(rows) * longest
-    if tokens is None and longest > LearnerSection().tokens_per_microbatch:
-        tokens = longest
-    if tokens is not None:
-        values["learner.tokens_per_microbatch"] = max(int(tokens), longest)
+    longest = sum(values.get(f"rollout.max_{part}_tokens", 0) for part in ("prompt", "response"))
+    tokens = values.get("learner.tokens_per_microbatch") or values.get("=microbatch_answers", 0) * longest
+    if tokens or longest > LearnerSection().tokens_per_microbatch:
+        values["learner.tokens_per_microbatch"] = max(tokens, longest)
 
 
 def _schedule(values: Values, told: Accounts) -> None:
-    updates = int(number(values, "learner.n_minibatches", 1))  # of a step
+    updates = values.get("learner.n_minibatches", 1)  # of a step
     for fact, key in (("updates", "run.steps"), ("eval_updates", "eval.every"), ("save_updates", "checkpoint.every")):
-        if count := number(values, f"={fact}", 0):
-            values[key] = max(1, round(count / updates))
-    steps, lr = number(values, "run.steps"), number(values, "optim.lr")
-    if (batches := number(values, "=warmup_batches", 0)) > 0:
+        if count := values.get(f"={fact}"):
+            # a share of the steps stays one
+            values[key] = max(1, round(count / updates)) if count >= 1 else count
+    steps = values.get("run.steps")
+    lr = values.get("optim.lr")
+    if (batches := values.get("=warmup_batches", 0)) > 0:
         values["optim.warmup_steps"] = int(batches) * updates
-    if 0 < number(values, "optim.warmup_steps", 0) < 1:  # TRL's, of both meanings
+    if 0 < values.get("optim.warmup_steps", 0) < 1:  # TRL's, of both meanings
         values["=warmup_share"] = values.pop("optim.warmup_steps")
-    if (share := number(values, "=warmup_share", 0)) and not values.get("optim.warmup_steps"):
+    if (share := values.get("=warmup_share")) and not values.get("optim.warmup_steps"):
         if steps is None:
             told.note("warmup", share=share)
         else:
             values["optim.warmup_steps"] = round(share * steps * updates)
-    if (share := number(values, "=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
+    if (share := values.get("=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
         values["optim.min_lr"] = share * lr
-    values["optim.warmup_steps"] = max(0, int(number(values, "optim.warmup_steps", 0)))
-    if lr is not None and number(values, "optim.min_lr", 0) > lr:
+    values["optim.warmup_steps"] = max(0, int(values.get("optim.warmup_steps", 0)))
+    if lr is not None and values.get("optim.min_lr", 0) > lr:
         values["optim.min_lr"] = lr
     if steps is None:
         told.note("steps")
@@ -153,23 +154,23 @@ def _data(values: Values, told: Accounts) -> None:
 
 
 def _sampling(values: Values, told: Accounts) -> None:
-    top_p, top_k = number(values, "rollout.top_p", 1), number(values, "rollout.top_k")
-    if top_k is not None and not 1 <= top_k <= 1024:
-        values["rollout.top_k"] = top_k = None
-    if top_p < 1 and top_k is None:
+    if not 1 <= values.get("rollout.top_k", 0) <= 1024:
+        values.pop("rollout.top_k", None)
+    top_p = values.get("rollout.top_p", 1)
+    if top_p < 1 and "rollout.top_k" not in values:
         told.lacks(f"top_p {top_p:g}", "any_size")
         values["rollout.top_p"] = 1.0
-    if number(values, "eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
+    if values.get("eval.samples", 1) > 1 and values.get("eval.temperature") == 0:
         values["eval.samples"] = 1
         told.note("greedy")
-    if number(values, "rollout.ahead", 0) > MOST_AHEAD:
+    if values.get("rollout.ahead", 0) > MOST_AHEAD:
         told.note("far_ahead", ahead=values["rollout.ahead"], most=MOST_AHEAD)
         values["rollout.ahead"] = MOST_AHEAD
     for key in ("eval.every", "checkpoint.every"):
-        if (every := number(values, key)) is not None and every != int(every):
+        if (every := values.get(key, 0)) % 1:
             told.lacks(f"{key}: {every:g}", "share_of_steps")
             del values[key]
-    if number(values, "eval.every", 0) < 0:
+    if values.get("eval.every", 0) < 0:
         values["eval.every"] = 0
     alone = values.get("rollout.samples_per_prompt") == 1
     if alone and values.get("rollout.dynamic_sampling"):

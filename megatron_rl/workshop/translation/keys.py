@@ -3,13 +3,15 @@ rules that several projects' settings come down to."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_rl.config.layers import ConfigError
 from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
@@ -25,12 +27,21 @@ from megatron_rl.config.schema import (
 from megatron_rl.workshop.translation.table import table
 
 Native = Mapping[str, Any]  # another project's settings, however they are nested
+LONGEST_REASON = 2000
 NO_WEIGHT = WeightConfig(level=Level.none)
 UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 
 
-class TranslationError(ValueError):
-    """A key that has no exact counterpart here, with the reason."""
+class TranslationError(ConfigError):
+    """A file that is not read, or a key that has no exact counterpart here, with the reason: one printable line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(" ".join(reason.split()))[:LONGEST_REASON])
+
+
+def printable(text: str) -> str:
+    """The text without characters that end a line or a comment, or that a terminal acts on: they are escaped."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,18 @@ class Unset:
     """A value that the file alone does not hold, and the names without which it has none."""
 
     text: str
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
     def way_out(self, key: str) -> str:
-        named = self.names[0] if re.fullmatch(r"\w+", self.names[0]) else key
-        return f"needs {', '.join(self.names)}, which the file does not set; add {named}=... to the command"
+        names = self.names or (self.text,)
+        named = names[0] if re.fullmatch(r"\w+", names[0]) else key
+        return f"needs {', '.join(names)}, which the file does not set; add {named}=... to the command"
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known name that a name is nearest to, as a question; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 class Translation(NamedTuple):

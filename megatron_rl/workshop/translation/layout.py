@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.config.plain_yaml import CONF
 from megatron_rl.workshop.translation.table import shared
 
+MOST_RANKS = 4096
 Values = dict[str, Any]  # by our key, or by a fact with its =
 
 
@@ -18,28 +19,15 @@ class Accounts:
     translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
     unknown: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    words: dict[str, str] = field(default_factory=dict)  # of those notes that `shared.yaml` has
+    notes: dict[str, str] = field(default_factory=dict)  # with the words for those that `shared.yaml` has
     missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
 
     def note(self, sentence: str, **fields: Any) -> None:
         """A sentence of `shared.yaml`, by its word."""
-        if (said := shared()["says"][sentence].format(**fields)) not in self.notes:
-            self.notes.append(said)
-            self.words[said] = sentence
+        self.notes[shared()["says"][sentence].format(**fields)] = sentence
 
     def lacks(self, what: str, sentence: str) -> None:
         self.missing[what] = shared()["says"][sentence]
-
-
-def number(values: Values, name: str, default: float | None = None) -> Any:
-    found = values.get(name)
-    return found if isinstance(found, int | float) and not isinstance(found, bool) else default
-
-
-def size(values: Values, name: str, default: int) -> int:
-    """A number that others are divided by: what is no size is refused where the translated recipe is loaded."""
-    return max(1, int(number(values, name, default)))
 
 
 def ranks(values: Values, told: Accounts) -> None:
@@ -47,45 +35,50 @@ def ranks(values: Values, told: Accounts) -> None:
     both = str(values.get("=allocation") or "").split("+")
     words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
     for role, word in words.items():
-        sizes = {kind: int(size) for kind, size in re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])}
-        if not sizes:
+        found = re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])
+        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits[:6]) for kind, digits in found}  # six are too many
+        if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
+            if word:
+                told.lacks(f"sizes of the {role}: {word}", "no_sizes")
             continue
-        count = sizes.get("d", 1) * sizes.get("p", 1) * sizes.get("t", 1) * sizes.get("c", 1)
+        count = sizes["d"] * sizes["p"] * sizes["t"] * sizes["c"]
         values[f"={role}_gpus"] = count
-        values[f"{role}.tensor_parallel"] = sizes.get("t", 1)
+        values[f"{role}.tensor_parallel"] = sizes["t"]
         if role == "learner":
-            values |= {"learner.pipeline_parallel": sizes.get("p", 1), "learner.expert_parallel": sizes.get("e", 1)}
-            values["learner.context_parallel"] = sizes.get("c", 1)
+            values |= {"learner.pipeline_parallel": sizes["p"], "learner.expert_parallel": sizes["e"]}
+            values["learner.context_parallel"] = sizes["c"]
             values["=sharded"] = "fsdp" in str(word)
 
 
 def layout(values: Values, told: Accounts) -> None:
-    nodes, gpus = size(values, "=nodes", 1), size(values, "=gpus", 8)
-    tensor, stages = (size(values, f"learner.{kind}_parallel", 1) for kind in ("tensor", "pipeline"))
-    engine = size(values, "sampler.tensor_parallel", 1)
-    ahead, own = values.get("rollout.ahead"), number(values, "=sampler_gpus")
-    if own is None and (servers := number(values, "=sampler_nodes")):
-        own = int(servers) * gpus
+    nodes = values.get("=nodes", 1)
+    gpus = values.get("=gpus", 8)
+    tensor = values.get("learner.tensor_parallel", 1)
+    stages = values.get("learner.pipeline_parallel", 1)
+    engine = values.get("sampler.tensor_parallel", 1)
+    ahead = values.get("rollout.ahead")
+    own = values.get("=sampler_gpus") or values.get("=sampler_nodes", 0) * gpus
     apart = ahead or values.get("=shared") is False
-    if own is None and apart and (engines := number(values, "=sampler_engines")):
-        own = int(engines) * engine
+    if not own and apart:
+        own = values.get("=sampler_engines", 0) * engine
     if values.get("=shared") and not ahead:  # an engine that runs ahead has GPUs of its own
-        own = None
-    elif own is None and ahead:
+        own = 0
+    elif not own and ahead:
         told.lacks(f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs", "never_sleeps")
-    learner = int(number(values, "=learner_gpus", nodes * gpus))
-    if own is not None:  # beside those of the learner
-        learner = max(1, nodes * gpus - int(own)) if values.get("=total") and "=learner_gpus" not in values else learner
-        all_gpus = learner + int(own)
+    learner = values.get("=learner_gpus", nodes * gpus)
+    if own:  # beside those of the learner
+        learner = max(1, nodes * gpus - own) if values.get("=total") and "=learner_gpus" not in values else learner
+        all_gpus = learner + own
         nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
     if nodes == 1:
-        _one_node(values, gpus, gpus if own is None else int(own), engine)
+        _one_node(values, gpus, own or gpus, engine)
     else:
-        if own is None:
-            own, learner = learner // 2, learner - learner // 2
+        if not own:
+            own = learner // 2
+            learner -= own
             told.note("halves")
-        values["sampler.fleet.servers"] = max(1, int(own) // engine)
-    each = tensor * stages * size(values, "learner.context_parallel", 1)
+        values["sampler.fleet.servers"] = max(1, own // engine)
+    each = tensor * stages * values.get("learner.context_parallel", 1)
     if learner % each:
         told.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)
     values["learner.data_parallel"] = max(1, learner // each)

@@ -11,9 +11,8 @@ from typing import Any
 from megatron_rl.config import ConfigError
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import corrects
-from megatron_rl.config.layers import CLUSTER, MACHINE, cluster, of_overrides
+from megatron_rl.config.layers import CLUSTER, MACHINE, cluster, nested, of_overrides, overlaid
 from megatron_rl.config.load import from_base
-from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.preflight.files import read_card
@@ -22,12 +21,11 @@ from megatron_rl.workshop.planner.case import Assumptions, Case
 from megatron_rl.workshop.planner.plan import plan_case
 from megatron_rl.workshop.planner.suggest import overrides, refused, suggestions
 from megatron_rl.workshop.translation.derived import derive
-from megatron_rl.workshop.translation.keys import TranslationError, Unset
+from megatron_rl.workshop.translation.keys import TranslationError, Unset, printable
 from megatron_rl.workshop.translation.layout import Accounts, Values
-from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten, last
-from megatron_rl.workshop.translation.sources import merged, read_native
-from megatron_rl.workshop.translation.table import Row, Table, projects, table
-from megatron_rl.workshop.translation.translate import comment, correction_section, known_project, translate, with_given
+from megatron_rl.workshop.translation.settings import LEFT_OUT, last
+from megatron_rl.workshop.translation.table import Row, Table, expected, projects, table
+from megatron_rl.workshop.translation.translate import correction_section, document, known_project, native, translate
 
 OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
 OFF = "of what is switched off there"
@@ -46,11 +44,11 @@ class Recipe:
         lines += [f"no counterpart: {key}: {why}" for key, why in said.missing.items()]
         lines += [f"unknown, see whether it matters: {key}: {_short(value)}" for key, value in said.unknown.items()]
         lines += [f"not needed here ({why}): {_some(keys)}" for why, keys in said.not_needed.items()]
-        return "".join(f"{comment(line)}\n" for line in lines) + write_yaml(self.mapping)
+        return document(lines, self.mapping)
 
 
 def _short(value: Any) -> str:
-    return textwrap.shorten(as_written(value), 80, placeholder=" ...")
+    return textwrap.shorten(as_written(getattr(value, "text", value)), 80, placeholder=" ...")
 
 
 def _some(keys: list[str]) -> str:
@@ -64,11 +62,10 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     if project not in projects():
         others = ", ".join(projects())
         raise TranslationError(f"{project}: its correction alone is read: leave out -o, or name one of {others}")
-    rules = table(project)
-    flat = with_given(flatten(read_native(path, rules, given)), given, {row.theirs for row in rules.rows})
+    _, flat = native(project, path, given)
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
-    made = translated(rules, flat)
+    made = translated(table(project), flat)
     try:
         config = from_base(made.mapping)
     except ConfigError as error:
@@ -81,18 +78,18 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
 def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     told = Accounts()
     others = {path: rules.reason(path) for path in flat if rules.row(path) is None}
-    for path, why in others.items():
+    for path in others:
         _refuse_near(rules, path, flat[path])
-        if why:
-            told.not_needed.setdefault(why, []).append(path)
     correction = translate(rules.project, {path: flat[path] for path in flat if not others.get(path)})
-    told.notes += [note for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))]
+    told.notes |= {note: "" for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))}
     values = _values(rules, flat, told)
     for path, why in others.items():
-        if path in correction.read:
+        if why:
+            told.not_needed.setdefault(why, []).append(path)
+        elif path in correction.read:
             told.translated[path] = "correction"
-        elif not why:
-            told.unknown[path] = getattr(flat[path], "text", flat[path])
+        else:
+            told.unknown[path] = flat[path]
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
@@ -107,7 +104,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
     values: Values = dict(rules.always)
     for row in rules.rows:
         if row.default is not None and row.to and _counts(rules, row, flat):
-            if not _set(values, row, row.default) and not any(name in flat for name in row.names):
+            if not _set(values, row, row.theirs, row.default) and not any(name in flat for name in row.names):
                 told.missing[f"{row.theirs}, which is {as_written(row.default)} there by default"] = row.why
     for row in rules.rows:
         found = [name for name in row.names if name in flat]
@@ -119,9 +116,10 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
             told.translated[name] = ", ".join(row.to) or row.why
             parts = value if isinstance(value, list) else [value]
             unset = next((part for part in parts if isinstance(part, Unset)), None)
-            if unset and row.to and row.to != ("=reward",):
-                raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
-            if not unset and (not _set(values, row, value) if row.to else row.asks(value)):
+            if unset and row.to:
+                if row.to != ("=reward",):
+                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
+            elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
                 told.missing[f"{name}: {_short(value)}"] = row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
     return values
 
@@ -137,18 +135,19 @@ def _choices(row: Row) -> str:
     return ", ".join(dict.fromkeys(str(one) for one in (row.words or {}).values() if not isinstance(one, Mapping)))
 
 
-def _set(values: Values, row: Row, value: Any) -> bool:
+def _set(values: Values, row: Row, name: str, value: Any) -> bool:
     """Whether a value of theirs, if it is one, has a counterpart, which is set."""
     try:
         ours = row.ours(value) if value is not None or None in (row.words or ()) else {}
     except (KeyError, TypeError):
         return False
-    if isinstance(ours, Mapping):
-        values.update(ours)
-    elif row.spread and isinstance(ours, list):
-        values.update(zip(row.to, ours, strict=False))
-    else:
-        values.update(dict.fromkeys(row.to, ours))
+    for key, one in ours.items():
+        if one is None:
+            values.pop(key, None)
+        elif number := expected(key, one):
+            raise TranslationError(f"{name} is {_short(value)}: expected {number}")
+        else:
+            values[key] = one
     return True
 
 
@@ -175,13 +174,8 @@ def _fit_loss(values: Values) -> None:
 def _nested(values: Values) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in values.items():
-        *sections, name = key.split(".")
-        inner = mapping
-        for section in sections:
-            if not isinstance(inner.get(section), dict):
-                inner[section] = {"preset": inner[section]} if section in inner else {}
-            inner = inner[section]
-        inner[name] = dict(value) if isinstance(value, dict) else value
+        preset = isinstance(value, str) and any(other.startswith(f"{key}.") for other in values)
+        mapping = overlaid(mapping, nested(f"{key}.preset" if preset else key, value))
     order = [CLUSTER, *(section.name for section in fields(Config))]
     return {section: mapping[section] for section in sorted(mapping, key=order.index)}
 
@@ -197,7 +191,7 @@ def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> Non
         return
     found = suggestions(case, count=1)
     no_longer = ("sharded", "halves", "no_multiple") if found else ("sharded",)
-    told.notes = [note for note in told.notes if told.words.get(note) not in no_longer]
+    told.notes = {note: word for note, word in told.notes.items() if word not in no_longer}
     if not found:
         told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
         return
@@ -205,7 +199,7 @@ def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> Non
     fleet = replace(sampler.fleet, addresses=[], servers=len(sampler.fleet.addresses))
     changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
     for layer in of_overrides(list(overrides(config, changed))):
-        mapping |= merged(mapping, layer.content)
+        mapping |= overlaid(mapping, layer.content)
     given = mapping["learner"].get("megatron", {})
     mapping["learner"]["megatron"] = {key: value for key, value in given.items() if value is not None}
     told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
@@ -228,10 +222,10 @@ def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -
         return text
     if to.exists():
         raise TranslationError(f"{to} exists; name another file, or remove it")
-    to.write_text(text)
+    to.write_text(text, encoding="utf-8")
     said = made.accounts
     counts = f"{len(said.translated)} keys translated, {sum(map(len, said.not_needed.values()))} not needed"
     heads = [f"{to}: {counts}, {len(said.missing)} without a counterpart, {len(said.unknown)} unknown"]
     heads += [f"  no counterpart: {key}" for key in said.missing]
     heads += [f"  unknown: {key}" for key in said.unknown]
-    return "\n".join([*heads, f"next: megatron-rl plan {to} --on own", ""])
+    return "\n".join([*map(printable, heads), f"next: megatron-rl plan {to} --on own", ""])

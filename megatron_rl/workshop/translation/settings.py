@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError, is_null
+from megatron_rl.config.plain_yaml import DEEPEST
+from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError, did_you_mean, is_null
 from megatron_rl.workshop.translation.table import Names, table
 
 # what a removed setting holds when it is switched off
@@ -32,6 +33,8 @@ def flatten(mapping: Native, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in mapping.items():
         path = prefix + str(name).lstrip("-+").replace("-", "_")
+        if path.count(".") > DEEPEST:
+            raise TranslationError(f"{path[:60]}...: a key of more than {DEEPEST} parts")
         inner = flatten(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
         for key, leaf in inner.items():
             if key in flat and flat[key] != leaf:
@@ -101,8 +104,7 @@ def _switched_off(value: Any) -> bool:
 def _unknown(keys: Keys, name: str, known: Collection[str], names: Names) -> TranslationError:
     if name in names.removed:
         return keys.error(name, f"no longer there; {names.removed[name]}")
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    hint = did_you_mean(name, known) or f"known are {', '.join(sorted(known))}"
     return keys.error(name, f"unknown; {hint}")
 
 
@@ -130,8 +132,8 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
     for part in path.split("."):
         if part in telling.union(names.common, parents, names.removed, names.others):
             continue
-        if close := difflib.get_close_matches(part, telling, n=1, cutoff=0.85):
-            raise TranslationError(f"{framework}: {path}: unknown; did you mean {close[0]}?")
+        if hint := did_you_mean(part, telling, 0.85):
+            raise TranslationError(f"{framework}: {path}: unknown; {hint}")
         if may_correct(part) and not is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)
             raise TranslationError(

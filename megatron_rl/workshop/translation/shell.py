@@ -10,12 +10,13 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from megatron_rl.workshop.translation.arithmetic import shell_sum
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
+from megatron_rl.workshop.translation.reading import Reading
 
 HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|\Z)")
 TOKEN = re.compile(
@@ -24,10 +25,10 @@ TOKEN = re.compile(
     r"|(?P<operator>\n|;;|&&|\|\||[;&|()])"
 )
 WORD_ENDS = re.compile(r"[\s;&|<>()]|\\[ \t]*\r?(?:\n|\Z)")
-SEPARATORS = ("\n", ";", "&", ";;", ")")
-OPERATORS = (*SEPARATORS, "&&", "||", "|", "(")
 PIECE = re.compile(r"\\.|`[^`]*`|'[^']*'|\$\(|\$\{|\$(?:\w+|[@*#?!$-])|.", re.DOTALL)
 CLOSING = {"$(": ")", "${": "}", "(": ")", "{": "}", '"': '"', "'": "'", "`": "`"}
+SEPARATORS = ("\n", ";", "&", ";;", ")")
+OPERATORS = (*SEPARATORS, "&&", "||", "|", "(")
 SPLIT = "\0"  # a space that comes out of an expansion, and parts words
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -37,7 +38,8 @@ OWN_FOLDER = re.compile(r"dirname.*(BASH_SOURCE|\$0|\$\{0)")
 FROM_USER = ("HOME", "USER", "PWD")
 DECLARING = ("export", "local", "readonly", "declare", "typeset", "-a", "-x", "-r")
 NUMBERS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
-SUM = re.compile(r"[\d\s+*/%()-]{1,80}")
+INTEGER = re.compile(r"-?[0-9]{1,18}")
+LONGEST_PROGRAM = 200  # characters of a word or a command in which the name of a program is looked for
 
 Word = str | Unset
 Holds = bool | Unset
@@ -97,12 +99,20 @@ class Script:
 
     folder: Path
     given: Mapping[str, str]
+    names: set[str] = field(default_factory=set)  # of variables that it sets or expands
+    reading: Reading = field(default_factory=Reading)
     values: dict[str, list[Word]] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
     unread: bool = False  # whether it has taken over another script that is not here
     _tokens: list[str] = field(default_factory=list)  # the next one is the last
 
+    def __post_init__(self) -> None:
+        known = {name: os.environ[name] for name in FROM_USER if name in os.environ}
+        self.given = {**known, **self.given}
+        self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
+
     def read(self, text: str, live: Holds = True) -> Script:
+        self.reading.spend(text.count("<<") * text.count("\n"))  # here-documents, and the lines that may end them
         outer, self._tokens = self._tokens, list(tokens(text))[::-1]
         self._statements(live)
         self._tokens = outer
@@ -143,7 +153,7 @@ class Script:
         if bracket := self._take("[", "[["):
             return self._test(self._until(bracket.replace("[", "]")))
         if bracket := self._take("(", "{"):
-            end = {"(": ")", "{": "}"}[bracket]
+            end = CLOSING[bracket]
             holds = self._statements(live, end, asked=asked)
             self._take(end)
             return holds
@@ -176,6 +186,8 @@ class Script:
             if self._take(*SEPARATORS):
                 continue
             patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
+            if isinstance(subject, str):
+                self.reading.spend(len(subject) * len(patterns))
             holds = subject if isinstance(subject, Unset) else any(fnmatchcase(subject, one) for one in patterns)
             self._statements(_both(live, holds), ";;", "esac")
             live = _both(live, _not(holds))
@@ -189,6 +201,7 @@ class Script:
                 arrays[words[-1]] = [word for word in self._until(")") if word != "\n"]
         if not words:
             self._tokens.pop()
+        self.reading.spend(values=len(words))
         if live is False:
             return True
         while words and words[0] in DECLARING:
@@ -197,14 +210,15 @@ class Script:
             self._assign(found[1], bool(found[2]), found[3], arrays.get(words.pop(0)), live)
         if len(words) > 1 and words[0] in ("source", "."):
             script = self.folder / str(self.joined(words[1]))
-            self.unread |= not script.is_file()
-            self.read(script.read_text() if script.is_file() else "", live)
+            self.unread |= not script.exists()
+            self.read(self.reading.read(script) if script.exists() else "", live)
         elif words and live is True:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
         text = " ".join(words)
         return Unset(text, (f"`{text}`",)) if words and asked else True
 
     def _assign(self, name: str, more: bool, value: str, array: list[str] | None, live: Holds) -> None:
+        self.names.add(name)
         if name in self.given:
             return
         if isinstance(live, Unset):
@@ -212,11 +226,14 @@ class Script:
         elif array is not None:
             found = [word for raw in array for word in self.expanded(raw)]
         else:
-            word = self.joined(value)
+            word = self.joined(f'"${{{name}-}}"{value}' if more else value)
             if isinstance(word, Unset) and not all(re.fullmatch(r"\w+", one) for one in word.names):
                 word = Unset(word.text, (name,))  # for what a command's output would have been
             found = [word]
-        self.values[name] = [*self.values.get(name, []), *found] if more else found
+        if more and array is not None:
+            self.values.setdefault(name, []).extend(found)
+        else:
+            self.values[name] = found
 
     def joined(self, raw: str, between: str = " ") -> Word:
         """One word, whatever spaces its variables hold."""
@@ -227,9 +244,12 @@ class Script:
     def expanded(self, raw: str) -> list[Word]:
         """The words that one word becomes."""
         if whole := WHOLE_ARRAY.fullmatch(raw):
-            name = whole[1]
-            unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))]
-            return list(self.values.get(name, unset if self.unread else [])) if name else []
+            name = whole[1] or "@"
+            self.names.add(name)
+            unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))] if whole[1] and self.unread else []
+            words = list(self.values.get(name, unset))
+            self.reading.spend(len(str(words)), len(words))
+            return words
         word = self.joined(raw, SPLIT)
         if isinstance(word, Unset):
             return [word]
@@ -237,6 +257,7 @@ class Script:
 
     def _text(self, raw: str, missing: list[str], quoted: bool = False) -> str:
         """Without its quotes and with what its expansions come to; `missing` gets the names of those not known."""
+        self.reading.spend(len(raw))
         text, place = "", 0
         while place < len(raw):
             end = span(raw, place, '"' * quoted)
@@ -252,7 +273,7 @@ class Script:
             elif piece.startswith("$(("):
                 text += self._sum(piece[3:-2], missing)
             elif piece.startswith(("$(", "`")):
-                own = OWN_FOLDER.search(piece)
+                own = OWN_FOLDER.search(piece[:LONGEST_PROGRAM])
                 missing += [] if own else [piece]
                 text += str(self.folder) if own else ""
             else:
@@ -266,13 +287,16 @@ class Script:
             missing.append(f"${{{text}}}")
             return ""
         name, how, other = braced[1], braced[2] or "?", braced[3] or ""
-        words: Sequence[Word] | None = [self.given[name]] if name in self.given else self.values.get(name)
+        self.names.add(name)
+        words: Sequence[Word] | None = self.values.get(name)
         if words is None and (name.isdigit() or name in "@*"):
             words = []
         value = " ".join(map(str, words or ()))
+        self.reading.spend(len(value))
         absent = not words or (not value and ":" in how)
         if how[-1] == "?" or (how[-1] in "-=" and not absent):
             unset = [one for word in words or () if isinstance(word, Unset) for one in word.names]
+            self.reading.spend(values=len(unset))
             missing += [name] if words is None else unset
             return value
         if how[-1] == "+" and absent:
@@ -283,13 +307,12 @@ class Script:
         return value
 
     def _sum(self, text: str, missing: list[str]) -> str:
-        names = re.compile(r"[A-Za-z_]\w*")
-        plain = names.sub(lambda found: self._variable(found[0], missing), self._text(text, missing, quoted=True))
-        if not missing and SUM.fullmatch(plain) and "**" not in plain:  # digits, signs and parentheses alone
-            with suppress(SyntaxError, ZeroDivisionError):
-                return str(int(eval(plain.replace("/", "//"), {"__builtins__": {}})))
-        missing += [] if missing else [f"$(({text}))"]
-        return ""
+        plain = self._text(text, missing, quoted=True)
+        plain = re.sub(r"\b[A-Za-z_]\w*", lambda name: f"({self._variable(name[0], missing)})", plain)
+        value = shell_sum(plain)
+        if value is None and not missing:
+            missing.append(f"$(({text}))")
+        return str(value)
 
     def _test(self, parts: Sequence[str]) -> Holds:
         """Whether a test holds; `Unset` where a running shell would have to say."""
@@ -308,29 +331,28 @@ class Script:
                 return (word == "") == (sign == "-z")
             case [one, "=" | "==" | "!=" as sign, other]:
                 return (one == other) == (sign != "!=")
-            case [one, sign, other] if sign in NUMBERS and all(re.fullmatch(r"-?\d+", word) for word in (one, other)):
+            case [one, sign, other] if sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other):
                 return bool(getattr(operator, sign[1:])(int(one), int(other)))
         text = " ".join(map(str, words))
         return Unset(text, (f"`[ {text} ]`",))
 
 
-def command_line(path: Path, text: str, entry: str, given: Mapping[str, str]) -> list[Word]:
+def command_line(script: Script, text: str, entry: str) -> list[Word]:
     """The arguments behind the word that starts the training: of the only command of the script that does."""
     found: list[list[Word]] = []
-    known = {name: os.environ[name] for name in FROM_USER if name in os.environ}
-    for command in Script(path.parent, {**known, **given}).read(text).commands:
-        names = [place for place, word in enumerate(command) if isinstance(word, str) and re.search(entry, word)]
-        if names:
-            started_by = str(command[names[-1]]).rsplit("/", 1)[-1]
-            found.append([f"started_by={started_by}", *command[names[-1] + 1 :]])
+    for command in script.read(text).commands:
+        ends = [word[-LONGEST_PROGRAM:] if isinstance(word, str) else "" for word in command]
+        if places := [place for place, end in enumerate(ends) if re.search(entry, end)]:
+            started_by = ends[places[-1]].rsplit("/", 1)[-1]
+            found.append([f"started_by={started_by}", *command[places[-1] + 1 :]])
     if len(found) != 1:
-        which = "no command" if not found else f"{len(found)} commands"
-        raise TranslationError(f"{path}: {which} with a word like {entry}, which starts the training; leave one")
+        which = f"{len(found) or 'no'} commands with a word like {entry}"
+        raise TranslationError(f"{which}, which starts the training; leave one")
     return found[0]
 
 
 def commands_with(text: str, entry: str) -> Iterator[str]:
     """The lines of a text that hold such a command, with those that go on."""
     for lines in re.findall(r"(?:.*\\\n)*.*", text):
-        if any(re.search(entry, word) for word in lines.split()):
+        if any(re.search(entry, word[-LONGEST_PROGRAM:]) for word in lines.split()):
             yield lines

@@ -1,78 +1,75 @@
 """Reader of another project's file in the form it ships: YAML with its bases, TOML, a script's command line, Python."""
 
 import ast
-import operator
 import re
-import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.layers import overlaid
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
-from megatron_rl.workshop.translation.shell import Word, command_line, commands_with
+from megatron_rl.workshop.translation.reading import Reading
+from megatron_rl.workshop.translation.shell import Script, Word, command_line, commands_with
 from megatron_rl.workshop.translation.table import Table
 
 ASSIGNED = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
 NUMBER = re.compile(r"^-[\d.]")
-DEEPEST = 16  # bases of bases
-# of the resolvers that projects register, those that are plain arithmetic
-ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": lambda a, b: max(a, b),
-    "min": lambda a, b: min(a, b),
-}  # fmt: skip
 FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell")
 
 
-def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> Mapping[str, Any]:
-    """What a file says; `given`: variables and keys of the command line."""
+def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dict[str, Any], set[str]]:
+    """What a file says, in the types of YAML, and the variables that a script in it sets or expands.
+
+    `given`: variables and keys of the command line.
+    """
     form = FORMS.get(path.suffix, "YAML")
-    found: Any
+    reading = Reading()
+    script = Script(path.parent, given, reading=reading)
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        text = reading.read(path)
         if form == "TOML":
-            found = tomllib.loads(text)
+            found: Any = tomllib.loads(text)
         elif form == "Python":
-            found = _python(path, text, rules, given)
+            found = _python(path, text, rules, script)
         elif form == "shell" or text.startswith("#!"):
-            found = arguments(command_line(path, text, rules.command, given))
+            found = arguments(command_line(script, text, rules.command), reading)
         else:
-            found = _layered(path, read_yaml(text), ())
-            found = _resolved(found) if "${" in text or "${" in str(found) else found
+            found = _layered(path, text, reading)
+        reading.root = found
+        return reading.plain(found), script.names
     except (OSError, UnicodeDecodeError) as error:
-        raise TranslationError(f"{path}: not readable as text: {error}") from None
-    except TranslationError:
-        raise
+        said = f"not readable as text: {error}"
+    except TranslationError as error:
+        said = str(error)
+    except (RecursionError, MemoryError):
+        said = "nested too deeply; leave out what the training does not need"
     except (yaml.YAMLError, ValueError, SyntaxError) as error:
-        raise TranslationError(f"{path}: not valid {form} ({error})") from None
-    if found is not None and not isinstance(found, Mapping):
-        raise TranslationError(f"{path}: expected keys and values, got {type(found).__name__}")
-    return found or {}
+        said = f"not valid {form} ({error})"
+    raise TranslationError(f"{path}: {said}")
 
 
-def arguments(words: Iterable[Word]) -> dict[str, Any]:
+def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
     """Flags with their values and `key=value` words; of a key that is given twice the last one counts."""
+    reading.spend(values=len(words))
     found: dict[str, Any] = {}
     flag = ""
     for word in words:
         text = word if isinstance(word, str) else word.text
         assigned = ASSIGNED.match(text.lstrip("-") if text.startswith("--") else text)
-        name, value = (assigned[1], assigned[2]) if assigned else (text, "")
+        name, value = assigned.groups() if assigned else (text, "")
         if not isinstance(word, str) and text.endswith("[@]}"):  # arguments that nobody knows
             found[text] = word
             flag = ""
-        elif text.startswith("--") or (text.startswith("-") and not NUMBER.match(text)):
+        elif text.startswith("-") and not NUMBER.match(text):
             flag = "" if assigned else text.lstrip("-")
-            found[name.lstrip("-")] = _value(word, value) if assigned else True
+            found[name.lstrip("-")] = _value(word, value, reading) if assigned else True
         elif assigned and not flag:
-            found[name] = _value(word, value)
+            found[name] = _value(word, value, reading)
         elif flag:
-            one = _value(word, text)
+            one = _value(word, text, reading)
             found[flag] = one if found[flag] is True else [*_listed(found[flag]), one]
         else:
             found[text] = word
@@ -83,80 +80,58 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def scalar(text: str) -> Any:
-    """A word as YAML reads it; what is no YAML is text."""
-    try:
-        return read_yaml(text)
-    except (ValueError, yaml.YAMLError):
-        return text
+def _value(word: Word, text: str, reading: Reading) -> Any:
+    return reading.scalar(text) if isinstance(word, str) else Unset(text, word.names)
 
 
-def _value(word: Word, text: str) -> Any:
-    return scalar(text) if isinstance(word, str) else Unset(text, word.names)
-
-
-def _layered(path: Path, mapping: Any, seen: tuple[Path, ...]) -> Any:
+def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
     """Over the files that its `defaults` names, where they are paths."""
-    named = mapping.get("defaults") if isinstance(mapping, dict) else None
-    bases = [one for one in _listed(named) if isinstance(one, str) and one.endswith((".yaml", ".yml"))]
-    if not bases:
-        return mapping
-    if path in seen or len(seen) > DEEPEST:
-        raise TranslationError(f"{path}: defaults leads back to the file itself")
+    mapping = reading.yaml(text)
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise TranslationError(f"{path}: expected keys and values, got {type(mapping).__name__}")
+    named = _listed(mapping.get("defaults"))
+    bases = [one for one in named if isinstance(one, str) and one.endswith((".yaml", ".yml"))]
     whole: dict[str, Any] = {}
     for base in (path.parent / name for name in bases):
-        if not base.is_file():
+        if not base.exists():
             raise TranslationError(f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too")
-        whole = merged(whole, _layered(base, read_yaml(base.read_text()), (*seen, path)) or {})
-    return merged(whole, {key: value for key, value in mapping.items() if key != "defaults"})
+        whole = overlaid(whole, _layered(base, reading.read(base), reading))
+    if bases:
+        mapping["defaults"] = [one for one in named if one not in (*bases, "_self_")]
+    return overlaid(whole, {key: value for key, value in mapping.items() if key != "defaults" or value})
 
 
-def merged(below: Any, above: Any) -> Any:
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return below | {key: merged(below.get(key), value) for key, value in above.items()}
-
-
-def _resolved(mapping: Any) -> Any:
-    for name, function in ARITHMETIC.items():
-        OmegaConf.register_resolver(name, function, replace=True)
-    return _plain(OmegaConf.create(mapping))
-
-
-def _plain(node: Any) -> Any:
-    if isinstance(node, DictConfig):
-        return {str(key): _plain_item(node, key) for key in node}
-    return [_plain_item(node, place) for place in range(len(node))] if isinstance(node, ListConfig) else node
-
-
-def _plain_item(node: Any, key: Any) -> Any:
-    try:
-        return None if OmegaConf.is_missing(node, key) else _plain(node[key])
-    except OmegaConfBaseException:
-        text = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
-        return Unset(text, (text,))
-
-
-def _python(path: Path, text: str, rules: Table, given: Mapping[str, str]) -> dict[str, Any]:
+def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, Any]:
     """Arguments of the calls that make a configuration; without any, the command line of the module's docstring."""
     tree = ast.parse(text)
     found: dict[str, Any] = {}
     configured = False
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-        if (section := rules.calls.get(name)) is not None:
-            configured |= section == ""
-            found |= {f"{section}.{one.arg}".strip("."): _literal(one.value) for one in call.keywords if one.arg}
-            if section and call.args:
-                found.setdefault(section, _literal(call.args[0]))
+        if (section := rules.calls.get(name)) is None:
+            continue
+        if configured and not section:
+            raise TranslationError(f"{name} is called twice; leave one of the calls")
+        configured |= not section
+        named = {f"{name}[{place}]" if place else section or name: one for place, one in enumerate(call.args)}
+        for word in call.keywords:
+            if word.arg is None:
+                said = f"{name} is called with **{ast.unparse(word.value)}, which is not read"
+                raise TranslationError(f"{said}; write its settings into the call")
+            named[f"{section}.{word.arg}".strip(".")] = word.value
+        for key, node in named.items():
+            # several data sets, say: the first counts, and the others are listed as unknown
+            found[f"{key} (again)" if key in found else key] = _literal(node)
     if not configured:
         lines = "\n".join(commands_with(ast.get_docstring(tree) or "", rules.command))
-        found |= arguments(command_line(path, lines, rules.command, given))
+        found |= arguments(command_line(script, lines, rules.command), script.reading)
     return found
 
 
 def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
-    except ValueError:
-        return Unset(ast.unparse(node), (ast.unparse(node),))
+    except (ValueError, TypeError):  # TypeError: a list as a key
+        return Unset(ast.unparse(node))

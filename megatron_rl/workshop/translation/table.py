@@ -45,15 +45,31 @@ class Row:
         """Whether a key without a counterpart changes anything."""
         return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*self.fine, []))
 
-    def ours(self, value: Any) -> Any:
-        """Our value for theirs; KeyError where there is none."""
+    def ours(self, value: Any) -> Mapping[str, Any]:
+        """Our keys with their values for theirs; KeyError where there are none."""
         if self.part is not None:
             value = value[self.part :: 2] if isinstance(value, list) else value
         if isinstance(value, str) and value.lower() in ("true", "false") and self.words and value not in self.words:
             value = value.lower() == "true"
         if self.words is not None:
-            return self.words["else"] if value not in self.words and "else" in self.words else self.words[value]
-        return self.instead.get(value, value) if not isinstance(value, list | dict) else value
+            value = self.words["else"] if value not in self.words and "else" in self.words else self.words[value]
+        elif not isinstance(value, list | dict):
+            value = self.instead.get(value, value)
+        if self.spread and isinstance(value, list):
+            return dict(zip(self.to, value, strict=False))
+        return value if isinstance(value, Mapping) else dict.fromkeys(self.to, value)
+
+
+def expected(key: str, value: Any) -> str:
+    """The number that should have stood there for a key or a fact of ours; empty where one does, or none is needed."""
+    bounds = shared()["bounds"].get(key)
+    if bounds is None:
+        return ""
+    least, most = bounds
+    whole = isinstance(least, int)
+    if type(value) in ((int,) if whole else (int, float)) and least <= value <= most:
+        return ""
+    return f"a {'whole ' * whole}number from {least:g} to {most:g}"
 
 
 @dataclass(frozen=True)
@@ -92,11 +108,11 @@ class Table:
     not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
-    def _by_name(self) -> dict[str, Row]:
+    def by_name(self) -> dict[str, Row]:
         return {name: row for row in self.rows for name in row.names}
 
     def row(self, path: str) -> Row | None:
-        return self._by_name.get(path)
+        return self.by_name.get(path)
 
     def reason(self, path: str) -> str | None:
         """Why a key is not needed here."""

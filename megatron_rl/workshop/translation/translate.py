@@ -5,29 +5,32 @@ says so in a note, where it cannot be the same it names the key and the reason. 
 after a rejection in those projects, so every translation has `rebaseline: false`.
 """
 
-import difflib
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.layers import PRESET_SECTIONS
-from megatron_rl.config.plain_yaml import write_yaml
+from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError
+from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, did_you_mean, printable
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
+from megatron_rl.workshop.translation.reading import Reading
 from megatron_rl.workshop.translation.settings import LEFT_OUT, flatten
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
-from megatron_rl.workshop.translation.sources import read_native, scalar
+from megatron_rl.workshop.translation.sources import read_native
 from megatron_rl.workshop.translation.table import table
 from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
@@ -58,33 +61,57 @@ def translate(framework: str, mapping: Native) -> Translation:
 def known_project(framework: str) -> str:
     name = framework.lower().replace("-", "_")
     if name not in FRAMEWORKS:
-        near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
+        known = ", ".join(FRAMEWORKS)
+        raise TranslationError(f"framework is {framework!r}: {did_you_mean(name, FRAMEWORKS)} known are {known}")
     return name
 
 
 def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
     """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes as comments."""
-    mapping = read_native(path, table(known_project(framework)), given or {})
-    config, notes, *_ = translate(framework, with_given(flatten(mapping), given or {}))
+    mapping, flat = native(framework, path, given or {})
+    config, notes, _, read = translate(framework, flat)
+    if idle := sorted((given or {}).keys() & flat.keys() - read):
+        notes.append(f"of the command line, not about correction: {', '.join(idle)}")
     # one that fits our own schema, in which presets and bases are names
     ours = not any(misfits({key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)}, Config))
     if mapping and ours and config == translate(framework, {}).config:
         said = f"a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
         raise TranslationError(f"{path}: this is {said}")
-    lines = [f"{framework}: {path.name}", *notes]
-    return "".join(f"{comment(line)}\n" for line in lines) + yaml_text(config)
+    return document([f"{framework}: {path.name}", *notes], correction_section(config))
 
 
-def with_given(flat: Mapping[str, Any], given: Mapping[str, str], known: Collection[str] = ()) -> dict[str, Any]:
-    """Keys of the command line over the file's."""
-    return {**flat, **{key: scalar(text) for key, text in given.items() if key in flat or key in known}}
+def native(framework: str, path: Path, given: Mapping[str, str]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The keys of a file, as it has them; and dotted, with those of the command line over them."""
+    rules = table(known_project(framework))
+    mapping, variables = read_native(path, rules, given)
+    flat = flatten(mapping)
+    known = {*flat, *rules.by_name, *rules.correction.keys}
+    reading = Reading()
+    written = {name: reading.plain(reading.scalar(text)) for name, text in given.items()}
+    for name, value in flatten(written).items():
+        if name in known or rules.reason(name):
+            flat[name] = value
+        elif name not in variables:
+            hint = did_you_mean(name, {*known, *variables}) or "leave it out"
+            raise TranslationError(f"{name}: no variable that {path} reads, and no key of {framework}; {hint}")
+    return mapping, flat
+
+
+def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
+    """YAML with these lines as comments, which is read back: it holds the mapping and nothing else."""
+    section = write_yaml(mapping)
+    text = "".join(f"{comment(line)}\n" for line in lines) + section
+    with suppress(ValueError, yaml.YAMLError):
+        if write_yaml(read_yaml(text)) == section:
+            return text
+    raise TranslationError(
+        "the translated recipe is not read back as it is: its keys are too many, too long or too deep"
+    )
 
 
 def comment(text: str) -> str:
     wrapper = textwrap.TextWrapper(100, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
-    return wrapper.fill(text)
+    return wrapper.fill(printable(text))
 
 
 def correction_section(config: CorrectionConfig) -> dict[str, Any]:
