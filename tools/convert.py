@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _done(given: argparse.Namespace) -> int:
+    again = False  # whether the command itself was right
     try:
         from megatron_rl.config import ConfigError
 
@@ -68,15 +69,14 @@ def _done(given: argparse.Namespace) -> int:
             return given.act(given)
         except (ConfigError, OSError, ValueError, KeyError) as error:
             print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+            again = isinstance(error, OSError)
             status = 1
     except Interrupted as interrupted:
+        again = True
         print(f"error: interrupted by {interrupted}", file=sys.stderr)
         status = 128 + signal.Signals[str(interrupted)]
-    # an import of torch that was interrupted cannot be repeated, and before it nothing is begun
-    work = sys.modules.get("megatron_rl.workshop.conversion.work")
-    if work is not None and "target" in given and (partial := work.partial_of(given.target)).exists():
-        kept = f"What is finished is kept in {partial}: give the same command again to go on, or remove it"
-        print(f"{given.target} was not written. {kept}", file=sys.stderr)
+    if again and "target" in given and not given.target.exists():
+        print(f"{given.target} was not written; give the same command again", file=sys.stderr)
     return status
 
 

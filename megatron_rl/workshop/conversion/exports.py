@@ -56,18 +56,16 @@ def write_folder(
     beside: Beside,
     command: str,
     sources: Sequence[Source],
-    options: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> None:
-    """`options`: what else than the sources decides the bytes. `about`: for parity.json."""
+    """Write a folder of these weights. `about`: for parity.json."""
     copied = [name for name in companions(beside.folder) if name not in beside.without]
     headers = _headers(weights, beside)
     entries = {file: header_entries(raw, Path(file)).values() for file, raw in headers.items()}
     sizes = {file: sum(entry.end - entry.start for entry in held) for file, held in entries.items()}
-    with begun(target, command, sources, options or {}, sizes) as work:
+    with begun(target, command, sources, sizes) as work:
         for file, raw in headers.items():
-            if file not in work.finished:
-                work.finish(file, _write_file(work.path / file, raw, weights, f"{command} {file}"))
+            work.digests.update(_write_file(work.path / file, raw, weights, f"{command} {file}"))
         for name in copied:
             shutil.copyfile(beside.folder / name, work.path / name)
         if beside.changes:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def import_folder(source: Source, target: Path) -> None:
     extras = [name for name in weights.specs if name.endswith(HARMLESS)]
     files = _files(weights, shape)
     sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
-    with begun(target, "import", [source], {}, sizes) as work:
+    with begun(target, "import", [source], sizes) as work:
 
         def write(file: str, done: Done) -> None:
             reuse_memory()
@@ -57,12 +58,12 @@ def import_folder(source: Source, target: Path) -> None:
                 return tensor
 
             blocks = (torch_dist.blocks(param, shape, map(taken, param.hf)) for param in files[file])
-            written = write_blocks(work.path / file, chain.from_iterable(blocks))
-            work.finish(file, digests, written=written)
+            written[file] = write_blocks(work.path / file, chain.from_iterable(blocks))
+            work.digests.update(digests)
 
-        left = [file for file in files if file not in work.finished]
-        side_by_side("import", write, left, sum(sizes[file] for file in left))
-        write_index(work.path, [block for file in files for block in work.finished[file]["written"]])
+        written: dict[str, list[dict[str, Any]]] = {}
+        side_by_side("import", write, [*files], sum(sizes.values()))
+        write_index(work.path, [block for file in files for block in written[file]])
         _keep(folder, extras, source, work.path / KEPT)
         work.publish(of_checkpoint(work.path, shape))
 

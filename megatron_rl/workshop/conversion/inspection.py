@@ -14,7 +14,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, content_digest, digest, find
-from megatron_rl.workshop.conversion.work import JOURNAL
+from megatron_rl.workshop.conversion.work import LOCK
 from megatron_rl.workshop.evaluation.adapters import is_peft
 
 Rows = list[tuple[str, str]]
@@ -28,8 +28,8 @@ class Inspection(NamedTuple):
 
 def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspection:
     """ConfigError and ValueError where it holds no weights that are read."""
-    if (Path(given) / JOURNAL).is_file():
-        raise ConfigError(f"{given} is unfinished: the command that began it goes on with it when it is given again")
+    if (Path(given) / LOCK).is_file():
+        raise ConfigError(f"{given} is incomplete; give the command that began it again")
     source = find(given, hf)
     weights, quantized = source.weights, source.quantization is not None
     rows = [("kind", _kind(source)), ("weights", str(source.path))]

@@ -27,7 +27,7 @@ from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing, column_am
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.conversion import calibration
 from megatron_rl.workshop.conversion.exports import Beside, write_folder
-from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_folder
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, of_folder
 from megatron_rl.workshop.conversion.verification import compare
 from megatron_rl.workshop.conversion.work import begun, refuse_target
 
@@ -72,7 +72,7 @@ def quantize_as_asked(
     if format == AS_SAMPLER:
         if smooth is not None or calibrate or ignore:
             raise ConfigError(f"--format {AS_SAMPLER}: the run has chosen the rest; leave the other options out")
-        _quantize_folder(source, target, _recipe_of_run(source), {"format": format})
+        _quantize_folder(source, target, _recipe_of_run(source))
         return
     if format in calibration.MODELOPT:
         if smooth is not None or not calibrate:
@@ -85,15 +85,13 @@ def quantize_as_asked(
     if smooth is not None and (kind != Format.int8 or not 0 < smooth < 1):
         raise ConfigError(f"--smooth {smooth} --format {kind.value}: smoothing is for int8, with 0 < ALPHA < 1")
     recipe = Recipe(kind, QuantizationSection().ignore if ignore is None else ignore)
-    options: dict[str, Any] = {"format": kind.value, "ignore": list(recipe.ignore), "smooth": smooth}
     if smooth is None or calibrate is None:
-        _quantize_folder(source, target, recipe, options)
+        _quantize_folder(source, target, recipe)
         return
     activations_LNH, coverage = calibration.activation_amax(source, calibrate)
     smoothing = Smoothing(source.shape, smooth, 1, TorchGroup(), lambda: activations_LNH)
     smoothing.begin_sync(lambda: _weight_amax(source.plain, source.shape, recipe))
-    options["scales"] = digest(smoothing.scales_LNH)
-    _quantize_folder(source, target, replace(recipe, smoothing=smoothing), options, calibration=coverage)
+    _quantize_folder(source, target, replace(recipe, smoothing=smoothing), calibration=coverage)
 
 
 def _modelopt_folder(source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]) -> None:
@@ -103,8 +101,7 @@ def _modelopt_folder(source: Source, target: Path, format: str, calibrate: str, 
     if patterns := [entry for entry in ignore if entry.startswith("re:")]:
         raise ConfigError(f"--ignore {patterns[0]}: modelopt takes names of layers")
     rows = calibration.token_rows(calibrate, source.folder)
-    options = {"format": format, "rows": rows, "ignore": ignore}
-    with begun(target, "quantize", [source], options, {}) as work:
+    with begun(target, "quantize", [source], {}) as work:
         seen = calibration.export_by_modelopt(source, work.path, format, rows, ignore)
         coverage = calibration.coverage(calibrate, rows, seen)
         for name in companions(source.folder):
@@ -147,15 +144,15 @@ def _nothing_new() -> torch.Tensor:
     raise AssertionError("the scales of a sync that has been are not measured again")
 
 
-def _quantize_folder(source: Source, target: Path, recipe: Recipe, options: Mapping[str, Any], **about: Any) -> None:
-    """`options`: what the recipe was made from, as far as it decides the bytes. `about`: for parity.json."""
+def _quantize_folder(source: Source, target: Path, recipe: Recipe, **about: Any) -> None:
+    """Write the quantized folder. `about`: for parity.json."""
     plain, shape = source.plain, source.shape
     source.refuse_misfits()
     layout = formats.quantization_config(recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none)
     key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
     beside = Beside(source.folder, {"quantization_config": layout, key: DTYPE})
     made = _quantized(plain, shape, recipe)
-    write_folder(made, target, beside, "quantize", [source], options, format=recipe.format.value, **about)
+    write_folder(made, target, beside, "quantize", [source], format=recipe.format.value, **about)
 
 
 def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:

@@ -26,7 +26,7 @@ from megatron_rl.models.tensors import DTYPES, TensorSpec, dtype_name
 from megatron_rl.models.weight_files import refuse_links_out
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.evaluation import stored_model
-from megatron_rl.workshop.evaluation.adapters import Adapters, is_peft, merged, read
+from megatron_rl.workshop.evaluation.adapters import Adapters, merged, read
 
 AT_STEP = re.compile(r"(.+)@([0-9]{1,18})")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of config.json
@@ -130,14 +130,6 @@ class Source:
     def refuse_misfits(self) -> None:
         if found := self.misfits:
             raise CheckpointError(found[0])
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Path, and sizes and times of all files: whether this is what was read before."""
-        folders = {self.path, self.folder} if self.run or is_peft(self.path) else {self.path}
-        files = {str(path): path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()}
-        known = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
-        return {"source": str(self.path.resolve()), "files": known}
 
 
 def find(given: str, hf: Path | None = None) -> Source:

@@ -1,6 +1,5 @@
-"""Output folder of a conversion: a journal notes each finished file, a killed run goes on from there, and the folder
-gets its name when all tensors have been read back. Until then it is called .TARGET.partial. The journal says first what
-is made of what. The threads of conversions and their progress bar are here, too."""
+"""Output folder of a conversion, called .TARGET.partial until all of its tensors have been read back; threads of
+conversions and their progress bar."""
 
 import errno
 import fcntl
@@ -11,9 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
-from io import FileIO
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -26,9 +24,9 @@ from megatron_rl.files import fsync, remove, write_whole
 from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.processes.process import for_drawing
-from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest, note
+from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest
 
-JOURNAL = ".journal.jsonl"
+LOCK = ".lock"
 PACKAGES = ("megatron-rl", "torch", "megatron-core", "safetensors", "transformers", "nvidia-modelopt")
 THREADS = 2  # at most: each holds what belongs to one parameter, and a disk is busy with two
 Task = TypeVar("Task")
@@ -37,28 +35,21 @@ Done = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """`path`: where to write. `finished`: what is known of each file that is whole."""
+    """A folder that is being written."""
 
     path: Path
     target: Path
-    journal: FileIO
     about: Mapping[str, Any]
-    finished: dict[str, dict[str, Any]]
-
-    def finish(self, name: str, digests: Mapping[str, str], **about: Any) -> None:
-        """Notes that the file is whole, and on disk. `digests`: of its tensors."""
-        self.finished[name] = {"digests": dict(digests), **about}
-        _add_line(self.journal, {"file": name, "about": self.finished[name]})
+    digests: dict[str, str] = field(default_factory=dict)  # of the tensors written
 
     def publish(self, output: Weights, **about: Any) -> None:
         """Reads every tensor once more, by the way that its readers go, and gives the folder its name."""
-        known = {name: one for file in self.finished.values() for name, one in file["digests"].items()}
-        read = _read_back(output, known, self.path)
+        read = _read_back(output, self.digests, self.path)
         versions = {name: metadata.version(name) for name in PACKAGES}
         made = {"content": content_digest(read), "tensors": len(read)}
         said = {**self.about, **about, "output": made, "versions": versions}
         write_whole(self.path / PARITY, json.dumps(said, indent=1) + "\n")
-        (self.path / JOURNAL).unlink()
+        (self.path / LOCK).unlink()
         for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):
             fsync(folder)
         self.path.rename(self.target)
@@ -70,31 +61,30 @@ def partial_of(target: Path) -> Path:
 
 
 @contextmanager
-def begun(
-    target: Path, command: str, sources: Sequence[Source], options: Mapping[str, Any], sizes: Mapping[str, int]
-) -> Iterator[Work]:
-    """`options`: what decides the bytes beside the sources. ValueError in the block: nothing is kept.
+def begun(target: Path, command: str, sources: Sequence[Source], sizes: Mapping[str, int]) -> Iterator[Work]:
+    """Yield the work on a target that nobody else writes; its folder is removed where the block raises.
 
-    Whatever else ends it, a full disk or a kill, leaves what is finished for the next time.
-    `sizes`: bytes that the files will have at least, as far as that is known: OSError where there is no room for them.
+    `sizes`: bytes that the files will have at least, as far as known; OSError where there is no room for them.
     """
     refuse_target(target, sources)
     path = partial_of(target)
     if path.is_symlink():
         raise ValueError(f"{path} is a link; remove it")
     path.mkdir(parents=True, exist_ok=True)
-    with FileIO(path / JOURNAL, "a+") as journal:
+    with (path / LOCK).open("wb") as lock:
         try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{target} is being written by another process; name another target") from None
-        job = {"command": command, "sources": [source.identity for source in sources], **options}
-        finished = _finished(path, journal, job)
-        _refuse_full_disk(path, finished, sizes)
-        about = {"made_by": command, "inputs": [str(source.path) for source in sources]}
         try:
-            yield Work(path, target, journal, about, finished)
-        except ValueError:
+            # what a killed conversion has left
+            for entry in path.iterdir():
+                if entry.name != LOCK:
+                    remove(entry)
+            _refuse_full_disk(path, sum(sizes.values()))
+            about = {"made_by": command, "inputs": [str(source.path) for source in sources]}
+            yield Work(path, target, about)
+        except BaseException:
             remove(path)
             raise
 
@@ -108,40 +98,10 @@ def refuse_target(target: Path, sources: Sequence[Source]) -> None:
             raise ValueError(f"{target} lies inside {folder}, which is only read: name a target elsewhere")
 
 
-def _finished(path: Path, journal: FileIO, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Whole files of an earlier attempt at the same; the rest of it goes."""
-    journal.seek(0)
-    whole = journal.readall().rpartition(b"\n")[0]  # a kill may have cut off a line
-    try:
-        first, *lines = [json.loads(line) for line in whole.split(b"\n")]
-    except ValueError:
-        first, lines = None, []
-    same = first == json.loads(json.dumps(job))
-    finished = {line["file"]: line["about"] for line in lines if same and (path / line["file"]).is_file()}
-    others = [entry for entry in path.iterdir() if entry.name not in (JOURNAL, *finished)]
-    for entry in others:
-        remove(entry)
-    if finished:
-        note(f"goes on with {path}, of which {len(finished)} files are finished")
-    elif others and not same:
-        note(f"removed what another conversion had begun in {path}")
-    journal.truncate(len(whole) + 1 if same else 0)
-    if not same:
-        _add_line(journal, job)
-    return finished
-
-
-def _add_line(journal: FileIO, line: Mapping[str, Any]) -> None:
-    journal.write(json.dumps(line).encode() + b"\n")
-    os.fsync(journal.fileno())
-
-
-def _refuse_full_disk(path: Path, finished: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    needed = sum(size for name, size in sizes.items() if name not in finished)
-    if needed > (free := shutil.disk_usage(path).free):
-        if not finished:
-            remove(path)
-        said = f"{needed / 1e9:.1f} GB are still to be written, {free / 1e9:.1f} GB are free"
+def _refuse_full_disk(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if needed > free:
+        said = f"{needed / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {said}", str(path.parent))
 
 
