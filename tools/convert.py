@@ -61,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _done(given: argparse.Namespace) -> int:
-    again = False  # whether the command itself was right
     try:
         from megatron_rl.config import ConfigError
 
@@ -69,14 +68,12 @@ def _done(given: argparse.Namespace) -> int:
             return given.act(given)
         except (ConfigError, OSError, ValueError, KeyError) as error:
             print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
-            again = isinstance(error, OSError)
             status = 1
     except Interrupted as interrupted:
-        again = True
         print(f"error: interrupted by {interrupted}", file=sys.stderr)
         status = 128 + signal.Signals[str(interrupted)]
-    if again and "target" in given and not given.target.exists():
-        print(f"{given.target} was not written; give the same command again", file=sys.stderr)
+        if "target" in given and not given.target.exists():
+            print(f"{given.target} was not written; give the same command again", file=sys.stderr)
     return status
 
 
