@@ -59,7 +59,7 @@ def write_weights(model: Path) -> None:
     """Names and shapes of all tensors, and a hole where their 16 GB would be."""
     header, end = {}, 0
     for param in params(Model.of(json.loads((model / "config.json").read_text()), Layout()).shape):
-        for name, shape in zip(param.hf, param.shapes, strict=True):
+        for name, shape in param.sizes.items():
             begun, end = end, end + 2 * prod(shape)
             header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begun, end]}
     text = json.dumps(header).encode()

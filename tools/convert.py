@@ -113,11 +113,11 @@ def export(given: argparse.Namespace) -> int:
 
 def adapters(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.sources import find
-    from megatron_rl.workshop.evaluation.adapters import write_peft
+    from megatron_rl.workshop.evaluation.adapters import is_peft, write_peft
 
     source = find(given.source, given.hf)
     held = source.adapters
-    if held is None or source.lora is None:
+    if held is None or source.lora is None or is_peft(source.path):
         kind = "a whole model" if held is None else "PEFT's adapters"
         raise ValueError(f"{source.path} holds {kind}; name a checkpoint of learner.lora: RUN@STEP")
     if given.target.exists():

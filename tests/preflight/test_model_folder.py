@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import Command
 
+from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder, write_folder
-from megatron_rl.models.mapping import params
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 
@@ -28,7 +28,7 @@ def folder(place: Path) -> None:
 
 def tensors() -> dict[str, torch.Tensor]:
     shape = ModelShape.from_hf(read_hf_config(MODEL))
-    named = {n: s for p in params(shape) if not p.row.copy for n, s in zip(p.hf, p.shapes, strict=True)}
+    named = hf_shapes(shape)
     return {name: torch.full(size, 0.5, dtype=torch.bfloat16) for name, size in named.items()}
 
 

@@ -123,7 +123,7 @@ def test_the_engine_is_told_what_the_sender_quantizes(family):
     """vLLM quantizes every linear layer that it is not told to leave: a matrix is one or the other."""
     ignored = quantization_config(Format.int8, ["re:.*o_proj"])["ignore"]
     for param in params(ModelShape.from_hf(hf_config(family))):
-        for name, shape in zip(param.hf, param.shapes, strict=True):
+        for name, shape in param.sizes.items():
             if len(shape) == 2 and "embed_tokens" not in name:
                 module = name.removesuffix(".weight")
                 assert is_quantized(name, Format.int8, ["re:.*o_proj"]) is not is_ignored(module, ignored), name

@@ -68,7 +68,7 @@ def random_hf(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int 
     return {
         name: torch.randn(size, generator=generator).to(dtype)
         for param in params(shape)
-        for name, size in zip(param.hf, param.shapes, strict=True)
+        for name, size in param.sizes.items()
     }
 
 

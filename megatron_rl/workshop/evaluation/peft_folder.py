@@ -22,7 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT 
 PREFIX = "base_model.model."  # of its names
 LARGEST_CONFIG = 1 << 20
 LARGEST_NUMBER = 1 << 30  # a larger rank or alpha is a mistake
-PATTERNS_S = 20.0
+PATTERNS_S = 10.0
 Shapes = Mapping[str, tuple[int, ...]]
 
 # keys that are checked where they are read, and keys on which merged weights do not depend
@@ -93,7 +93,7 @@ def _check_keys(about: Mapping[str, Any]) -> None:
             known = False
         if not known:
             given = f"{key[:100]!r} is {shortened(value)}"
-            raise ValueError(f"{given}, which is not understood; merge with PEFT itself")
+            raise ValueError(f"{given}, which is not understood; merge the adapters with PEFT itself")
 
 
 def _targets(given: Any, linear: Shapes) -> list[str]:
@@ -159,6 +159,6 @@ def _tensors(file: Path, sizes: Shapes) -> dict[str, Stored]:
         if held != expected:
             raise ValueError(
                 f"{name[:200]!r} is {shortened(held)}, expected {expected} by target_modules, the "
-                f"ranks and the model ({', '.join(FLOATS)}); merge with PEFT itself"
+                f"ranks and the model ({', '.join(FLOATS)}); merge the adapters with PEFT itself"
             )
     return {name.removeprefix(PREFIX): one for name, one in stored.items()}

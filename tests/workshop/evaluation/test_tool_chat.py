@@ -208,7 +208,7 @@ def write_caller(folder: Path) -> None:
     weights = {
         name: (torch.ones if len(size) == 1 else torch.zeros)(size)  # norms are ones; layers add nothing
         for param in params(Model.of(about, Layout()).shape)
-        for name, size in zip(param.hf, param.shapes, strict=True)
+        for name, size in param.sizes.items()
     }
     weights["model.embed_tokens.weight"].fill_diagonal_(1)
     for before, after in pairwise(said):
