@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import GIVEN, keep_returnable
-from megatron_rl.learner.learner import loss_inputs
+from megatron_rl.learner.learner import loss_columns, loss_inputs
 from megatron_rl.learner.modules.packing import ALIGNMENT, buffer, in_one_copy, pack, views
 from megatron_rl.learner.shares import DataPlane
 
@@ -87,9 +87,10 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     share = DataPlane(lone_rank()).loss_rows(targets, [[*range(len(batch))]])
     there = mine.to(DEVICE)
     with Copies() as copies:
-        moved = loss_inputs(share, there, logprobs_bT, DEVICE)
+        moved = loss_inputs(loss_columns(share, there, DEVICE), there, logprobs_bT)
     assert copies.count == 1
-    here, rows = loss_inputs(share, mine, logprobs_bT, HOST), list(mine.rows)
+    here = loss_inputs(loss_columns(share, mine, HOST), mine, logprobs_bT)
+    rows = list(mine.rows)
     _check_moved(moved, here, ("logprobs_BT",))
     inside_BT = torch.arange(mine.horizon) < batch.response_lengths_B[rows, None]
     assert torch.equal(here.weights_BT, torch.where(inside_BT, targets.weights_BT[rows, : mine.horizon], 0.0))
