@@ -66,8 +66,11 @@ class Sequences(Lengths):
         if column is None or name.endswith("_B"):
             return None if column is None else column[index]
         sizes = self.sizes(name)
-        ends = zip(sizes.cumsum(0)[index].tolist(), sizes[index].tolist(), strict=True)
-        return torch.cat([column[:0], *(column[end - size : end] for end, size in ends)])
+        taken = sizes[index]
+        # where each taken row begins, in the column and in the result
+        gaps = (sizes.cumsum(0) - sizes)[index] - (taken.cumsum(0) - taken)
+        places = torch.repeat_interleave(gaps, taken) + torch.arange(int(taken.sum()))
+        return column.index_select(0, places)
 
     def sizes(self, name: str) -> Tensor:
         """How much of a column each row has."""

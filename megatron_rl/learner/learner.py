@@ -7,7 +7,7 @@ B rows of the batch, b rows of a micro-batch, T response positions, N response t
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -76,10 +76,13 @@ class Learner(ForwardPasses):
         self._nonfinite.begin()
         work = self._work(targets.batch, about.rows)
         share = self.plane.loss_rows(targets, work.rows)
+        # copied before the first micro-batch: a copy among them would make the host wait for the device
+        columns = {mine.rows: loss_columns(share, mine, self.device) for mine in work.packs}
+        about = replace(about, totals=about.totals.to(self.device))
         self._forward_clock.take()
         with self.profiler.tracing("update", len(work.packs) * len(self.chunks)):
             with nullcontext() if about.anchored else self._activations.looking(True):
-                results = self._run(work.packs, self._asked(), partial(self._loss, share, about))
+                results = self._run(work.packs, self._asked(), partial(self._loss, columns, about))
             if not about.anchored:
                 logprobs_BT = self._gathered(targets.batch, work, [logprobs_bT for _, logprobs_bT in results])
                 if len(logprobs_BT):
@@ -121,7 +124,11 @@ class Learner(ForwardPasses):
         return taken
 
     def _loss(
-        self, share: Share, about: About, mine: Pack, scores: Scores
+        self,
+        columns: Mapping[tuple[int, ...], Mapping[str, Tensor]],
+        about: About,
+        mine: Pack,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
         """The micro-batch's share of the loss, a count megatron-core wants and we do not use, metrics and logprobs."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
@@ -130,10 +137,10 @@ class Learner(ForwardPasses):
             return scores.logprobs_N.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
         assert scores.entropy_N is not None
         entropy_bT, logprobs_bT = mine.matrix(scores.entropy_N), mine.matrix(scores.logprobs_N)
-        inputs = loss_inputs(share, mine, logprobs_bT, self.device)
+        inputs = loss_inputs(columns[mine.rows], mine, logprobs_bT)
         if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
-        loss, metrics = policy_loss(inputs, self.loss, about.totals.to(self.device), self.correction)
+        loss, metrics = policy_loss(inputs, self.loss, about.totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / about.tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
         if scores.truncation is not None:
@@ -173,15 +180,19 @@ def _sums(found: Truncation, mine: Pack, mask_bT: Tensor) -> Iterator[tuple[str,
     yield KEPT_LOG_MASS, (mine.matrix(found.log_mass_N) * mask_bT).sum()
 
 
-def loss_inputs(share: Share, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
-    """The micro-batch's part of everything that the loss looks at."""
+def loss_columns(share: Share, mine: Pack, device: torch.device) -> dict[str, Tensor]:
+    """Values of the pack's rows that a loss reads, on the device."""
     index = torch.tensor(share.at(mine.rows), dtype=torch.int64)
     taken = {name: share.sequences.taken(name, one, index) for name, one in share.columns.items()}
-    on_device = in_one_copy({name: one for name, one in taken.items() if one is not None}, device)
-    matrices = {name.replace("_N", "_BT"): mine.matrix(one) for name, one in on_device.items() if name.endswith("_N")}
-    turns_N = on_device.get("turns_N")
+    return in_one_copy({name: one for name, one in taken.items() if one is not None}, device)
+
+
+def loss_inputs(columns: Mapping[str, Tensor], mine: Pack, logprobs_bT: Tensor) -> LossInputs:
+    """Inputs of the policy loss for the rows of a pack, as matrices."""
+    matrices = {name.replace("_N", "_BT"): mine.matrix(one) for name, one in columns.items() if name.endswith("_N")}
+    turns_N = columns.get("turns_N")
     if turns_N is not None:
         matrices["turns_BT"] = mine.matrix(turns_N.long() + 1) - 1
     absent: dict[str, Any] = {one.name: None for one in fields(LossInputs)}
-    rest = {"advantages_B": on_device["advantages_B"], "prompt_ids_B": on_device["groups_B"]}
+    rest = {"advantages_B": columns["advantages_B"], "prompt_ids_B": columns["groups_B"]}
     return LossInputs(**{**absent, "logprobs_BT": logprobs_bT, **matrices, **rest})

@@ -20,9 +20,9 @@ from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, KlTo, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
-from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, rollout_correction
-from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
-from megatron_rl.rollout_correction.ratio import bounded_exp, wide
+from megatron_rl.rollout_correction.correction import correct_micro_batch
+from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, token_sums
+from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp, wide
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
 
@@ -85,8 +85,8 @@ def policy_loss(
         inputs = _anchored_to_itself(inputs, correction)
     elif correction is not None and correction.weight.current:
         # weights of the policy as this update finds it; what is trained on was decided before the first one
-        found = _correct_now(inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[]))
-        inputs = replace(inputs, weights_BT=found.weights_BT)
+        _, weights_BT, _ = _correct_now(inputs, inputs.logprobs_BT.detach(), replace(correction, reject=[]))
+        inputs = replace(inputs, weights_BT=weights_BT)
     assert inputs.anchor_logprobs_BT is not None
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = wide(inputs.logprobs_BT.masked_fill(~mask_BT, 0.0))
@@ -221,10 +221,11 @@ def _extent(mask_BT: Tensor) -> int:
     return int(columns[-1]) + 1 if len(columns) else 1
 
 
-def _correct_now(inputs: LossInputs, prox_BT: Tensor, correction: CorrectionConfig) -> Correction:
-    """Of logprobs that are known only now. Denominators stay those of the global batch."""
-    found = rollout_correction(prox_BT, inputs.sampler_logprobs_BT, inputs.mask_BT, correction, inputs.turns_BT)
-    return apply_conditional_rules(found, inputs.advantages_B, correction)
+def _correct_now(inputs: LossInputs, prox_BT: Tensor, correction: CorrectionConfig) -> tuple[LogRatio, Tensor, Tensor]:
+    """Log-ratio, weights and mask by logprobs that are known only now. Denominators stay those of the batch."""
+    mask_BT = inputs.mask_BT.bool()
+    turns_BT = inputs.turns_BT
+    return correct_micro_batch(prox_BT, inputs.sampler_logprobs_BT, mask_BT, turns_BT, inputs.advantages_B, correction)
 
 
 def _anchored_to_itself(inputs: LossInputs, correction: CorrectionConfig | None) -> LossInputs:
@@ -232,8 +233,8 @@ def _anchored_to_itself(inputs: LossInputs, correction: CorrectionConfig | None)
     inputs = replace(inputs, anchor_logprobs_BT=inputs.logprobs_BT.detach())
     if correction is None:
         return inputs
-    found = _correct_now(inputs, inputs.logprobs_BT.detach(), correction)
-    return replace(inputs, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+    _, weights_BT, mask_BT = _correct_now(inputs, inputs.logprobs_BT.detach(), correction)
+    return replace(inputs, weights_BT=weights_BT, mask_BT=mask_BT)
 
 
 def _anchored_to_sampler(
@@ -249,19 +250,16 @@ def _anchored_to_sampler(
         )
     current_BT = inputs.logprobs_BT.detach()
     sampler_BT = inputs.sampler_logprobs_BT
-    found = _correct_now(inputs, current_BT, correction)
+    ratio, weights_BT, mask_BT = _correct_now(inputs, current_BT, correction)
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
-    # a mean over these rows' tokens, as its share of the mean over the batch
-    judged = int(inputs.mask_BT.sum()) - found.metrics[PREFIX + "non_finite_learner"]
-    shares = dict.fromkeys(TOKEN_MEANS, found.measured / max(1, totals.measured))
-    shares[MASKED_FRACTION] = judged / max(1, totals.tokens)
-    mismatch = {name: torch.tensor(found.metrics[name] * shares[name], device=current_BT.device) for name in shares}
+    # sums over these rows' tokens, divided so that those of micro-batches add up to means over the batch
+    mismatch = {name: total / max(1, totals.measured) for name, total in token_sums(ratio).items()}
     if not by_sampler:
         anchor_BT = _between(anchor_BT, current_BT, inputs.staleness_BT)
-        found = _correct_now(inputs, anchor_BT, correction)
-        mismatch[MASKED_FRACTION].fill_(found.metrics[MASKED_FRACTION] * shares[MASKED_FRACTION])
-    corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+        ratio, weights_BT, mask_BT = _correct_now(inputs, anchor_BT, correction)
+    mismatch[MASKED_FRACTION] = (ratio.stays_BT & ~mask_BT).sum() / max(1, totals.tokens)
+    corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=weights_BT, mask_BT=mask_BT)
     return corrected, mismatch
 
 

@@ -124,10 +124,16 @@ def weigh_rows(
     if config.level == Level.none:
         measured_BT = kept_float_BT * ratio.counted_float_BT
         applied.add(raw * measured_BT, measured_BT)
-    torch.mul(ratio.at_tokens(config.level, bounded), kept_float_BT, out=out_BT)
-    ratio.fix_weights_(out_BT, kept_BT)
+    apply_weights(config, ratio, bounded, kept_BT, out_BT)
     if config.level != Level.none:
         applied.add(out_BT, kept_float_BT)
+
+
+def apply_weights(config: WeightConfig, ratio: LogRatio, bounded: Tensor, kept_BT: Tensor, out_BT: Tensor) -> Tensor:
+    """Weights of kept tokens into `out_BT`, 0 elsewhere, from bounded ratios in the shape of the level."""
+    torch.mul(ratio.at_tokens(config.level, bounded), as_float(kept_BT), out=out_BT)
+    ratio.fix_weights_(out_BT, kept_BT)
+    return out_BT
 
 
 def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:

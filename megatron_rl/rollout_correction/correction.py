@@ -19,12 +19,13 @@ from torch import Tensor
 from megatron_rl.advantage import session_advantages
 from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Stat, When
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, NonFinite, Stat, When
 from megatron_rl.config.shape import sound
-from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
+from megatron_rl.rollout_correction.batch import BatchWork, Source, apply_weights, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX, WeightSums
-from megatron_rl.rollout_correction.ratio import LogRatio, as_float, filled, log_ratio, row_chunks
+from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio, filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
+from megatron_rl.rollout_correction.weights import in_force, raw_ratio
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Correction:
     metrics: dict[str, float]
     rejected_B: Tensor  # bool: rows that had a response token and lost all to the unconditional rules
     source: Source
-    measured: int = 0  # tokens with a ratio: what the means over tokens in `metrics` are of
     solved: float | None = None  # the cap in force, weight.high or the one for weight.target_ess; or the mix for it
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
@@ -113,8 +113,36 @@ def rollout_correction(
     # a copy, in memory that is free by now: the mask and the denominators are narrowed one without the other
     denominator_BT = work.stays_BT.copy_(work.kept_BT) if config.renormalize else work.stays_BT
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
-    measured = int(work.mismatch.moments.n)
-    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, measured, work.solved)
+    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.solved)
+
+
+@torch.no_grad()
+def correct_micro_batch(
+    prox_BT: Tensor,
+    sampler_BT: Tensor,
+    mask_BT: Tensor,
+    turns_BT: Tensor | None,
+    advantages_B: Tensor,
+    config: CorrectionConfig,
+) -> tuple[LogRatio, Tensor, Tensor]:
+    """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits for a device."""
+    # faults of the sampler that are to raise have done so before the update: see `_without_prox`
+    policy = NonFinite.drop if config.non_finite == NonFinite.raise_ else config.non_finite
+    weights_BT = torch.empty_like(mask_BT, dtype=torch.float32)
+    ratio = exact_log_ratio(prox_BT, sampler_BT, mask_BT, policy, torch.empty_like(weights_BT), turns_BT)
+    kept_BT = ratio.stays_BT
+    for rule in config.reject:
+        if rule.stat == Stat.staleness:
+            continue
+        rejected = violations(rule, ratio)
+        if rule.when is not None:
+            rejected = rejected & _concerned(rule.when, ratio, advantages_B[:, None])
+        kept_BT = kept_BT & ~rejected
+    bounded = in_force(config.weight, raw_ratio(config.weight, ratio), config.weight.high)
+    apply_weights(config.weight, ratio, bounded, kept_BT, weights_BT)
+    if config.weight.when is not None:
+        weights_BT = _weigh_concerned(weights_BT, kept_BT, ratio, advantages_B, config)
+    return ratio, weights_BT, kept_BT
 
 
 def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
@@ -171,7 +199,7 @@ def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
         ratio = log_ratio(zeros_BT, sampler_BT, source.mask_BT[rows], config.non_finite, weights_BT[rows])
         stays_BT[rows] = ratio.stays_BT
         weights_BT[rows] = ratio.counted_BT.float()
-        faults += ratio.sampler_faults
+        faults += int(ratio.sampler_faults)
     rejected_B = filled(source.mask_BT) & ~filled(stays_BT)
     metrics = {PREFIX + "non_finite_sampler": float(faults)}
     return Correction(weights_BT, stays_BT, stays_BT.clone(), metrics, rejected_B, source)
@@ -212,14 +240,23 @@ def _only_where(correction: Correction, advantages_B: Tensor, config: Correction
     """With `weight.when`, the other tokens weigh 1."""
     if config.weight.when is None:
         return correction
-    weights_BT, applied = as_float(correction.mask_BT), WeightSums()
+    weights_BT = correction.weights_BT.clone()
+    applied = WeightSums()
     for rows in row_chunks(weights_BT):
-        ratio, kept_BT = correction.source.ratio(rows, config), correction.mask_BT[rows]
-        ratio.fix_weights_(weights_BT[rows], kept_BT)
-        concerned = _concerned(config.weight.when, ratio, advantages_B[rows, None])
-        weights_BT[rows] = correction.weights_BT[rows].where(concerned, weights_BT[rows])
+        ratio = correction.source.ratio(rows, config)
+        kept_BT = correction.mask_BT[rows]
+        weights_BT[rows] = _weigh_concerned(weights_BT[rows], kept_BT, ratio, advantages_B[rows], config)
         applied.add(weights_BT[rows], as_float(kept_BT))
     return replace(correction, weights_BT=weights_BT, metrics=correction.metrics | applied.of_weights(1.0))
+
+
+def _weigh_concerned(
+    weights_BT: Tensor, kept_BT: Tensor, ratio: LogRatio, advantages_B: Tensor, config: CorrectionConfig
+) -> Tensor:
+    """The weights where `weight.when` holds, 1 at the other kept tokens."""
+    plain_BT = as_float(kept_BT)
+    ratio.fix_weights_(plain_BT, kept_BT)
+    return weights_BT.where(_concerned(config.weight.when, ratio, advantages_B[:, None]), plain_BT)
 
 
 def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:

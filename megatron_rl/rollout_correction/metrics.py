@@ -14,9 +14,6 @@ from torch import Tensor
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp, ends_of
 
 PREFIX = "rollout_corr/"
-# means over tokens with a ratio, and one over all tokens: those of micro-batches add up
-MEANS = "kl logp_diff_mean k3_kl chi2_token rho_mean mult_prob_error logp_abs_diff_mean probs_diff_mean"
-TOKEN_MEANS = tuple(PREFIX + name for name in MEANS.split())
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
 OUTSIDE_SUPPORT, KEPT_LOG_MASS = PREFIX + "outside_support", PREFIX + "kept_log_mass"
 # whose products MismatchSums needs: each quantity with itself, and the two probabilities
@@ -71,6 +68,26 @@ def extremes(values_BT: Tensor, mask_float_BT: Tensor, ends: tuple[float, float]
     return low, high
 
 
+def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
+    """Sums over tokens with a ratio, left on the device; those of micro-batches add up to the batch's means."""
+    d_BT = ratio.d_BT
+    excess_BT = ratio.bounded_d_BT.expm1()
+    counted_BT = ratio.counted_float_BT
+    error_BT = torch.maximum(ratio.rho_BT, ratio.inverse_BT)
+    prob_BT, sampler_prob_BT = ratio.probabilities()
+    values = {
+        "kl": -d_BT,
+        "logp_diff_mean": d_BT,
+        "k3_kl": excess_BT - d_BT,
+        "chi2_token": excess_BT * (excess_BT + 2.0),
+        "rho_mean": ratio.rho_BT * counted_BT,
+        "mult_prob_error": error_BT * counted_BT,
+        "logp_abs_diff_mean": d_BT.abs(),
+        "probs_diff_mean": (prob_BT - sampler_prob_BT).abs(),
+    }
+    return {PREFIX + name: value_BT.sum(dtype=torch.float64) for name, value_BT in values.items()}
+
+
 class MismatchSums:
     """Everything that describes p against mu, whatever weights are chosen."""
 
@@ -85,8 +102,8 @@ class MismatchSums:
         self.sampler_faults = self.learner_faults = 0
 
     def add(self, rows: slice, ratio: LogRatio) -> None:
-        self.sampler_faults += ratio.sampler_faults
-        self.learner_faults += ratio.learner_faults
+        self.sampler_faults += int(ratio.sampler_faults)
+        self.learner_faults += int(ratio.learner_faults)
         mask_BT = ratio.counted_float_BT
         self.counted_B[rows] = ratio.counts_B1[:, 0]
         self.d_B[rows] = ratio.sums_B1[:, 0]

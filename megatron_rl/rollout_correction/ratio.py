@@ -74,8 +74,8 @@ class LogRatio:
     stays_BT: Tensor  # bool: the response mask less what the non-finite policy dropped
     counted_BT: Tensor  # bool: stays_BT less tokens without a ratio (`non_finite: zero`)
     one_BT: Tensor | None  # bool: tokens whose weight is 1 by `non_finite: one`
-    sampler_faults: int
-    learner_faults: int
+    sampler_faults: int | Tensor
+    learner_faults: int | Tensor
     turns_BT: Tensor | None = None  # int64: the turn of each token, -1: none; None: a row is one turn
     prox_logprobs_BT: Tensor | None = None  # p, finite
 
@@ -110,7 +110,8 @@ class LogRatio:
     @cached_property
     def sampler_prob_BT(self) -> Tensor:
         """From p and d, which are defined wherever p is."""
-        if max(-self.ends[0], self.ends[1]) > EXPONENT_LIMIT:  # rho is bounded, and not what lies between the two
+        # rho is bounded, and not what lies between the two; on a GPU to compare would be to wait
+        if self.d_BT.is_cuda or max(-self.ends[0], self.ends[1]) > EXPONENT_LIMIT:
             return (self.prox_BT - self.d_BT).clamp_(max=EXPONENT_LIMIT).exp_().mul_(self.counted_float_BT)
         return self.prob_BT * self.inverse_BT
 
@@ -207,6 +208,18 @@ def log_ratio(
     # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
     if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
         return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT, prox_logprobs_BT)
+    return exact_log_ratio(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT, turns_BT)
+
+
+def exact_log_ratio(
+    prox_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    policy: NonFinite,
+    out_BT: Tensor,
+    turns_BT: Tensor | None = None,
+) -> LogRatio:
+    """The log-ratio of rows that may hold anything. Never waits for a device, unless `policy` is to raise."""
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
     found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
     return replace(found, turns_BT=turns_BT, prox_logprobs_BT=prox_logprobs_BT.float().nan_to_num(0.0, 0.0, 0.0))
@@ -219,13 +232,13 @@ def _without_faults(
     # two finite logprobs too far apart for any sum of them form no ratio either
     usable_BT = d_BT.abs() < LARGEST_DIFFERENCE
     learner_BT = mask_BT & (~torch.isfinite(prox_logprobs_BT) | (~sampler_BT & ~usable_BT))
-    faults = int(sampler_BT.sum())
-    if faults and policy == NonFinite.raise_:
+    faults = sampler_BT.sum()
+    if policy == NonFinite.raise_ and faults:
         row, column = (int(place) for place in sampler_BT.nonzero()[0])
         raise ValueError(
             f"the sampler's logprob is {float(sampler_logprobs_BT[row, column])} at position {column} of a response, "
-            f"and {faults} are NaN or infinite among these {len(mask_BT)} rows; correction.non_finite: raise stops "
-            "here, drop, one, zero or reject go on"
+            f"and {int(faults)} are NaN or infinite among these {len(mask_BT)} rows; "
+            "correction.non_finite: raise stops here, drop, one, zero or reject go on"
         )
     stays_BT = mask_BT & ~learner_BT
     one_BT = None
@@ -239,4 +252,4 @@ def _without_faults(
     else:
         counted_BT = stays_BT = stays_BT & ~sampler_BT
     d_BT.masked_fill_(~stays_BT | sampler_BT, 0.0)
-    return LogRatio(d_BT, stays_BT, counted_BT, one_BT, faults, int(learner_BT.sum()))
+    return LogRatio(d_BT, stays_BT, counted_BT, one_BT, faults, learner_BT.sum())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from learner_cases import make_batch, make_targets
+from pretended_device import waits
 from push_rank import Receiver
 from torch import Tensor
 
@@ -110,6 +111,29 @@ def _held(learner: Learner) -> Iterator[tuple[str, Tensor]]:
                     for name, value in each.optimizer.state[master].items()
                     if isinstance(value, torch.Tensor) and value.dim()
                 )
+
+
+def awaited(learner: Learner, job: dict[str, Any]) -> list[str]:
+    """Operations in which the host would wait for the device while an update's micro-batches run."""
+    batch = make_batch()
+    anchor_BT = learner.logprobs(batch) if job["scored"] else None
+    targets = make_targets(batch, anchor_BT)
+    if learner.loss.kl_coef:
+        targets = replace(targets, ref_logprobs_BT=learner.logprobs(batch))
+    run, packs = learner._run, []
+
+    def watched(work: Any, *args: Any, **kwargs: Any) -> Any:
+        packs.append(len(work))
+        waits.clear()
+        results = run(work, *args, **kwargs)
+        found.extend(waits)
+        return results
+
+    found: list[str] = []
+    learner._run = watched  # type: ignore[method-assign]
+    learner.update(targets)
+    assert packs[0] > 2, packs
+    return found
 
 
 def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from device_worker import mixes, whole
+from device_worker import awaited, mixes, whole
 from gain_worker import again, gains
 from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
@@ -52,7 +52,7 @@ KEYS = {
     "engine_tp": "sampler.tensor_parallel", "format": "quantization.format", "smoothing": "quantization.smoothing",
     "kv_cache": "quantization.kv_cache", "ignore": "quantization.ignore", "loss": "loss.name",
     "entropy_coef": "loss.entropy_coef", "kl_coef": "loss.kl_coef", "kl_on": "loss.kl_on", "optim": "optim.megatron",
-    "offload": "learner.offload", "lr": "optim.lr",
+    "offload": "learner.offload", "lr": "optim.lr", "anchor": "correction.anchor", "reject": "correction.reject",
 }  # fmt: skip
 
 
@@ -406,7 +406,7 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     kind.__name__: kind
     for kind in (
         train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
-        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes,
+        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes, awaited,
         gains, again, adapted, merged_twin, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
         shared, mixture,
     )

@@ -11,13 +11,16 @@ import pytest
 import torch
 from helpers import lone_rank
 from learner_cases import make_batch, make_targets, with_kept
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import GIVEN, keep_returnable
-from megatron_rl.learner.learner import loss_inputs
+from megatron_rl.learner.learner import loss_columns, loss_inputs
 from megatron_rl.learner.modules.packing import ALIGNMENT, buffer, in_one_copy, pack, views
 from megatron_rl.learner.shares import DataPlane
+
+from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu  # isort: skip
 
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
 OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
@@ -87,9 +90,10 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     share = DataPlane(lone_rank()).loss_rows(targets, [[*range(len(batch))]])
     there = mine.to(DEVICE)
     with Copies() as copies:
-        moved = loss_inputs(share, there, logprobs_bT, DEVICE)
+        moved = loss_inputs(loss_columns(share, there, DEVICE), there, logprobs_bT)
     assert copies.count == 1
-    here, rows = loss_inputs(share, mine, logprobs_bT, HOST), list(mine.rows)
+    here = loss_inputs(loss_columns(share, mine, HOST), mine, logprobs_bT)
+    rows = list(mine.rows)
     _check_moved(moved, here, ("logprobs_BT",))
     inside_BT = torch.arange(mine.horizon) < batch.response_lengths_B[rows, None]
     assert torch.equal(here.weights_BT, torch.where(inside_BT, targets.weights_BT[rows, : mine.horizon], 0.0))
@@ -147,3 +151,27 @@ def test_what_the_environment_says_of_the_allocator_stays(variable: str, monkeyp
     assert settings(Sleep.discard, Transport.file) == ""
     monkeypatch.delenv(variable)
     assert settings(Sleep.discard, Transport.file) == "expandable_segments:True"
+
+
+def swiglu(rows: int, grad: bool) -> tuple[Any, ...]:
+    return (torch.randn(rows, 1, 32, requires_grad=grad),)
+
+
+def residual(rows: int, grad: bool) -> tuple[Any, ...]:
+    x, before = (torch.randn(rows, 1, 8, requires_grad=grad) for _ in range(2))
+    return (x, None), before, 0.0
+
+
+@pytest.mark.parametrize(
+    ("fused", "inputs"),
+    [(fused_bias_swiglu.swiglu, swiglu), (fused_bias_dropout.bias_dropout_add_fused_train, residual)],
+)
+def test_packs_of_new_lengths_are_not_compiled_again(fused: Any, inputs: Any) -> None:
+    """megatron-core's compiled functions: twice for the first lengths, with gradients and without."""
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(disable=False):
+        compiled = torch.compile(fused._torchdynamo_orig_callable, backend=counter)
+        for rows in (64, 72, 128, 4096, 80, 1000, 48, 8):
+            for grad in (True, False):
+                compiled(*inputs(rows, grad))
+    assert 0 < counter.frame_count <= 4

@@ -143,46 +143,51 @@ def pack(
     """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own in their batch;
     `context`: ranks that will share each sequence, in two parts of one length each.
     """
-    numbers, index = rows if numbers is None else numbers, torch.tensor(rows, dtype=torch.int64)
-    by_length = dict(zip(numbers, sequences.lengths_B[index].tolist(), strict=True))
-    places = sorted(range(len(numbers)), key=lambda place: (-by_length[numbers[place]], numbers[place]))
-    order = [numbers[place] for place in places]
-    mine = sequences.bare.rows(index[places])
-    prompts, responses = mine.prompt_lengths_B, mine.response_lengths_B
-    lengths = mine.lengths_B.tolist()
+    numbers_R = torch.tensor(rows if numbers is None else numbers, dtype=torch.int64)
+    index_R = torch.tensor(rows, dtype=torch.int64)
+    # longest first, rows of one length in the order of their numbers
+    by_number = numbers_R.argsort(stable=True)
+    by_length = sequences.lengths_B[index_R[by_number]].argsort(descending=True, stable=True)
+    order_R = by_number[by_length]
+    mine = sequences.bare.rows(index_R[order_R])
+    lengths = mine.lengths_B
+    responses = mine.response_lengths_B
     parts = 2 * context if context > 1 else 1
     unit = math.lcm(parts, context * multiple)
-    spans = [-(-length // parts) * parts for length in lengths]
-    filler = -sum(spans) % unit if spans else unit
+    spans = (lengths + parts - 1) // parts * parts
     # filler tokens follow a sequence: under a causal mask no real position sees them
-    spans = [*spans[:-1], spans[-1] + filler] if spans else [filler]
-    starts = torch.tensor([0, *spans]).cumsum(0)
-    real_P = torch.repeat_interleave(starts[:-1][: len(order)], mine.lengths_B) + _ramp(lengths)
-    tokens_S = torch.zeros(sum(spans), dtype=torch.int64).index_copy(0, real_P, mine.tokens_P.long())
+    if len(spans):
+        spans[-1] += -int(spans.sum()) % unit
+    else:
+        spans = torch.tensor([unit])
+    starts = torch.nn.functional.pad(spans.cumsum(0), (1, 0))
+    first_R = starts[: len(lengths)]
+    real_P = torch.repeat_interleave(first_R, lengths) + _ramp(lengths)
+    positions = int(starts[-1])
+    tokens_S = torch.zeros(positions, dtype=torch.int64).index_copy(0, real_P, mine.tokens_P.long())
 
-    counts = responses.tolist()
-    horizon = max(counts, default=1) or 1
-    row_N = torch.repeat_interleave(torch.arange(len(order)), responses)
-    column_N = _ramp(counts)
+    horizon = int(responses.max()) if len(responses) else 1
+    horizon = max(1, horizon)
+    row_N = torch.repeat_interleave(torch.arange(len(lengths)), responses)
+    column_N = _ramp(responses)
     # the logits at the last prompt position predict the first response token
-    first_R = starts[:-1][: len(order)] + prompts - 1
-    logit_index_N = first_R[row_N] + column_N
+    logit_index_N = (first_R + mine.prompt_lengths_B - 1)[row_N] + column_N
     buckets = _buckets(spans)
-    real_S = torch.zeros(len(tokens_S), dtype=torch.bool).index_fill(0, real_P, True)
-    read_S = real_S.index_fill(0, real_P[mine.lengths_B.cumsum(0) - 1], False)
+    real_S = torch.zeros(positions, dtype=torch.bool).index_fill(0, real_P, True)
+    read_S = real_S.index_fill(0, real_P[lengths.cumsum(0) - 1], False)
     padded_index_X, packed_index_S, blanks = _padding(spans, buckets, starts)
     return Pack(
-        rows=tuple(order),
+        rows=tuple(numbers_R[order_R].tolist()),
         horizon=horizon,
-        longest=max(spans),
-        tokens=sum(lengths),
+        longest=int(spans.max()),
+        tokens=int(lengths.sum()),
         tokens_S=tokens_S,
         positions_S=_ramp(spans),
         starts=starts.to(torch.int32),
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
         kept_NK=_kept(mine),
-        experts_SLK=_experts(mine, real_P, len(tokens_S)),
+        experts_SLK=_experts(mine, real_P, positions),
         read_S=read_S,
         cells_N=row_N * horizon + column_N,
         buckets=buckets,
@@ -221,35 +226,37 @@ def _kept(mine: Sequences) -> Tensor | None:
     if mine.kept_counts_N is None or mine.kept_ids_K is None:
         return None
     counts_N = mine.kept_counts_N.long()
-    kept_NK = torch.full((len(counts_N), max([1, *counts_N.tolist()])), -1)
+    widest = int(counts_N.max()) if len(counts_N) else 1
+    kept_NK = torch.full((len(counts_N), max(1, widest)), -1)
     kept_NK[torch.arange(kept_NK.shape[1]) < counts_N[:, None]] = mine.kept_ids_K.long()
     return kept_NK
 
 
-def _ramp(lengths: Sequence[int]) -> Tensor:
+def _ramp(lengths: Tensor) -> Tensor:
     """0, 1, .. length - 1 for each length, joined."""
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    starts = sizes.cumsum(0) - sizes
-    return torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
 
 
-def _buckets(lengths: Sequence[int]) -> tuple[Bucket, ...]:
+def _buckets(lengths: Tensor) -> tuple[Bucket, ...]:
     """Cut lengths, longest first (the last may stick out), into runs of similar length."""
-    runs: list[list[int]] = []
-    for length in lengths:
-        if runs and BUCKET_SHARE * max(runs[-1]) <= length <= max(runs[-1]):
-            runs[-1].append(length)
-        else:
-            runs.append([length])
-    return tuple(Bucket(len(run), max(run)) for run in runs)
+    found: list[Bucket] = []
+    while len(lengths):
+        longest = int(lengths[0])
+        similar = (lengths >= BUCKET_SHARE * longest) & (lengths <= longest)
+        count = int(similar.long().cumprod(0).sum())
+        found.append(Bucket(count, longest))
+        lengths = lengths[count:]
+    return tuple(found)
 
 
-def _padding(spans: Sequence[int], buckets: Sequence[Bucket], starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _padding(spans: Tensor, buckets: Sequence[Bucket], starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Indices that read a pack as padded buckets, and back."""
-    widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)]
+    sizes = torch.tensor([bucket.sequences for bucket in buckets])
+    widths = torch.repeat_interleave(torch.tensor([bucket.length for bucket in buckets]), sizes)
     column_X = _ramp(widths)
-    sequence_X = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(widths))
-    real_X = column_X < torch.tensor(spans)[sequence_X]
+    sequence_X = torch.repeat_interleave(torch.arange(len(spans)), widths)
+    real_X = column_X < spans[sequence_X]
     padded_index_X = torch.where(real_X, starts[sequence_X] + column_X, 0)
     return padded_index_X, real_X.nonzero().flatten(), (~real_X).nonzero().flatten()
 
@@ -257,15 +264,19 @@ def _padding(spans: Sequence[int], buckets: Sequence[Bucket], starts: Tensor) ->
 def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The tensors on the device, views of one buffer: a copy each would cost more than what is in it.
 
-    On a host they are there already, and nothing is copied.
+    On a host they are there already, and nothing is copied. Elsewhere the copy is queued: nobody waits for its end.
     """
-    return dict(tensors) if device.type == "cpu" else views(buffer(tensors).to(device), tensors)
+    if device.type == "cpu":
+        return dict(tensors)
+    held = buffer(tensors, pinned=device.type == "cuda").to(device, non_blocking=True)
+    return views(held, tensors)
 
 
-def buffer(tensors: Mapping[str, Tensor]) -> Tensor:
+def buffer(tensors: Mapping[str, Tensor], pinned: bool = False) -> Tensor:
     """The bytes of all tensors, one after the other."""
     nbytes = sum(_room(tensor) for tensor in tensors.values())
-    held, start = torch.empty(nbytes, dtype=torch.uint8), 0
+    held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    start = 0
     for tensor in tensors.values():
         held[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
         start += _room(tensor)
