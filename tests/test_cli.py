@@ -7,7 +7,6 @@ from helpers import Command
 
 from megatron_rl import cli
 from megatron_rl.commands import train
-from megatron_rl.config import load
 from megatron_rl.config.schema import Config, Device, Format
 from megatron_rl.preflight.machine import named
 from megatron_rl.quantization.formats import format_problem
@@ -90,7 +89,7 @@ def test_a_grid_of_runs_names_the_tool_that_makes_them(command: Command) -> None
 
 @pytest.mark.parametrize(
     ("machine", "planner", "level"),
-    [("1x8xH100-80", True, "none"), ("1x8xH100-80", False, "full"), (None, True, "none"), (None, False, "none")],
+    [("1x8xH100-80", True, "none"), ("1x8xH100-80", False, "full"), (None, True, "none")],
 )
 @pytest.mark.usefixtures("place")
 def test_what_is_recomputed_is_decided_before_the_ranks_start(
@@ -105,7 +104,6 @@ def test_what_is_recomputed_is_decided_before_the_ranks_start(
     assert cli.main(["train", "mine.yaml", *(["sampler.devices='7'"] if machine else [])]) == 0
     assert [config.learner.recompute for config in started] == [level]
     assert (f"note: learner.recompute=auto: {level}, " in capsys.readouterr().err) == bool(machine)
-    assert load("mine.yaml").learner.recompute == "auto"
 
 
 def test_print_config_is_a_recipe(place: Path, command: Command) -> None:

@@ -116,9 +116,9 @@ class Offload(StrEnum):
 
 
 class Recompute(StrEnum):
-    # the least with which an update fits the GPU by the plan: nothing, some layers, all; where memory is not known, full
+    # the least with which an update fits the GPU by the plan: nothing, some layers, or all
     auto = "auto"
-    none = "none"  # nothing
+    none = "none"
     selective = "selective"  # the parts of each layer that learner.megatron.recompute_modules names
     full = "full"  # each layer, from its input
 

@@ -70,7 +70,7 @@ class Policy:
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
-        # each task of a job has decided learner.recompute=auto for its own node; layers that ranks share want one answer
+        # each task of a job has decided learner.recompute=auto for its own node: the driver's holds
         recompute, megatron = self.ranks.broadcast([str(self.learner.recompute), self.learner.megatron])
         self.learner = replace(self.learner, recompute=schema.Recompute(recompute), megatron=megatron)
         if sections.log.memory_history:

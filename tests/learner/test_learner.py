@@ -23,7 +23,7 @@ SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
-    "recompute_some": {"recompute": "full", "megatron": {"recompute_method": "block", "recompute_num_layers": 1}},
+    "recompute_some": {"megatron": {**cases.RECOMPUTE, "recompute_method": "block"}},
     "recompute_parts": {"recompute": "selective"},
 }
 # what is wrong -> (config.json, learner section, words that the error must hold)

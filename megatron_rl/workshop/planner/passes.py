@@ -1,9 +1,10 @@
-"""Seconds of a pass over a step's tokens on one GPU of a learner: products, bytes of its memory, kernels to launch.
+"""Seconds of a pass over a step's tokens on one GPU: products, bytes moved, kernel launches.
 
-Narrow layers and small packs are slower for each operation. A product takes its operations at `dense` of the peak, and its
-operands and result at `reading` of the bandwidth. Between products, each byte that a layer keeps for backward is
-written and read in a forward pass; in backward it is read, and its gradient written and read. The GPU waits where its
-kernels take less than the host needs to launch them (`launch_us` each).
+Narrow layers and small packs are slower for each operation. A product takes its operations at
+`dense` of the peak, then its operands and result at `reading` of the bandwidth. Between products,
+each byte that a layer keeps for backward is written and read in a forward pass; in backward it is
+read, and its gradient written and read. The GPU waits where its kernels take less time than the
+CPU needs to launch them (`launch_us` each).
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from megatron_rl.workshop.planner.memory.learner import BF16, chosen, held
 
 TERA, GIGA = 1e12, 1e9
 LAYER_KERNELS = 20  # of a layer's forward pass, its products included
-FORWARD, BACKWARD = 2, 3  # times that a byte moves which is kept in between
-SUMMED = 12  # bytes for each trained weight of a pack: its gradient written and read, the sum in FP32 read and written
+FORWARD, BACKWARD = 2, 3  # times that a byte moves which a layer keeps for backward
+# bytes for each trained weight of a pack: its gradient, written and read, and the same of the sum
+SUMMED = 12
 
 
 @dataclass(frozen=True)
@@ -32,65 +34,76 @@ class LogitKernels:
     launches: float  # kernels for each chunk of columns, forward and backward
 
 
-FUSED = LogitKernels(forward=2, backward=4, launches=6)  # read for statistics; read and written for the gradient
+# one that reads logits for their statistics, one that reads them and writes their gradient
+FUSED = LogitKernels(forward=2, backward=4, launches=6)
 
 
 def seconds(case: Case, passes: int, again: float = 0.0, logits: LogitKernels = FUSED) -> float:
-    """Of all updates. `passes`: 1 forward, 3 with backward, 2 where weights are frozen. `again`: share of the layers
-    that are repeated."""
-    updates, stages = case.work.updates, case.model.layout.pp
-    of_stage = _body(case, passes, again) + _head(case, passes, logits) / stages
-    return (of_stage + _sums(case) * (passes > 1)) * case.packs * updates
+    """Seconds of a pass over all tokens of a step.
+
+    `passes`: 1 forward, 3 with backward, 2 with backward through frozen weights. `again`: share of
+    the layers that are recomputed.
+    """
+    of_pack = _body(case, passes, again)
+    of_pack += _head(case, passes, logits) / case.model.layout.pp
+    if passes > 1:
+        trained = sum(held(case.model.shape, case.model.layout, 0).trained)
+        of_pack += SUMMED * trained / _bandwidth(case)
+    return of_pack * case.packs * case.work.updates
 
 
 def needed(case: Case) -> float:
-    """Operations of a step's updates on one GPU, of which its share of the peak is counted."""
-    work, each = case.work, operations(case.model, case.work.length)
-    return 3 * (work.tokens * each.body + work.sequences * work.response * each.head) / case.model.layout.world
+    """Operations of a step's updates on one GPU, as perf/update_mfu counts them."""
+    work = case.work
+    each = operations(case.model, work.length)
+    forward = work.tokens * each.body + work.sequences * work.response * each.head
+    return 3 * forward / case.model.layout.world
 
 
 def _pack(case: Case) -> Pack:
-    """The part of a micro-batch that a rank computes, on average."""
+    """A rank's part of a micro-batch, on average."""
     work, layout = case.work, case.model.layout
     tokens = work.tokens / work.updates / layout.dp / layout.cp / case.packs
     return Pack(tokens, tokens * work.response / work.length, int(work.length))
 
 
 def _body(case: Case, passes: int, again: float) -> float:
-    """The layers of a stage, for one pack."""
-    shape, layout, assumed, pack = case.model.shape, case.model.layout, case.assumed, _pack(case)
-    each, layers = operations(case.model, case.work.length), shape.layers
-    wide = [(shape.hidden, shape.size("q") + 2 * shape.size("kv")), (shape.size("q"), shape.hidden)]
-    wide += [] if shape.experts else [(shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden)]
-    products = sum(_product(case, pack.tokens, max(sides) / layout.tp, min(sides)) for sides in wide)
+    """Seconds of a stage's layers for one pack."""
+    shape, layout, assumed = case.model.shape, case.model.layout, case.assumed
+    pack = _pack(case)
+    each = operations(case.model, case.work.length)
+    qkv = shape.size("q") + 2 * shape.size("kv")
+    sides = [(qkv, shape.hidden), (shape.size("q"), shape.hidden)]
+    if not shape.experts:
+        sides += [(2 * shape.ffn, shape.hidden), (shape.ffn, shape.hidden)]
+    products = sum(_product(case, pack.tokens, split / layout.tp, whole) for split, whole in sides)
     others = each.experts / assumed.experts + each.attention / assumed.attention
-    others *= pack.tokens / layout.tp / layers / (case.gpu.tflops * TERA)
+    others *= pack.tokens / layout.tp / shape.layers / (case.gpu.tflops * TERA)
     kept = activations.kept(shape, chosen(case.model), layout, case.training, pack).layer
     moved = kept * pack.tokens * (FORWARD * (1 + again) + BACKWARD * (passes > 1))
     busy = (products + others) * (passes + again) + moved / _bandwidth(case)
-    return max(busy, LAYER_KERNELS * assumed.launch_us / 1e6 * (passes + again)) * layers / layout.pp
+    launching = LAYER_KERNELS * (passes + again) * assumed.launch_us / 1e6
+    return max(busy, launching) * shape.layers / layout.pp
 
 
 def _head(case: Case, passes: int, logits: LogitKernels) -> float:
-    """The logits of one pack; where they are not held whole backward makes them again."""
-    shape, tp, rows = case.model.shape, case.model.layout.tp, _pack(case).responses
-    columns = case.model.layout.padded_vocab(shape.vocab) // tp
-    wide = case.model.head is Precision.fp32 and case.training.width < activations.FP32
-    chunks = ceil(columns / costs.logit_columns(ceil(rows), columns, case.training.width, wide))
-    repeated = passes > 1 and chunks > 1
-    moved = rows * columns * (logits.forward + logits.backward * (passes > 1))
-    busy = _product(case, rows, columns, shape.hidden) * (passes + repeated) + moved / _bandwidth(case)
+    """Seconds of one pack's logits; backward makes again what is not held whole."""
+    model, width, rows = case.model, case.training.width, _pack(case).responses
+    columns = model.layout.padded_vocab(model.shape.vocab) // model.layout.tp
+    wide = model.head is Precision.fp32 and width < activations.FP32
+    chunks = ceil(columns / costs.logit_columns(ceil(rows), columns, width, wide))
+    backward = passes > 1
+    products = passes + (backward and chunks > 1)
+    moved = rows * columns * (logits.forward + logits.backward * backward)
+    busy = _product(case, rows, columns, model.shape.hidden) * products
+    busy += moved / _bandwidth(case)
     return max(busy, chunks * logits.launches * case.assumed.launch_us / 1e6)
-
-
-def _sums(case: Case) -> float:
-    """Gradients of one pack, added to those of the packs before."""
-    return SUMMED * sum(held(case.model.shape, case.model.layout, 0).trained) / _bandwidth(case)
 
 
 def _product(case: Case, rows: float, columns: float, inner: float) -> float:
     moved = BF16 * (rows * inner + inner * columns + rows * columns)
-    return 2 * rows * inner * columns / (case.gpu.tflops * TERA * case.assumed.dense) + moved / _bandwidth(case)
+    peak = case.gpu.tflops * TERA * case.assumed.dense
+    return 2 * rows * inner * columns / peak + moved / _bandwidth(case)
 
 
 def _bandwidth(case: Case) -> float:

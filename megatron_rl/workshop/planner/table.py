@@ -141,8 +141,8 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"update: {time.talking:.0%} in collectives, {time.bubble:.0%} waiting for stages"
     )
     yield (
-        f"          an update gets {time.mfu:.0%} of the GPUs' peak, by kernel launches, bytes and products of the layers' "
-        "widths (docs/scale.md)"
+        f"          an update gets {time.mfu:.0%} of the GPUs' peak, counted by launches, bytes and "
+        "products (docs/scale.md)"
     )
     if time.ahead:
         yield from _ahead(time, plan, config.rollout)

@@ -20,12 +20,7 @@ LARGE = {**cases.LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidde
 EXPERTS = {**cases.QWEN3_MOE, "vocab_size": 512, "moe_intermediate_size": 96}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
-ONE_OF_TWO = {
-    "virtual_pipeline_model_parallel_size": 2,
-    "recompute_granularity": "full",
-    "recompute_method": "block",
-    "recompute_num_layers": 1,
-}
+ONE_OF_TWO = {**cases.CHUNKS, **FULL, "recompute_method": "block"}
 SHORT, LONG = {"rows": 16, "prompt": 4, "response": 60}, {"rows": 4, "prompt": 20, "response": 480}
 
 # name -> model, learner section, rows, precision

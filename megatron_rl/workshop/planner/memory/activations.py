@@ -183,10 +183,10 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
     """
     if training.granularity != "full":
         return alive * kept.stays, 0.0
-    at_once = min(training.layers, layers)
-    if training.method == "block":  # so many of a chunk's layers are recomputed, one at a time
-        share = training.recomputed(layers)
-        return alive * (share * kept.input + (1 - share) * kept.layer), kept.layer - kept.input
+    share = training.recomputed(layers)
+    if share < 1:  # the first layers of a chunk: what its others have kept is free by then
+        return alive * (share * kept.input + (1 - share) * kept.layer), 0.0
+    at_once = 1 if training.method == "block" else min(training.layers, layers)
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
 
