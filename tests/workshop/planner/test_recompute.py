@@ -55,10 +55,10 @@ def test_every_recipe_recomputes_no_more_than_before(recipe: Path) -> None:
 
 @settings(max_examples=60)
 @given(
-    model=some.sampled_from(("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Qwen3-30B-A3B")),
+    model=some.sampled_from(("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B")),
     gib=some.integers(16, 192),
     tokens=some.integers(1024, 65536),
-    tp=some.sampled_from((1, 2, 4)),
+    tp=some.sampled_from((1, 4)),
     stages=some.sampled_from(((1, None), (2, None), (2, 2))),
 )
 def test_nothing_is_chosen_that_does_not_fit_and_nothing_needless(
