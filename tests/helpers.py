@@ -156,8 +156,7 @@ def typed(place: Path, line: str) -> str:
 APART = (
     "sampler.tensor_parallel=4", 'sampler.devices="4,5,6,7"', "sampler.sleep=none",
     "sampler.vllm.gpu_memory_utilization=0.9", "learner.pipeline_parallel=1", "learner.offload=none",
-    "learner.tokens_per_microbatch=24576", "learner.megatron.recompute_granularity=full",
-    "learner.megatron.recompute_method=uniform", "learner.megatron.recompute_num_layers=1",
+    "learner.tokens_per_microbatch=24576", "learner.recompute=full",
 )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ import pytest
 from helpers import Command
 
 from megatron_rl import cli
-from megatron_rl.config.schema import Device, Format
+from megatron_rl.commands import train
+from megatron_rl.config.schema import Config, Device, Format
+from megatron_rl.preflight.machine import named
 from megatron_rl.quantization.formats import format_problem
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +86,25 @@ def test_a_grid_of_runs_names_the_tool_that_makes_them(command: Command) -> None
             assert line.endswith(
                 f"`axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
             )
+
+
+@pytest.mark.parametrize(
+    ("machine", "planner", "level"),
+    [("1x8xH100-80", True, "none"), ("1x8xH100-80", False, "full"), (None, True, "none")],
+)
+@pytest.mark.usefixtures("place")
+def test_what_is_recomputed_is_decided_before_the_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], machine: str | None, planner: bool, level: str
+) -> None:
+    started: list[Config] = []
+    monkeypatch.setattr("megatron_rl.survival.launch.launch", lambda config, report: started.append(config) or 0)
+    if machine:
+        monkeypatch.setattr("megatron_rl.preflight.checks.detect", lambda wanted: named(machine))
+    if not planner:
+        monkeypatch.setattr(train, "workshop", lambda module: None)
+    assert cli.main(["train", "mine.yaml", *(["sampler.devices='7'"] if machine else [])]) == 0
+    assert [config.learner.recompute for config in started] == [level]
+    assert (f"note: learner.recompute=auto: {level}, " in capsys.readouterr().err) == bool(machine)
 
 
 def test_print_config_is_a_recipe(place: Path, command: Command) -> None:

@@ -20,7 +20,7 @@ MAY_CHANGE = (
     *("run.patience_s", "log.", "checkpoint.", "eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s"),
     *("learner.tensor_parallel", "learner.offload"),
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
-    "learner.context_parallel",
+    *("learner.context_parallel", "learner.recompute"),
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
     *("sync.probe_budget", "sync.staged"),
 )

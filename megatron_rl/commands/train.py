@@ -16,7 +16,7 @@ from megatron_rl.commands import recipe_arguments, rewards_beside, workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.load import changes
 from megatron_rl.config.reference import explain
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Device, Recompute
 from megatron_rl.preflight.machine import own
 from megatron_rl.processes import job
 
@@ -70,7 +70,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
     """Everything that `run` checks before it starts or writes anything."""
-    _checked(config, found)
+    config, _ = _checked(config, found)
     _check_place(config)
 
 
@@ -78,7 +78,7 @@ def plan_run(config: Config, found: Sequence[str], on: str | None, changed: Sequ
     """Print what a run would do, here or on a machine that is only named. `changed`: what is not as in the base."""
     from megatron_rl.preflight.machine import named
 
-    checked = _checked(config, found, on=named(on) if on else None)
+    config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
         checked = replace(checked, notes=(*checked.notes, *_check_place(config, dry=True)))
     summary = workshop("planner.summary")
@@ -89,7 +89,8 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
     if attempts < 1 or (attempts > 1 and ranks != "local"):
         raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
-    checked, first = _checked(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    config, checked = _checked(config, found, here=ranks == "local")
+    first = ranks == "local" or _rank(ranks) == 0
     for note in (*checked.notes, *_check_place(config)) if first else ():
         print(f"note: {note}", file=sys.stderr)
     from megatron_rl.processes.scratch import entered
@@ -118,15 +119,27 @@ def report(config: Config, run: RunDir) -> str:
     return str(after_run.finish(run, config)) if after_run else ""
 
 
-def _checked(config: Config, found: Sequence[str], **given: Any) -> Checked:
-    """What can be checked, then what can be reckoned: a plan is of sizes that go together."""
+def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config, Checked]:
+    """What can be checked, then what can be reckoned: a plan is of sizes that go together.
+
+    With the configuration as this machine decides it: `learner.recompute: auto` is no longer in it.
+    """
     from megatron_rl.preflight.checks import check
 
     checked = check(config, found, **given)
+    about = checked.policy.hf_config, checked.machine
+    said = ""
+    if recompute := workshop("planner.recompute"):
+        config, said = recompute.for_machine(config, *about)
+    elif config.learner.undecided:
+        level = Recompute.none
+        if checked.machine.kind is Device.cuda:
+            level, said = Recompute.full, "learner.recompute=auto: full, as nothing here plans memory"
+        config = replace(config, learner=replace(config.learner, recompute=level))
     plan = workshop("planner.plan")
-    if plan and (problems := plan.share_problems(config, checked.policy.hf_config, checked.machine)):
+    if plan and (problems := plan.share_problems(config, *about)):
         raise ConfigError("\n".join(problems))
-    return checked
+    return config, replace(checked, notes=(*checked.notes, said) if said else checked.notes)
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:

@@ -116,6 +116,14 @@ class Offload(StrEnum):
     optimizer = "optimizer"  # its masters and moments; gradients' memory is given back
 
 
+class Recompute(StrEnum):
+    # the least with which an update fits the GPU by the plan: nothing, some layers, or all
+    auto = "auto"
+    none = "none"
+    selective = "selective"  # the parts of each layer that learner.megatron.recompute_modules names
+    full = "full"  # each layer, from its input
+
+
 class Wandb(StrEnum):
     none = "none"  # it is not
     auto = "auto"  # online with a key, offline without

@@ -8,10 +8,15 @@ from megatron_rl.config.bounds import (  # isort: skip
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate, Anchor, Decay, Divergence, Estimator, Forward, KlOn, KlTo, Level, LossName, NonFinite, Offload,
-    OnNonFinite, Outside, Precision, Reduce, Reduction, Router, Stat, TargetBy, TrustRegion, When,
+    OnNonFinite, Outside, Precision, Recompute, Reduce, Reduction, Router, Stat, TargetBy, TrustRegion, When,
 )  # fmt: skip
 
 ALL_LINEAR = "all-linear"
+RECOMPUTE = "recompute_"  # how fields of TransformerConfig begin that say what is recomputed
+RECOMPUTED: dict[Recompute, dict[str, Any]] = {
+    Recompute.selective: {"recompute_granularity": "selective"},
+    Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -164,9 +169,23 @@ class LearnerSection:
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
     update_check: UpdateCheckSection = field(default_factory=UpdateCheckSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    # what backward computes again, so that a forward pass need not keep it; learner.megatron.recompute_* come first
+    recompute: Recompute = Recompute.auto
     offload: Offload = Offload.none  # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
     # fields of megatron-core's TransformerConfig, handed over as is, such as {sequence_parallel: true}
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
+
+    @property
+    def transformer(self) -> dict[str, Any]:
+        """Fields of TransformerConfig: what `recompute` stands for, under those of `megatron`."""
+        given = {key: one for key, one in self.megatron.items() if one is not None or not key.startswith(RECOMPUTE)}
+        word = {} if f"{RECOMPUTE}granularity" in given else RECOMPUTED.get(self.recompute, {})
+        return {**word, **given}
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what is recomputed depends on the memory of the machine."""
+        return self.recompute is Recompute.auto and not any(key.startswith(RECOMPUTE) for key in self.transformer)
 
     @property
     def virtual_pipeline(self) -> int | None:

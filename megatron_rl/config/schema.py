@@ -17,8 +17,8 @@ from megatron_rl.config.bounds import (  # isort: skip
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
     Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
     InFlight, KlOn, KlTo, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
-    Precision, Reduce, Reduction, RolloutSource, Router, Sleep, Stale, Stat, TargetBy, Transport, TrustRegion, Wandb,
-    When,
+    Precision, Recompute, Reduce, Reduction, RolloutSource, Router, Sleep, Stale, Stat, TargetBy, Transport,
+    TrustRegion, Wandb, When,
 )  # fmt: skip
 from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     ALL_LINEAR, AdvantageConfig, CorrectionConfig, LearnerSection, LoraSection, LossConfig, OptimSection, RejectRule,

@@ -27,8 +27,6 @@ REMOVED = {
     "learner.virtual_pipeline": "set learner.megatron.virtual_pipeline_model_parallel_size",
     "learner.sequence_parallel": "set learner.megatron.sequence_parallel",
     "learner.fp8": "set learner.megatron.fp8",
-    "learner.recompute": "set learner.megatron.recompute_granularity=full, recompute_method=uniform and "
-    "recompute_num_layers=1",
     "log.group": "set the environment variable WANDB_RUN_GROUP",
     "log.project": "set the environment variable WANDB_PROJECT",
 }

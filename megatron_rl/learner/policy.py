@@ -4,7 +4,7 @@ random states, memory returned to engines; `Sections`: the part of a config that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,9 @@ class Policy:
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
+        # each task of a job has decided learner.recompute=auto for its own node: the driver's holds
+        recompute, megatron = self.ranks.broadcast([str(self.learner.recompute), self.learner.megatron])
+        self.learner = replace(self.learner, recompute=schema.Recompute(recompute), megatron=megatron)
         if sections.log.memory_history:
             remember_allocations(self.device)
         self.steps = 0  # optimizer steps taken

@@ -103,7 +103,7 @@ ROWS = (
     Row(
         "gpu_memory",
         "a GPU ran out of memory",
-        "Lower learner.tokens_per_microbatch, set learner.megatron.recompute_granularity=full, or raise "
+        "Lower learner.tokens_per_microbatch, set learner.recompute=full, or raise "
         "learner.tensor_parallel, or learner.context_parallel for long answers; where the engine shares the GPU, "
         "sampler.sleep=offload or less of sampler.vllm.gpu_memory_utilization.",
         says=rf"{CUDA_FULL}|CUBLAS_STATUS_ALLOC_FAILED",

@@ -28,7 +28,10 @@ CONFIG: dict[str, Any] = {
     "run": {"steps": 4, "seed": 1, "stop": {"eval/accuracy": 0.5}},
     "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
     "log": {"wandb": "none"},
-    "learner": {"lora": {"rank": 8, "alpha": 16, "targets": ["all-linear"]}},
+    "learner": {
+        "recompute": "none",
+        "lora": {"rank": 8, "alpha": 16, "targets": ["all-linear"]},
+    },
 }
 
 
@@ -235,6 +238,7 @@ def test_a_record_of_no_recipe_is_told(tmp_path: Path, content: bytes) -> None:
         ("run.stop", {"eval/accuracy": 0.9}, False),
         ("run.stop", None, False),
         ("log.wandb", "offline", False),
+        ("learner.recompute", "full", False),
         ("run.seed", 2, True),
         ("optim.lr", 0.2, True),
         ("optim.megatron.clip_grad", 2.0, True),

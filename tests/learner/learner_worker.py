@@ -63,6 +63,8 @@ def config_of(job: dict[str, Any]) -> Config:
         "rollout": {"temperature": 0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})},
         "quantization": {"format": "int8"},
     }
+    if "recompute" in job:  # by rank
+        sections["learner"]["recompute"] = job["recompute"][int(os.environ["RANK"])]
     for key in KEYS.keys() & job.keys():
         section, _, name = KEYS[key].partition(".")
         sections.setdefault(section, {})[name] = job[key]

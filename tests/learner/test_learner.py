@@ -21,6 +21,11 @@ ORDERED = ("tp2", "pp2", "dp2")
 STEPS = 3
 SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  # layouts whose activations are compared
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": "full"},
+    "recompute_some": {"megatron": {**cases.RECOMPUTE, "recompute_method": "block"}},
+    "recompute_parts": {"recompute": "selective"},
+}
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "field": (cases.QWEN3, {"megatron": {"num_layer": 2}}, ("learner.megatron.num_layer", "megatron.num_layers")),
@@ -82,7 +87,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("entropy", cases.QWEN3, entropy_coef=0.1),
         _train("packs_of_80", cases.QWEN3, {"tokens_per_microbatch": 80}),
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
-        _train("recompute", cases.QWEN3, {"megatron": cases.RECOMPUTE}),
+        *(_train(name, cases.QWEN3, layout) for name, layout in RECOMPUTED.items()),
         *(_activations(model) for model in SEEN),
         *_one_update(),
         _flips(folders["qwen3_moe"]),
@@ -112,6 +117,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         jobs.append({**_train(f"order_{name}", cases.QWEN3, cases.LAYOUTS[name]), "kind": "refused", "reversed": True})
     jobs += [_activations(model, at) for model, layouts in SEEN.items() for at in layouts]
     jobs.append(_train("one_kv_head", ONE_KV_HEAD, cases.LAYOUTS["tp2"]))
+    jobs.append(_train("own_recompute", cases.QWEN3, cases.LAYOUTS["tp2"], recompute=["full", "none"]))
     for name in ("dp2", "vp2"):
         packs = {**cases.LAYOUTS[name], "tokens_per_microbatch": 80}
         jobs.append(_train(f"{name}_packs_of_80", cases.QWEN3, packs))
@@ -151,7 +157,8 @@ ALIKE += [(2, f"bf16_{at}", "bf16", 2e-2) for at in cases.LAYOUTS]
 ALIKE += [(2, f"moe_{at}", "moe", 1e-4) for at in cases.EXPERT_LAYOUTS]
 ALIKE += [(2, "one_kv_head", "one_kv_head", 1e-4)]  # tensor-parallel ranks share it
 ALIKE += [(2, f"{at}_packs_of_80", "fp32", 1e-4) for at in ("dp2", "vp2")]
-ALIKE += [(1, case, "fp32", 1e-4) for case in ("packs_of_80", "unpacked", "recompute")]
+ALIKE += [(1, case, "fp32", 1e-4) for case in ("packs_of_80", "unpacked", *RECOMPUTED)]
+ALIKE += [(2, "own_recompute", "fp32", 1e-4)]  # where ranks have decided each for its own machine, the driver's holds
 
 
 @pytest.mark.parametrize(("ranks", "case", "wanted", "rel"), ALIKE)

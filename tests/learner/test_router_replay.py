@@ -12,11 +12,12 @@ from routing_worker import routed_batch
 
 pytestmark = pytest.mark.ranks
 PACKS = {"tokens_per_microbatch": 80}
+SOME = cases.RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 2}
 LAYOUTS = {
     **cases.EXPERT_LAYOUTS,
     "vp2_recompute": {"pipeline_parallel": 2, "megatron": cases.CHUNKS | cases.RECOMPUTE},
     "cp2_ep2": {**cases.CP2, "expert_parallel": 2},
-    "cp2_recompute": {**cases.CP2, "megatron": cases.RECOMPUTE},
+    "cp2_recompute": {**cases.CP2, "megatron": SOME},
     "cp2_tp2_sp": cases.CP2 | cases.LAYOUTS["tp2_sp"],
 }
 FORWARD = {"router": "replay_forward"}

@@ -308,8 +308,8 @@ def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
     if given.get("recompute_granularity") == "full" and rest:
         yield (
-            f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set recompute_method=uniform "
-            "and recompute_num_layers=1 beside it"
+            f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set learner.recompute=full "
+            "in its place"
         )
     if given.get("apply_rope_fusion") and shape.has("rotary_pairs"):
         yield (

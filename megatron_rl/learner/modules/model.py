@@ -74,7 +74,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         "init_method": _blank,
         "output_layer_init_method": _blank,
         **(_host_fields() if host.ON_HOST else _device_fields(shape)),
-        **learner.megatron,
+        **learner.transformer,
         **({"fp8_recipe": limits.fp8_recipe(learner)} if limits.fp8(learner) else {}),
         "sequence_parallel": limits.sequence_parallel(learner),
     }

@@ -36,12 +36,12 @@ class Assumptions:
     observation: float = 0.25  # mean length of what a turn adds
     tool_s: float = 0.5  # until it is there
     batches: float = 1.0  # generation batches until enough groups have spread
-    dense: float = 0.40  # of the learner's matrix products
+    dense: float = 0.65  # of the learner's matrix products, before their bytes
     experts: float = 0.15
     attention: float = 0.5
-    halved: float = 0.05  # of that, lost with each doubling of the ranks that share a matrix
+    launch_us: float = 10.0  # of the learner's process, for every kernel
     sampling: float = 0.35  # of an engine's products, prompts included
-    reading: float = 0.75  # of memory bandwidth, while an engine decodes
+    reading: float = 0.75  # of memory bandwidth: a learner's kernels, and an engine that decodes
     reading_experts: float = 0.4
     quantizing: float = 0.1  # of memory bandwidth, while the learner quantizes its shards
     link: float = 0.6
@@ -157,6 +157,17 @@ class Case:
     @cached_property
     def training(self) -> Training:
         return Training.of(self.config.learner, self.host)
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers that follow one another on a rank, at most."""
+        layout = self.model.layout
+        return max(layout.stage_layers(self.model.shape.layers)) // layout.chunks
+
+    @property
+    def recomputed(self) -> float:
+        """The share of the layers that backward computes again."""
+        return self.training.recomputed(self.chunk_layers)
 
     @property
     def packs(self) -> int:

@@ -180,13 +180,12 @@ def _learner(case: Case) -> dict[Part, float]:
     forward = work.tokens * (each.dense + each.experts) + work.sequences * work.response * each.head
     attention, layers = work.tokens * each.attention, packs * case.model.shape.layers
     scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout) + bool(config.loss.kl_coef)
-    again = case.training.granularity == "full"
     return {
         ("update", "update"): work.updates,
         ("update", "weight"): work.updates * parameters(case.model.shape),
         ("update", "layer"): 3 * work.updates * layers,
-        ("update", "none products"): (3 + again) * forward,
-        ("update", "attention"): (3 + again) * attention,
+        ("update", "none products"): (3 + case.recomputed) * forward,
+        ("update", "attention"): (3 + case.recomputed) * attention,
         ("prox", "layer"): scores * work.updates * layers,
         ("prox", "none products"): scores * forward,
         ("prox", "attention"): scores * attention,

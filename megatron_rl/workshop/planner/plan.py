@@ -17,6 +17,7 @@ from megatron_rl.runs.console import duration
 from megatron_rl.workshop.planner.case import Assumptions, Case, Workload, keeps_prefixes
 from megatron_rl.workshop.planner.memory.engine import GIB, utilization
 from megatron_rl.workshop.planner.phases import CACHE, Memory, largest_share, planned
+from megatron_rl.workshop.planner.recompute import decided
 from megatron_rl.workshop.planner.time import StepTime, rolling_out, step_time
 
 FASTER = 0.9  # of the rollout's time: less of a gain is not worth a word
@@ -44,6 +45,7 @@ class Plan:
     cache: Cache
     work: Workload
     packs: int  # micro-batches of an update, of one replica
+    recomputed: float  # the share of the layers that backward computes again
     time: StepTime | None  # None: the kind of GPU is not known
     gpu_hours: float | None
     kept_gib: float  # a checkpoint
@@ -63,6 +65,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
 
 
 def plan_case(case: Case) -> Plan:
+    case, said = decided(case)
     config, machine, found, work = case.config, case.machine, case.roles, case.work
     memory = planned(case)
     time = step_time(case) if machine.gpu is not None else None
@@ -79,13 +82,18 @@ def plan_case(case: Case) -> Plan:
         cache=Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler), held),
         work=work,
         packs=case.packs,
+        recomputed=case.recomputed,
         time=time,
         gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
         kept_gib=kept / GIB,
         host=host,
         assumed=case.assumed,
         problems=(*_too_much(case, memory), *_too_little(case), *_too_much_of_host(machine, host)),
-        notes=(*_notes(case, memory), *(_faster(case, time) if time is not None and case.limit else ())),
+        notes=(
+            *filter(None, [said]),
+            *_notes(case, memory),
+            *(_faster(case, time) if time is not None and case.limit else ()),
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from megatron_rl.quantization.formats import format_problem
 from megatron_rl.runs.console import table
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.fit import Costs, Measured, fitted, seconds_of
+from megatron_rl.workshop.planner.recompute import decided
 
 PHASES = ("rollout", "prox", "update", "sync")
 NAMES = {
@@ -88,7 +89,7 @@ def _with(base: Case, name: str) -> Case:
     config = base.config
     sampler = replace(config.sampler, fleet=replace(config.sampler.fleet, formats=[]))
     quantization = replace(config.quantization, format=format, kv_cache=cache)
-    return replace(base, config=replace(config, quantization=quantization, sampler=sampler))
+    return decided(replace(base, config=replace(config, quantization=quantization, sampler=sampler)))[0]
 
 
 def _refused(case: Case) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
-from megatron_rl.config.schema import Config, LearnerSection, Offload, SamplerSection, Sleep, Transport
+from megatron_rl.config.schema import Config, LearnerSection, Offload, Recompute, SamplerSection, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
@@ -28,11 +28,10 @@ POWERS = (1, 2, 4, 8, 16, 32)
 STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LEAST_BUDGET = 8192  # tokens of a micro-batch
 SPLIT = 0.9  # of the memory, for an engine that has its GPUs to itself
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OWNED = (  # of learner.megatron: what a layout decides
-    *(*FULL, "recompute_modules", "sequence_parallel", "expert_tensor_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage"),
-    "num_layers_in_last_pipeline_stage",
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("sequence_parallel", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 SHARED_FOLDER = "/shared/sync"  # the reader's own, where engines are on other nodes
 
@@ -58,7 +57,8 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
         for candidate in of_ranks[ranks]:
             learner = replace(candidate, offload=Offload.optimizer if asleep else Offload.none)
             changed = _with_room(base, way, replace(config, learner=learner, **sampler))
-            if changed is not None:
+            if changed is not None:  # the engine's share is what the learner leaves; it recomputes no more than tried
+                changed = replace(changed, learner=replace(changed.learner, recompute=Recompute.auto))
                 found = plan_case(replace(base, config=changed))
                 if not found.problems and found.verdict == "fits":
                     fitting.append(Suggestion(way, changed, found))
@@ -129,7 +129,7 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     layout, found = one.plan.layout, one.plan
-    again = ", recomputed" if one.config.learner.megatron.get("recompute_granularity") else ""
+    again = f", {found.recomputed:.0%} recomputed" if found.recomputed else ""
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
     engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
@@ -209,7 +209,7 @@ def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[L
             for ep in POWERS if shape.experts else (1,):
                 if shape.experts and (shape.experts % ep or tp * cp * replicas % ep):
                     continue
-                for again in ({}, FULL):
+                for again in (Recompute.none, Recompute.full):
                     yield _learner(config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET))
 
 
@@ -219,8 +219,8 @@ def _cuts(model: Model, tp: int) -> bool:
     return heads and (bool(shape.experts) or shape.ffn % tp == 0)
 
 
-def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: dict[str, Any], budget: int) -> LearnerSection:
-    megatron = {key: value for key, value in config.learner.megatron.items() if key not in OWNED} | again
+def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: Recompute, budget: int) -> LearnerSection:
+    megatron = {key: value for key, value in config.learner.megatron.items() if key not in OWNED}
     if tp > 1 or config.learner.megatron.get("sequence_parallel"):
         megatron["sequence_parallel"] = tp > 1
     megatron |= {"expert_tensor_parallel_size": 1} if ep > 1 and tp > 1 else {}
@@ -231,6 +231,7 @@ def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: dict[str
         data_parallel=dp,
         expert_parallel=ep,
         tokens_per_microbatch=budget,
+        recompute=again,
         megatron=megatron,
     )
 

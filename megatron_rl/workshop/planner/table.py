@@ -140,6 +140,10 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"          rollout: {time.decoded} sequences together, {time.decode_s * 1e3:.0f} ms for a token of each; "
         f"update: {time.talking:.0%} in collectives, {time.bubble:.0%} waiting for stages"
     )
+    yield (
+        f"          an update gets {time.mfu:.0%} of the GPUs' peak, counted by launches, bytes and "
+        "products (docs/scale.md)"
+    )
     if time.ahead:
         yield from _ahead(time, plan, config.rollout)
     word = "less" if time.fp8_s >= 0 else "more"

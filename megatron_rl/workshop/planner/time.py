@@ -1,7 +1,6 @@
 """Seconds of a step's phases on GPUs of a kind: operations over peak, bytes over links, and what is assumed."""
 
 from dataclasses import dataclass
-from math import log2
 
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.prox_pass import makes_prox_pass
@@ -9,11 +8,12 @@ from megatron_rl.config.schema import Format, Offload, Sleep, Transport
 from megatron_rl.learner.modules.costs import Operations, operations
 from megatron_rl.models.mapping import parameters
 from megatron_rl.preflight.roles import Roles
+from megatron_rl.workshop.planner import passes
 from megatron_rl.workshop.planner.case import Case, keeps_prefixes
 from megatron_rl.workshop.planner.memory.engine import EngineMemory, utilization
 from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, chosen, held
+from megatron_rl.workshop.planner.passes import GIGA, TERA
 
-TERA, GIGA = 1e12, 1e9
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at 3.4 million
 FP8_PAYS = 580_000
 FP8_GAIN = 0.18  # of the time of the products, at best
@@ -26,6 +26,7 @@ class Learning:
 
     prox: float
     update: float
+    mfu: float  # of an update, as perf/update_mfu: what is computed again does not count
     bubble: float  # share of an update that pipeline stages wait
     talking: float  # share of an update that ranks spend in collectives
     fp8_s: float  # what an FP8 learner takes less than a BF16 one; negative: more
@@ -103,17 +104,19 @@ def parts(case: Case) -> dict[tuple[str, str], float]:
 
 def learning(case: Case) -> Learning:
     config, work, layout = case.config, case.work, case.model.layout
-    again = 1.0 if case.training.granularity == "full" else 0.0
+    again = case.recomputed
     bubble = (layout.pp - 1) / (case.packs * layout.chunks)
-    products = _products(case, 3 if case.model.shape.lora is None else 2, again)  # frozen weights have no gradient
+    computing = passes.seconds(case, 3 if case.model.shape.lora is None else 2, again)  # frozen: no weights' gradients
     talking = _collectives(case, 2 + again) + _reductions(case) * work.updates
-    gain = products * FP8_GAIN * (1 - FP8_PAYS / max(work.tokens, 1))
-    busy = products + talking - (gain if case.training.fp8 else 0)
-    scored = _products(case, 1, 0) + _collectives(case, 1)
+    gain = computing * FP8_GAIN * (1 - FP8_PAYS / max(work.tokens, 1))
+    busy = computing + talking - (gain if case.training.fp8 else 0)
+    scored = passes.seconds(case, 1) + _collectives(case, 1)
     scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
+    update = busy * (1 + bubble) + _moving(case) + _checking(case, scored * (1 + bubble))
     return Learning(
         prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
-        update=busy * (1 + bubble) + _moving(case) + _checking(case, scored * (1 + bubble)),
+        update=update,
+        mfu=passes.needed(case) / update / (case.gpu.tflops * TERA),
         bubble=1 - 1 / (1 + bubble),
         talking=talking / busy,
         fp8_s=gain,
@@ -138,16 +141,6 @@ def _kept(case: Case) -> float:
     """Bytes of a rank's state, the first of replicas: its weights, and its part of their optimizer."""
     trained = sum(held(case.model.shape, case.model.layout, 0).trained)
     return case.training.width * trained + case.heaviest.optimizer
-
-
-def _products(case: Case, passes: float, again: float) -> float:
-    """`passes`: 1 forward, 3 with backward. `again`: forward passes of the layers that are repeated."""
-    work, layout, assumed, each = case.work, case.model.layout, case.assumed, operations(case.model, case.work.length)
-    layers = each.dense / assumed.dense + each.experts / assumed.experts + each.attention / assumed.attention
-    heads = work.sequences * work.response * each.head * passes / assumed.dense
-    needed = work.tokens * layers * (passes + again) + heads
-    slower = (1 - assumed.halved) ** log2(layout.tp)
-    return needed / (case.gpu.tflops * TERA) / slower / layout.world
 
 
 def _collectives(case: Case, passes: float) -> float:

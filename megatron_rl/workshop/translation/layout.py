@@ -95,8 +95,6 @@ def layout(values: Values, told: Accounts) -> None:
 def _activations(values: Values, tensor: int) -> None:
     """Megatron's words for what is computed again; ranks of a tensor share sequences where nothing else is said."""
     key = "learner.megatron.recompute"
-    if values.get("=recompute") and values.get("=sharded"):
-        values[f"{key}_granularity"] = "full"
     if values.get(f"{key}_granularity") == "full" and not values.get(f"{key}_method"):
         values |= {f"{key}_method": "uniform", f"{key}_num_layers": 1}
     if tensor > 1:

@@ -20,6 +20,7 @@ LARGE = {**cases.LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidde
 EXPERTS = {**cases.QWEN3_MOE, "vocab_size": 512, "moe_intermediate_size": 96}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
+ONE_OF_TWO = {**cases.CHUNKS, **FULL, "recompute_method": "block"}
 SHORT, LONG = {"rows": 16, "prompt": 4, "response": 60}, {"rows": 4, "prompt": 20, "response": 480}
 
 # name -> model, learner section, rows, precision
@@ -49,6 +50,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], str]] =
     "ep2": (EXPERTS, {"data_parallel": 2, "expert_parallel": 2}, SHORT, "bf16"),
     "tp2, recomputed": (LARGE, {"tensor_parallel": 2, "megatron": FULL}, SHORT, "bf16"),
     "pp2, recomputed": (LARGE, {"pipeline_parallel": 2, "megatron": FULL}, SHORT, "bf16"),
+    "pp2 interleaved, one layer of a chunk recomputed": (
+        {**LARGE, "num_hidden_layers": 8},
+        {"pipeline_parallel": 2, "megatron": ONE_OF_TWO},
+        SHORT,
+        "bf16",
+    ),
     "dp2, attention recomputed": (SMALL, {"data_parallel": 2, "megatron": SELECTIVE}, SHORT, "bf16"),
     "dp2, fp32": (LARGE, {"data_parallel": 2}, SHORT, "fp32"),
     "tp2, logits in fp32": (LARGE, {"tensor_parallel": 2}, SHORT, "bf16"),

@@ -61,7 +61,7 @@ class Training:
 
     @classmethod
     def of(cls, learner: LearnerSection, host: bool) -> Training:
-        given: Mapping[str, Any] = learner.megatron
+        given: Mapping[str, Any] = learner.transformer
         return cls(
             width=2 if learner.precision == Precision.bf16 else 4,
             sp=learner.tensor_parallel if limits.sequence_parallel(learner) else 1,
@@ -73,6 +73,12 @@ class Training:
             fused_activation=bool(given.get("bias_activation_fusion")),
             fp8=limits.fp8(learner) is not None,
         )
+
+    def recomputed(self, layers: int) -> float:
+        """The share of a chunk's layers that backward computes again."""
+        if self.granularity != "full":
+            return 0.0
+        return min(self.layers / max(layers, 1), 1.0) if self.method == "block" else 1.0
 
 
 def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pack: Pack) -> Kept:
@@ -173,14 +179,14 @@ def in_flight(layout: Layout, stage: int, packs: int, layers: int) -> float:
 def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tuple[float, float]:
     """Bytes for each position of a stage's layers: what waits for backward, and what is recomputed beside it.
 
-    `alive`: the layers of all micro-batches in flight.
+    `layers`: those of a chunk. `alive`: the layers of all micro-batches in flight.
     """
     if training.granularity != "full":
         return alive * kept.stays, 0.0
-    at_once = min(training.layers, layers)
-    if training.method == "block":  # so many of a stage's layers are recomputed, one at a time
-        share = at_once / max(layers, 1)
-        return alive * (share * kept.input + (1 - share) * kept.layer), kept.layer - kept.input
+    share = training.recomputed(layers)
+    if share < 1:  # the first layers of a chunk: what its others have kept is free by then
+        return alive * (share * kept.input + (1 - share) * kept.layer), 0.0
+    at_once = 1 if training.method == "block" else min(training.layers, layers)
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
 

@@ -116,7 +116,7 @@ def of_stage(
     pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest, pack.padded)
     kept = activations.kept(shape, chosen(model), layout, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
-    waiting, again = activations.of_layers(kept, training, layers, alive)
+    waiting, again = activations.of_layers(kept, training, layers // layout.chunks, alive)
     norms, logits, gradient, copies = activations.head(model, training, pack) if last else (0.0,) * 4
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
