@@ -145,10 +145,7 @@ def pack(
     """
     numbers_R = torch.tensor(rows if numbers is None else numbers, dtype=torch.int64)
     index_R = torch.tensor(rows, dtype=torch.int64)
-    # longest first, rows of one length in the order of their numbers
-    by_number = numbers_R.argsort(stable=True)
-    by_length = sequences.lengths_B[index_R[by_number]].argsort(descending=True, stable=True)
-    order_R = by_number[by_length]
+    order_R = _longest_first(numbers_R, sequences.lengths_B[index_R])
     mine = sequences.bare.rows(index_R[order_R])
     lengths = mine.lengths_B
     responses = mine.response_lengths_B
@@ -196,6 +193,13 @@ def pack(
         blanks=blanks,
         real_S=real_S if context > 1 else None,
     )
+
+
+def _longest_first(numbers_R: Tensor, lengths_R: Tensor) -> Tensor:
+    """Places of rows by length, those of one length in the order of their numbers."""
+    by_number = numbers_R.argsort(stable=True)
+    by_length = lengths_R[by_number].argsort(descending=True, stable=True)
+    return by_number[by_length]
 
 
 def _experts(mine: Sequences, real_P: Tensor, positions: int) -> Tensor | None:
