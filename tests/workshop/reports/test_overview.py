@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers import Command
 from run_factory import make_run
 
-from megatron_rl import cli
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, now, read_status
 from megatron_rl.workshop.reports.overview import describe, watch
@@ -31,9 +31,8 @@ def lines(text: str) -> dict[str, str]:
     return {line.split()[0]: line.strip() for line in text.splitlines()}
 
 
-def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(run)]) == 0
-    said = lines(capsys.readouterr().out)
+def test_a_finished_run(run: Path, command: Command) -> None:
+    said = lines(command("status", run))
     assert said["mine"] == "mine"
     assert said["finished,"] == "finished, attempt 1"
     assert f"{STEPS} of {STEPS}, " in said["step"]
@@ -71,24 +70,21 @@ def test_watching_ends_with_the_last_run(run: Path, tmp_path: Path) -> None:
     assert stream.getvalue().count("mine") >= 1
 
 
-def test_torn_and_strange_folders(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -> None:
     for content in ("{", "[1]", json.dumps({"state": "running", "alarms": [1, "x"], "steps": "x", "heartbeat": 3})):
         torn = tmp_path / "torn"
         torn.mkdir(exist_ok=True)
         (torn / "status.json").write_text(content)
         (torn / "metrics.jsonl").write_text('{"progress/step": 1}\n{"prog')
-        assert cli.main(["status", str(torn), str(run)]) == 0
-        assert "1 of" in capsys.readouterr().out
-    assert cli.main(["status", str(tmp_path)]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+        assert "1 of" in command("status", torn, run)
+    assert "not a run directory" in command("status", tmp_path, status=2)
 
 
 @pytest.mark.fault("a file of a run is a pipe", "status and report name it, and wait for nothing")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "config.yaml", "env.json"])
-def test_a_pipe_as_a_file_of_a_run(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_as_a_file_of_a_run(tmp_path: Path, name: str, command: Command) -> None:
     run = make_run(tmp_path, "run", 1)
     (run / name).unlink()
     os.mkfifo(run / name)
-    for command in ("status", "report"):
-        assert cli.main([command, str(run)]) == 0
-        assert "no regular file" in capsys.readouterr().out
+    for word in ("status", "report"):
+        assert "no regular file" in command(word, run)
