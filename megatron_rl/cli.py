@@ -4,12 +4,12 @@ or of `workshop/commands/`."""
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.processes.interrupts import leave_at_once, leaving_at_once, status_of_interrupt
+from megatron_rl.processes.interrupts import leave_at_once, leaving_at_once
 
 with leaving_at_once():
     import argparse
 
-    from megatron_rl.processes.process import STOP_AFTER_STEP, best_effort_output, hold
+    from megatron_rl.processes.process import STOP_AFTER_STEP, hold, status_of
 
     hold(STOP_AFTER_STEP)  # until a run can act on it: before the slower imports
 
@@ -19,17 +19,10 @@ with leaving_at_once():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        return execute(_parser(), arguments)
-    except KeyboardInterrupt:
-        return status_of_interrupt()
+        return status_of(lambda: _execute(_parser(), arguments))
     finally:
         if arguments is None:  # a process, which only ends now
             leave_at_once()
-
-
-def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
-    with best_effort_output():
-        return _execute(parser, arguments)
 
 
 def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:

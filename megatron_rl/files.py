@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 LARGEST_JSON = 32 << 20
 TAIL_BYTES = 64 << 10
 LONGEST_LINE = 1000
+NOT_REPLACED = "a link, a pipe or a device is there, which is not replaced; name a regular file"
 
 
 def partial_of(path: Path, pid: int) -> Path:
@@ -42,14 +43,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def refuse_special(path: Path) -> None:
     """Raise OSError where a write to `path` would replace something else than a file or a folder."""
-    if not os.path.lexists(path):
-        return
-    mode = path.lstat().st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return
-    kind = "link" if stat.S_ISLNK(mode) else "pipe, a socket or a device"
-    message = f"a {kind} is there, which is not replaced; name a regular file"
-    raise FileExistsError(errno.EEXIST, message, str(path))
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise FileExistsError(errno.EEXIST, NOT_REPLACED, str(path))
 
 
 def fsync(path: Path) -> None:
@@ -77,24 +74,20 @@ def write_whole(path: Path, text: str) -> None:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; OSError for a pipe, which may never answer, and for a device."""
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError(errno.EINVAL, "a pipe or a device, expected a regular file", str(path))
-
-
-def _without_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NONBLOCK)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return open(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "no regular file, but a folder, a pipe or a device", str(path))
 
 
 def read_whole(path: Path, largest: int = LARGEST_JSON) -> bytes:
-    """Read a regular file; ValueError for one of more than `largest` bytes."""
+    """Read a regular file; OSError for one of more than `largest` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > largest:
-            raise ValueError(f"{path} has {size} bytes, expected at most {largest}")
-        return file.read(largest)
+        if size <= largest:
+            return file.read(largest) or b""  # none where the kernel has nothing to say
+    raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {largest}", str(path))
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values") -> dict[str, Any]:

@@ -101,6 +101,11 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def place(empty: Path) -> Path:
     """A working folder with the toy, and a recipe that could run there."""
     write_toy(empty / "data" / "toy")

@@ -147,9 +147,11 @@ def dequantize(given: argparse.Namespace) -> int:
 
 
 def verify(given: argparse.Namespace) -> int:
+    from megatron_rl.files import refuse_special
     from megatron_rl.workshop.conversion.sources import find
     from megatron_rl.workshop.conversion.verification import verify
 
+    refuse_special(given.report)
     sources = [find(name, given.hf) for name in (given.one, given.other)]
     if given.report.is_dir():
         raise ValueError(f"--report: {given.report} is a folder; name a file")

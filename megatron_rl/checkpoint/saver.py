@@ -152,8 +152,7 @@ class Saver:
             self._failed(save.step, save.partial, problems[0])
             return
         self.newest = save.step
-        if self.metrics:
-            self.metrics[FAILED_SAVES] = 0.0
+        self.metrics = dict.fromkeys(self.metrics, 0.0)
         self.seconds = max(self.seconds or 0.0, *(outcome["seconds"] for outcome in outcomes))
 
     def load(self, found: Checkpoint) -> None:

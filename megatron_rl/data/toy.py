@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.files import open_regular, write_whole
+from megatron_rl.files import read_whole, write_whole
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+-*= "
@@ -116,15 +116,10 @@ def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 def _write(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
-        if path.exists() and not _holds(path, text):
+        if path.exists() and read_whole(path) != text.encode():
             raise ConfigError(f"{path} is there already, with other content: remove it, or name another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
-
-
-def _holds(path: Path, text: str) -> bool:
-    with open_regular(path) as file:
-        return file.read() == text.encode()
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO, cast
 
 import psutil
 
-from megatron_rl.processes.interrupts import leave_at_once, status_of_interrupt
+from megatron_rl.processes.interrupts import INTERRUPTED, leave_at_once
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -252,8 +252,8 @@ class BestEffortStream:
         self._stream, self._clean = stream, clean
 
     @property
-    def drawn(self) -> "BestEffortStream":
-        """The same stream for a table that rich draws by control characters of its own."""
+    def rich_proxied_file(self) -> "BestEffortStream":
+        """The stream that rich takes in place of this one: it draws by control characters."""
         return BestEffortStream(self._stream, str)
 
     def write(self, text: str) -> int:
@@ -279,11 +279,6 @@ class BestEffortStream:
                 os.close(null)
 
 
-def for_drawing(stream: TextIO) -> TextIO:
-    """Return the stream that rich may write to."""
-    return cast("TextIO", getattr(stream, "drawn", stream))
-
-
 @contextmanager
 def best_effort_output() -> Iterator[None]:
     """Closed pipes and terminals end nothing that runs inside; control characters are shown."""
@@ -297,13 +292,18 @@ def best_effort_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Run the main function of a script; Ctrl-C ends it with 130 and without a traceback."""
+def status_of(main: Callable[[], int]) -> int:
+    """Return the exit status of a program's main function; 130 after Ctrl-C, without a traceback."""
     try:
         with best_effort_output():
-            status = main()
+            return main()
     except KeyboardInterrupt:
-        status = status_of_interrupt()
+        exec("")  # Python remembers one that hit such a text, of a dataclass, and dies of the signal
+        return INTERRUPTED
+
+
+def run_script(main: Callable[[], int]) -> NoReturn:
+    status = status_of(main)
     leave_at_once()
     sys.exit(status)
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.files import last_lines
-from megatron_rl.processes.process import for_drawing, printable
+from megatron_rl.processes.process import printable
 from megatron_rl.processes.pulse import BETWEEN, START
 from megatron_rl.runs.metrics import accuracies
 from megatron_rl.runs.metrics_file import MISMATCH
@@ -57,7 +57,7 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None, logs:
     """`logs`: folder of the engines' logs, which say what takes so long at the start."""
     stream = stream or sys.stdout
     if is_live(stream):
-        return LiveDisplay(title, n_steps, Console(file=for_drawing(stream)), logs)
+        return LiveDisplay(title, n_steps, Console(file=stream), logs)
     return PlainDisplay(n_steps, stream)
 
 

@@ -274,15 +274,13 @@ def test_adapters_stay_as_they_are_whatever_is_allowed(tmp_path: Path, key: str,
 
 def test_the_page_lists_what_may_change() -> None:
     page = (Path(__file__).parents[2] / "docs" / "survival.md").read_text()
+    listed = page.partition("Without asking may change")[2].partition("## ")[0]
     for key in MAY_CHANGE:
-        section, _, name = key.removesuffix(".").rpartition(".")
-        star = ".*" * key.endswith(".") if key != "run.stop." else ""
-        whole = f"{section}.{name}".removeprefix(".")
-        assert f"`{whole}{star}`" in page or f"`.{name}{star}`" in page, key
+        assert key.strip(".").rpartition(".")[2] in listed, key
 
 
 @pytest.mark.fault("the ledger of a run to go on with is a pipe", "it is refused at once")
 def test_records_that_are_pipes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ledger.jsonl")
-    with pytest.raises(OSError, match="a pipe or a device"):
+    with pytest.raises(OSError, match="no regular file"):
         gap(tmp_path, 1)

@@ -46,9 +46,9 @@ Holder = subprocess.Popen[str]
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[Holder]:
+def holder(run_folder: Path) -> Iterator[Holder]:
     """Another process that owns runs/run, in its first step."""
-    words = [sys.executable, "-c", HOLDER, str(tmp_path / "run"), STEP_1]
+    words = [sys.executable, "-c", HOLDER, str(run_folder), STEP_1]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     assert process.stdout.readline() == "open\n"
@@ -115,17 +115,17 @@ def test_a_live_run_is_neither_moved_nor_claimed(tmp_path: Path, holder: Holder,
 
 
 @pytest.mark.fault("the process that owns a run is killed", "the run counts as failed, its name can be had again")
-def test_a_dead_run_is_known_as_one(tmp_path: Path, holder: Holder) -> None:
+def test_a_dead_run_is_known_as_one(tmp_path: Path, run_folder: Path, holder: Holder) -> None:
     holder.kill()
     holder.wait()
-    status = known_status(tmp_path / "run")
+    status = known_status(run_folder)
     assert status["state"] == "failed"
     assert str(holder.pid) in status["reason"]
     assert status["cause"]["class"] == "gone"
     assert str(status["heartbeat"]) in status["reason"]
     with pytest.raises(RunDirectoryUsed, match=r"is used .*ended without a word"):
-        claim(tmp_path / "run")
-    _, moved = claim(tmp_path / "run", IfExists.archive)
+        claim(run_folder)
+    _, moved = claim(run_folder, IfExists.archive)
     assert "run.1" in moved
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == STEP_1
 
@@ -141,35 +141,35 @@ def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: Holder) -> N
 
 
 @pytest.mark.fault("a run is started while another start goes on with it", "the refusal names that one")
-def test_a_refusal_names_who_holds_the_directory(tmp_path: Path, holder: Holder) -> None:
+def test_a_refusal_names_who_holds_the_directory(run_folder: Path, holder: Holder) -> None:
     last = {"pid": 2899, "host": "node7", "heartbeat": "2026-01-01T01:30:40+00:00"}
-    mark_status(tmp_path / "run", "running", **last)  # as it was copied with the folder, or left by the attempt before
+    mark_status(run_folder, "running", **last)  # as it was copied with the folder, or left by the attempt before
     for attempt in (check_run_dir, claim):
         with pytest.raises(RunDirectoryUsed, match=rf"process {holder.pid} on ") as refused:
-            attempt(tmp_path / "run", IfExists.resume)
+            attempt(run_folder, IfExists.resume)
         assert not [word for word in ("2899", "node7", "01:30:40") if word in str(refused.value)]
 
 
 @pytest.mark.fault("the launcher is killed while a rank lives", "the directory stays the run's")
-def test_the_ranks_hold_the_lock_too(tmp_path: Path) -> None:
-    run, _ = claim(tmp_path / "run")
+def test_the_ranks_hold_the_lock_too(run_folder: Path) -> None:
+    run, _ = claim(run_folder)
     assert run.lock is not None
     rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[run.lock.fileno()])
     run.lock.close()
     with pytest.raises(RunDirectoryUsed, match="goes on"):
-        claim(tmp_path / "run", IfExists.archive)
+        claim(run_folder, IfExists.archive)
     gone = f"boot {platform.node()} 999999999\n"  # the process that took it
-    (tmp_path / "run" / "owner.lock").write_text(gone)
+    (run_folder / "owner.lock").write_text(gone)
     with pytest.raises(RunDirectoryUsed, match=r"goes on \(processes of process 999999999 "):
-        claim(tmp_path / "run", IfExists.archive)
+        claim(run_folder, IfExists.archive)
     rank.communicate()
-    assert "run.1" in claim(tmp_path / "run", IfExists.archive)[1]
+    assert "run.1" in claim(run_folder, IfExists.archive)[1]
 
 
 @pytest.mark.fault("a run goes on where its lock cannot be seen", "its last sign of life decides")
 @pytest.mark.parametrize(("ago", "state"), [(timedelta(minutes=1), "running"), (timedelta(hours=1), "failed")])
-def test_on_another_machine_the_heartbeat_counts(tmp_path: Path, ago: timedelta, state: str) -> None:
-    run, _ = claim(tmp_path / "run")
+def test_on_another_machine_the_heartbeat_counts(run_folder: Path, ago: timedelta, state: str) -> None:
+    run, _ = claim(run_folder)
     assert run.lock is not None
     run.lock.close()
     seen = (datetime.now(UTC) - ago).isoformat(timespec="seconds")
@@ -185,14 +185,14 @@ def test_on_another_machine_the_heartbeat_counts(tmp_path: Path, ago: timedelta,
 
 @pytest.mark.fault("a run ends before its first step", "its name is free, and its logs are kept beside it")
 @pytest.mark.parametrize("lines", [0, 1])
-def test_a_run_that_never_began_makes_room(tmp_path: Path, lines: int) -> None:
-    recorder = record(tmp_path / "run")
+def test_a_run_that_never_began_makes_room(tmp_path: Path, run_folder: Path, lines: int) -> None:
+    recorder = record(run_folder)
     (recorder.run.logs / "rank_0.log").write_text("why\n")
     if lines:
         recorder.log(0, {})
     recorder.close("failed", "ValueError: a bad shard")
-    check_run_dir(tmp_path / "run", IfExists.refuse)
-    _, moved = claim(tmp_path / "run")
+    check_run_dir(run_folder, IfExists.refuse)
+    _, moved = claim(run_folder)
     assert "run.1" in moved
     assert "a bad shard" in moved
     assert (tmp_path / "run.1" / "logs" / "attempt_1" / "rank_0.log").read_text() == "why\n"
@@ -246,10 +246,10 @@ def test_a_place_that_takes_no_folder(root: str) -> None:
 
 @pytest.mark.fault("a strange status.json lies in the directory", "it is refused or moved as any used one")
 @pytest.mark.parametrize("text", ["", "[]", '{"state": "running"}', "{", "\xff"])
-def test_an_old_or_odd_status(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "status.json").write_text(text, encoding="latin-1")
+def test_an_old_or_odd_status(run_folder: Path, text: str) -> None:
+    run_folder.mkdir()
+    (run_folder / "status.json").write_text(text, encoding="latin-1")
     with pytest.raises(RunDirectoryUsed, match="is used"):
-        claim(tmp_path / "run")
-    assert "run.1" in claim(tmp_path / "run", IfExists.archive)[1]
-    assert read_status(tmp_path / "run")["pid"] == os.getpid()
+        claim(run_folder)
+    assert "run.1" in claim(run_folder, IfExists.archive)[1]
+    assert read_status(run_folder)["pid"] == os.getpid()

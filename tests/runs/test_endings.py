@@ -98,16 +98,16 @@ def test_a_place_that_can_only_be_read(tiny: Path) -> None:
 
 @pytest.mark.fault("a run's directory is removed or moved while it goes on", "the run fails by a sentence")
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_directory_that_goes_away(tmp_path: Path, moved: bool) -> None:
-    recorder = start(tmp_path / "run")
+def test_a_directory_that_goes_away(tmp_path: Path, run_folder: Path, moved: bool) -> None:
+    recorder = start(run_folder)
     recorder.log(0, {})
     if moved:
-        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        run_folder.rename(tmp_path / "elsewhere")
     else:
-        shutil.rmtree(tmp_path / "run")
+        shutil.rmtree(run_folder)
     with pytest.raises(RecordLost, match=r"run/(metrics|rollouts).*cannot be written"), recorder:
         recorder.rollouts(1, make_scored(400)[0])
-    assert not (tmp_path / "run").exists()
+    assert not run_folder.exists()
 
 
 @pytest.mark.fault("a run is asked to end after its step", "its status says that it did not finish, where and why")
@@ -124,29 +124,29 @@ def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("somebody asks whether a run is alive", "its status has process, host, start and last sign of life")
-def test_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = start(tmp_path / "run")
-    first = read_status(tmp_path / "run")
+def test_a_sign_of_life(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = start(run_folder)
+    first = read_status(run_folder)
     assert first["pid"] == os.getpid()
     assert first["host"] == os.uname().nodename
     assert first["started"] <= first["heartbeat"]
-    mark_status(tmp_path / "run", "running", heartbeat="2020-01-01T00:00:00+00:00")
+    mark_status(run_folder, "running", heartbeat="2020-01-01T00:00:00+00:00")
     monkeypatch.setattr(record, "BEAT_S", 0.0)
     time.sleep(0.01)
     with recorder.phase("rollout"):
         pass
-    later = read_status(tmp_path / "run")
+    later = read_status(run_folder)
     assert later["heartbeat"] >= first["heartbeat"]
     assert (later["state"], later["pid"], later["started"]) == ("running", first["pid"], first["started"])
 
 
 @pytest.mark.fault("the reason of an end is endless", "the status is still one block, and whole")
-def test_an_endless_reason(tmp_path: Path) -> None:
-    open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
-    mark_status(tmp_path / "run", "failed", "é" * 100_000)
-    assert (tmp_path / "run" / "status.json").stat().st_size < 4096
-    beat(tmp_path / "run")
-    assert read_status(tmp_path / "run")["pid"] == os.getpid()
+def test_an_endless_reason(run_folder: Path) -> None:
+    open_run(run_folder, IfExists.refuse, "run: {name: run}")
+    mark_status(run_folder, "failed", "é" * 100_000)
+    assert (run_folder / "status.json").stat().st_size < 4096
+    beat(run_folder)
+    assert read_status(run_folder)["pid"] == os.getpid()
 
 
 @pytest.mark.fault("a log is large, endless in one line, or gone", "its end is read, and no more")
@@ -163,23 +163,23 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
 
 @pytest.mark.fault("W&B's server cannot be reached", "the run goes on offline within seconds, and says so")
 @pytest.mark.parametrize("mode", [Wandb.online, Wandb.auto])
-def test_wandb_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Wandb) -> None:
+def test_wandb_out_of_reach(run_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Wandb) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(wandb_log, "INIT_S", 2.0)
     said = StringIO()
-    with start(tmp_path / "run", Config(log=LogSection(wandb=mode)), display=PlainDisplay(3, said)) as recorder:
+    with start(run_folder, Config(log=LogSection(wandb=mode)), display=PlainDisplay(3, said)) as recorder:
         recorder.log(1, {"loss/total": 1.0})
     assert "offline: " in said.getvalue()
     assert "wandb sync" in said.getvalue()
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    (file,) = (run_folder / "wandb").glob("offline-run-*/*.wandb")
     assert b"loss/total" in file.read_bytes()
-    assert read_status(tmp_path / "run")["state"] == "finished"
+    assert read_status(run_folder)["state"] == "finished"
 
 
 @pytest.mark.fault("a run ends with a model exported", "the last words name it")
-def test_the_summary_names_the_model(tmp_path: Path) -> None:
-    run, _ = open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
+def test_the_summary_names_the_model(run_folder: Path) -> None:
+    run, _ = open_run(run_folder, IfExists.refuse, "run: {name: run}")
     run.metrics.touch()
     assert "model/" not in describe_contents(run)
     run.model.mkdir()
@@ -187,57 +187,57 @@ def test_the_summary_names_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("the loop of a run fails", "status, driver.log and report name class, phase and what to change")
-def test_why_a_run_failed(tmp_path: Path) -> None:
-    recorder = start(tmp_path / "run")
+def test_why_a_run_failed(run_folder: Path) -> None:
+    recorder = start(run_folder)
     recorder.log(0, {})
     log = recorder.run.logs / "rank_0.log"
     log.write_text("last words <of> rank 0\n")
     with pytest.raises(RuntimeError), recorder, recorder.phase("update"), recorder.phase("reduce"):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    cause = read_status(tmp_path / "run")["cause"]
+    cause = read_status(run_folder)["cause"]
     assert (cause["class"], cause["process"], cause["phase"], cause["log"]) == ("device", "rank 0", "reduce", str(log))
     assert f"why: {cause['what']} (device): rank 0, in reduce. Look for Xid" in (log.parent / "driver.log").read_text()
     assert write_own_report(recorder.run) == ""
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = (run_folder / "report.html").read_text()
     assert "<h2>run: a GPU or its link failed</h2>" in page
     assert "last words &lt;of&gt; rank 0" in page
     assert page.index("a GPU or its link failed") < page.index("<section class=cards>")
 
 
 @pytest.mark.fault("somebody else's status.json names a file of this machine as the log", "the report does not show it")
-def test_a_log_elsewhere_is_not_shown(tmp_path: Path) -> None:
+def test_a_log_elsewhere_is_not_shown(tmp_path: Path, run_folder: Path) -> None:
     secret = tmp_path / "attempt_1" / "rank_0.log"
     secret.parent.mkdir()
     secret.write_text("not to be seen")
-    recorder = start(tmp_path / "run")
+    recorder = start(run_folder)
     recorder.log(0, {})
     recorder.close("failed", "ValueError: x")
     for log in (str(secret), "attempt_1/rank_0.log", "/rank_0.log", "../attempt_1/rank_0.log"):
         cause = {"class": "unknown", "what": "<b>", "log": log}
-        mark_status(tmp_path / "run", "failed", "ValueError: x", cause=cause)
+        mark_status(run_folder, "failed", "ValueError: x", cause=cause)
         assert write_own_report(recorder.run) == ""
-        page = (tmp_path / "run" / "report.html").read_text()
+        page = (run_folder / "report.html").read_text()
         assert "not to be seen" not in page
         assert "<h2>run: &lt;b&gt;</h2>" in page
 
 
 @pytest.mark.fault("a run fails after an exception that was dealt with", "its phase is that of the last one")
-def test_the_phase_of_an_exception_that_ended_nothing(tmp_path: Path) -> None:
-    recorder = start(tmp_path / "run")
+def test_the_phase_of_an_exception_that_ended_nothing(run_folder: Path) -> None:
+    recorder = start(run_folder)
     recorder.log(0, {})
     with suppress(ValueError), recorder.phase("rollout"):
         raise ValueError
     with pytest.raises(KeyError), recorder, recorder.phase("sync"):
         raise KeyError
-    assert read_status(tmp_path / "run")["cause"]["phase"] == "sync"
+    assert read_status(run_folder)["cause"]["phase"] == "sync"
 
 
 @pytest.mark.fault("a run that failed goes on", "the cause of the attempt before is no longer its own")
-def test_a_cause_is_of_one_attempt(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    mark_status(tmp_path / "run", "failed", "ValueError: x")
-    assert read_status(tmp_path / "run")["cause"]["class"] == "unknown"
-    mark_status(tmp_path / "run", "running")
-    assert "cause" not in read_status(tmp_path / "run")
-    mark_status(tmp_path / "run", "finished")
-    assert "cause" not in read_status(tmp_path / "run")
+def test_a_cause_is_of_one_attempt(run_folder: Path) -> None:
+    run_folder.mkdir()
+    mark_status(run_folder, "failed", "ValueError: x")
+    assert read_status(run_folder)["cause"]["class"] == "unknown"
+    mark_status(run_folder, "running")
+    assert "cause" not in read_status(run_folder)
+    mark_status(run_folder, "finished")
+    assert "cause" not in read_status(run_folder)

@@ -87,16 +87,16 @@ def test_archives_are_numbered(tmp_path):
     assert steps == {"run.1": 1, "run.2": 2, "run": 3}
 
 
-def test_a_claimed_directory_is_taken_over_once(tmp_path):
+def test_a_claimed_directory_is_taken_over_once(run_folder):
     config = make_config()
-    (tmp_path / "run").mkdir()  # an empty one is not used
-    run, _ = open_run(tmp_path / "run", IfExists.refuse, make_yaml(config, "run"))
+    run_folder.mkdir()  # an empty one is not used
+    run, _ = open_run(run_folder, IfExists.refuse, make_yaml(config, "run"))
     (run.logs / "rank_0.log").write_text("started by the launcher\n")
-    recorder = start(tmp_path / "run")
+    recorder = start(run_folder)
     assert recorder.run == run
     assert read_status(run.path)["state"] == "running"
     with pytest.raises(RunDirectoryUsed):
-        start(tmp_path / "run")
+        start(run_folder)
     assert (run.logs / "rank_0.log").exists()
     assert (run.logs / "driver.log").exists()
 
@@ -105,12 +105,12 @@ def test_a_claimed_directory_is_taken_over_once(tmp_path):
     ("error", "state", "reason"),
     [(ValueError("bad batch"), "failed", "ValueError: bad batch"), (KeyboardInterrupt(), "stopped", "interrupted")],
 )
-def test_the_status_says_how_a_run_ended(tmp_path, error, state, reason):
-    recorder = start(tmp_path / "run")
+def test_the_status_says_how_a_run_ended(run_folder, error, state, reason):
+    recorder = start(run_folder)
     recorder.log(1, {"loss/total": 1.0})
     with pytest.raises(type(error)), recorder:
         raise error
-    status = read_status(tmp_path / "run")
+    status = read_status(run_folder)
     assert (status["state"], status["reason"], status["step"]) == (state, reason, 1)
 
 
@@ -132,24 +132,24 @@ def test_an_unknown_metric_warns_once_is_written_and_is_told(tmp_path):
     assert [line["loss/lss"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1.0, 2.0]
 
 
-def test_a_torn_last_line_costs_only_itself(tmp_path):
-    recorder = start(tmp_path / "run")
+def test_a_torn_last_line_costs_only_itself(run_folder):
+    recorder = start(run_folder)
     recorder.log(1, {"loss/total": 1.0})
-    metrics = RunDir(tmp_path / "run").metrics
+    metrics = RunDir(run_folder).metrics
     metrics.write_text(metrics.read_text() + '{"loss/total": 2.0, "progr')
-    (tmp_path / "run/status.json").write_text('{"state": "starting"}')  # as a resumed run finds it
-    again = start(tmp_path / "run")
+    (run_folder / "status.json").write_text('{"state": "starting"}')  # as a resumed run finds it
+    again = start(run_folder)
     again.log(2, {"loss/total": 3.0})
     assert [line["loss/total"] for line in read_metrics(metrics)] == [1.0, 3.0]
 
 
-def test_rollouts_round_trip(tmp_path):
-    recorder = start(tmp_path / "run")
+def test_rollouts_round_trip(run_folder):
+    recorder = start(run_folder)
     scored, prox_BT = make_scored(9)
     weights_BT, mask_BT = torch.rand_like(prox_BT), torch.rand_like(prox_BT) > 0.2
     recorder.rollouts(20, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, mask_BT=mask_BT)
     recorder.rollouts(1, scored)
-    files = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    files = recorded_steps(RunDir(run_folder).rollouts)
     assert [(step, path.name) for step, path in files] == [(1, "step_1.parquet"), (20, "step_20.parquet")]
     assert len(list(files[0][1].parent.iterdir())) == 2  # nothing partial is left
     table = read_rollouts(files[1][1]).to_pylist()
@@ -168,8 +168,8 @@ def test_rollouts_round_trip(tmp_path):
         recorder.rollouts(2, scored, prox_logprobs_BT=prox_BT[:3])
 
 
-def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(tmp_path):
-    recorder = start(tmp_path / "run")
+def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(run_folder):
+    recorder = start(run_folder)
     scored, prox_BT = make_scored(3)
     n = len(scored[1].rollout.token_ids)
     versions, drawn = [3] * (n // 2) + [4] * (n - n // 2), []  # an update came into the second one
@@ -178,7 +178,7 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(t
         kept = {"kept_ids": range(sum(counts)), "kept_counts": counts, "versions": versions if place == 1 else None}
         drawn.append(replace(one, rollout=replace(one.rollout, **kept)))
     recorder.rollouts(1, drawn, prox_logprobs_BT=prox_BT)
-    ((_, path),) = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    ((_, path),) = recorded_steps(RunDir(run_folder).rollouts)
     batch, wanted = load_recorded(path).batch, collate(drawn)
     assert torch.equal(batch.kept_ids_K, wanted.kept_ids_K)
     assert torch.equal(batch.kept_counts_N, wanted.kept_counts_N)
@@ -195,8 +195,8 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(t
 
 
 @pytest.mark.parametrize("many", [128, 300])
-def test_the_experts_of_an_answer_round_trip(tmp_path, many):
-    recorder = start(tmp_path / "run")
+def test_the_experts_of_an_answer_round_trip(run_folder, many):
+    recorder = start(run_folder)
     scored, _ = make_scored(3)
     told = []
     for place, one in enumerate(scored):
@@ -207,7 +207,7 @@ def test_the_experts_of_an_answer_round_trip(tmp_path, many):
         told.append(replace(one, rollout=replace(one.rollout, experts_SLK=kept)))
     recorder.rollouts(1, told, experts=True)
     recorder.rollouts(2, told)
-    (_, with_experts), (_, without) = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    (_, with_experts), (_, without) = recorded_steps(RunDir(run_folder).rollouts)
     batch, wanted = load_recorded(with_experts).batch, collate(told)
     assert torch.equal(batch.experts_PLK, wanted.experts_PLK)
     assert wanted.experts_PLK.dtype == (torch.int8 if many == 128 else torch.int16)
@@ -225,12 +225,12 @@ def test_the_silent_recorder_takes_every_call_of_the_loop(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
+def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):
     monkeypatch.setenv("SOME_SETTING", "value-of-the-environment")
     config = make_config()
     text = make_yaml(config, "run") + "extra:\n  api_key: sesame\n  hf_token: sesame\n"
-    Recorder(config.log, text, tmp_path / "run", 1, quiet(1)).close()
-    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    Recorder(config.log, text, run_folder, 1, quiet(1)).close()
+    written = "".join(path.read_text() for path in run_folder.rglob("*") if path.is_file())
     assert "value-of-the-environment" not in written
     assert "sesame" not in written
     assert "prompt_key: null" in written

@@ -74,15 +74,15 @@ exit 1
 
 
 def test_the_rank_that_failed_by_itself_is_reported(
-    tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gc.disable()  # what nobody refers to any more may be there for long
     try:
         assert launched(SECOND_FAILS, ranks=2) == 1
-        assert not held(tmp_path / "run"), "another attempt of this process finds the place free"
+        assert not held(run_folder), "another attempt of this process finds the place free"
     finally:
         gc.enable()
-    status, said = read_status(tmp_path / "run"), capsys.readouterr().err
+    status, said = read_status(run_folder), capsys.readouterr().err
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ValueError: a bad shard")
     assert "rank 1 failed" in said
     assert "a bad shard" in said
@@ -98,13 +98,13 @@ def test_usr1_is_kept_until_the_driver_can_act_on_it(launched: Launched) -> None
 
 
 @pytest.mark.fault("secrets in the launcher's environment", "rank 0 gets W&B's and the fleet's key, the others none")
-def test_what_the_ranks_are_given(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_ranks_are_given(run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "MEGATRON_RL_FLEET_KEY", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "x" * 40)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert launched(LISTS, ranks=2) == 0
     given = [
-        dict(line.split("=", 1) for line in (tmp_path / "run" / f"environment_{rank}").read_text().splitlines())
+        dict(line.split("=", 1) for line in (run_folder / f"environment_{rank}").read_text().splitlines())
         for rank in range(2)
     ]
     secrets = {"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", "HF_TOKEN"}
@@ -145,11 +145,11 @@ def test_a_directory_that_is_gone(tmp_path: Path, launched: Launched, capsys: py
 
 
 @pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
-def test_who_does_not_go_is_ended(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_go_is_ended(run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.process, "LEAVE_S", 0.1)
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     assert launched(STAYS, ranks=2) == 1
-    assert read_status(tmp_path / "run")["reason"] == "no space left"
+    assert read_status(run_folder)["reason"] == "no space left"
 
 
 STOPS = """
@@ -167,10 +167,10 @@ with pulse.phase("update"):
 
 @pytest.mark.fault("a rank is stopped for longer than run.patience_s", "the run ends, and names it")
 def test_a_rank_that_stays_stopped_ends_the_run(
-    tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launched(STOPS, ranks=2, patience_s=5.0) == 1
-    pid, status = int((tmp_path / "run" / "stopped").read_text()), read_status(tmp_path / "run")
+    pid, status = int((run_folder / "stopped").read_text()), read_status(run_folder)
     assert status["state"] == "failed"
     assert status["reason"].startswith(f"rank 1 (process {pid} on ")
     assert "is stopped (SIGSTOP, or a debugger)" in status["reason"]
@@ -302,9 +302,9 @@ def test_a_lost_connection_is_not_a_cause() -> None:
 
 @pytest.mark.fault("a rank is killed", "status and last line name rank, signal and a likely cause; exit status 137")
 def test_a_killed_rank_is_named(
-    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pulse = tmp_path / "run" / "logs" / "pulse" / "rank_1.json"
+    pulse = run_folder / "logs" / "pulse" / "rank_1.json"
     last = json.dumps({
         "rank": 1, "host": "", "pid": 0, "birth": 0, "beat": 7, "phase": "update", "seen": True, "entered": 7,
         "age_s": 0.0, "idle_s": 0.0, "waits": None, "children": [],
@@ -312,9 +312,9 @@ def test_a_killed_rank_is_named(
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     dies = f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n"
     assert launched(dies, ranks=2) == 137
-    status = read_status(tmp_path / "run")
+    status = read_status(run_folder)
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ended by SIGKILL (out of memory?)")
-    log = tmp_path / "run" / "logs" / "attempt_1" / "rank_1.log"
+    log = run_folder / "logs" / "attempt_1" / "rank_1.log"
     cause = status["cause"]
     assert (cause["class"], cause["process"], cause["log"]) == ("dead_process", "rank 1", str(log))
     assert cause["phase"] == "update"

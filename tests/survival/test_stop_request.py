@@ -62,11 +62,11 @@ class Alone:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, handlers: None) -> Iterator[StopRequest]:
-    open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
-    mark_status(tmp_path / "run", "running")
+def asked(run_folder: Path, handlers: None) -> Iterator[StopRequest]:
+    open_run(run_folder, IfExists.refuse, "run: {name: run}")
+    mark_status(run_folder, "running")
     try:
-        with StopRequest(Clock(), print, tmp_path / "run") as request:
+        with StopRequest(Clock(), print, run_folder) as request:
             request.save_s = 1.0
             yield request
     finally:
@@ -80,11 +80,11 @@ def said(run: Path, word: str) -> dict:
 
 @pytest.mark.fault("a run is asked to end and has the time", "its status says so; the step is finished")
 @pytest.mark.parametrize("number", ASKS)
-def test_a_step_that_has_the_time_is_finished(asked: StopRequest, tmp_path: Path, number: int) -> None:
+def test_a_step_that_has_the_time_is_finished(asked: StopRequest, run_folder: Path, number: int) -> None:
     asked.begin(3)
     with asked.waiting():
         os.kill(os.getpid(), number)
-        stopping = said(tmp_path / "run", "of step 3: the step is finished")
+        stopping = said(run_folder, "of step 3: the step is finished")
     asked.check()
     assert (stopping["limit_s"] is None) == (number == signal.SIGUSR1)
     assert asked.reason == f"{signal.Signals(number).name} in between phases of step 3"
@@ -93,7 +93,7 @@ def test_a_step_that_has_the_time_is_finished(asked: StopRequest, tmp_path: Path
 
 
 @pytest.mark.fault("a run is asked to end and has no time", "what it waits for is left at once")
-def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, tmp_path: Path) -> None:
+def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, run_folder: Path) -> None:
     asked._clock.seconds = 1e6  # type: ignore[attr-defined]
     asked.begin(3)
 
@@ -107,56 +107,56 @@ def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, tmp_path: Path)
     with pytest.raises(StepGivenUp, match=r"SIGTERM .* of step 3"):
         ask_driver(Alone(), generate)
     assert not waited, "it is left, and not waited for"
-    assert "what stands is saved" in said(tmp_path / "run", "saved")["said"]
+    assert "what stands is saved" in said(run_folder, "saved")["said"]
     assert not asked._waiting
 
 
-def test_a_phase_that_cannot_be_left_is_finished_first(asked: StopRequest, tmp_path: Path) -> None:
+def test_a_phase_that_cannot_be_left_is_finished_first(asked: StopRequest, run_folder: Path) -> None:
     asked._clock.seconds = 1e6  # type: ignore[attr-defined]
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGTERM)
-    said(tmp_path / "run", "what stands is saved")
+    said(run_folder, "what stands is saved")
     with pytest.raises(StepGivenUp):
         asked.check()
 
 
 @pytest.mark.fault("a run is asked to end before its first step", "it ends at once")
 @pytest.mark.parametrize("number", ASKS)
-def test_what_ends_a_run_at_once(asked: StopRequest, tmp_path: Path, number: int) -> None:
+def test_what_ends_a_run_at_once(asked: StopRequest, run_folder: Path, number: int) -> None:
     with pytest.raises(KeyboardInterrupt, match="stopped by SIG"):
         os.kill(os.getpid(), number)
-    said(tmp_path / "run", "nothing yet to be saved")
+    said(run_folder, "nothing yet to be saved")
 
 
 @pytest.mark.fault("Slurm sends SIGTERM to a job, and srun once more to its step", "that is one request, not two")
-def test_a_signal_that_comes_twice(asked: StopRequest, tmp_path: Path) -> None:
+def test_a_signal_that_comes_twice(asked: StopRequest, run_folder: Path) -> None:
     asked.begin(3)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
-    said(tmp_path / "run", "the step is finished")
+    said(run_folder, "the step is finished")
     asked.check()
 
 
 @pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
-def test_the_time_limit_of_a_job_counts(asked: StopRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_of_a_job_counts(asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
     asked._clock.seconds = 10_000.0  # type: ignore[attr-defined]
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert "whose rest takes 2h46m, with 1h" in said(tmp_path / "run", "what stands")["said"]
+    assert "whose rest takes 2h46m, with 1h" in said(run_folder, "what stands")["said"]
 
 
-def test_a_late_save_has_its_time(asked: StopRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_save_has_its_time(asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGUSR1)
-    said(tmp_path / "run", "is finished and saved first")
+    said(run_folder, "is finished and saved first")
     asked._asked_at -= 1000
     asked._end = time.monotonic()
-    assert said(tmp_path / "run", "and the time is up")["limit_s"] > 1000 + SAVE_LIMIT_S
+    assert said(run_folder, "and the time is up")["limit_s"] > 1000 + SAVE_LIMIT_S
 
 
-def test_a_step_is_given_up_once(asked: StopRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_given_up_once(asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
     notes: list[str] = []
     asked._note = notes.append
@@ -164,10 +164,10 @@ def test_a_step_is_given_up_once(asked: StopRequest, tmp_path: Path, monkeypatch
     asked.begin(3)
     for number, words in ((signal.SIGUSR1, "is finished and saved first"), (signal.SIGTERM, "whose rest takes")):
         os.kill(os.getpid(), number)
-        limit_s = said(tmp_path / "run", words)["limit_s"]
+        limit_s = said(run_folder, words)["limit_s"]
     assert limit_s > SAVE_LIMIT_S
     os.kill(os.getpid(), signal.SIGTERM)
-    said(tmp_path / "run", "is about to end")
+    said(run_folder, "is about to end")
     assert len(notes) == 3
 
 

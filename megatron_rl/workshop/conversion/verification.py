@@ -10,7 +10,6 @@ divides norms by powers of two and multiplies what reads them, is read off the n
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,6 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import FAMILIES, ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
-from megatron_rl.processes.process import for_drawing
 from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
 from megatron_rl.runs.console import table
 from megatron_rl.weight_sync.probe import ProbeResult
@@ -91,7 +89,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
             yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
     gets = [(model.stored.open(), model.plain.open()) for model in (a, b)]
     both = [name for name in a.plain.specs if name in b.plain.specs]
-    for name in track(both, "compare", console=Console(file=for_drawing(sys.stderr))):
+    for name in track(both, "compare", console=Console(stderr=True)):
         shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
         module = dequantized.part_of(name)[0]
         held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_rl.files import fsync, remove, write_whole
 from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import PARITY
-from megatron_rl.processes.process import for_drawing
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest
 
 LOCK = ".lock"
@@ -135,7 +133,7 @@ def side_by_side(verb: str, work: Callable[[Task, Done], None], tasks: Sequence[
     """
     stop, threads = Event(), torch.get_num_threads()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(file=for_drawing(sys.stderr))) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(verb, total=nbytes)
 
         def done(count: int) -> None:

@@ -39,7 +39,6 @@ class Request(traffic.Request):
 
 def answer(request: Request) -> tuple[str, list[str]]:
     """What is to be printed, and what is wrong with the recipe."""
-    traffic.check(request)
     config, found, hf_config, whole = _read(request)
     assumed = assumptions(request.assume)
     on = _elsewhere(request, config, whole)
@@ -47,12 +46,9 @@ def answer(request: Request) -> tuple[str, list[str]]:
     if request.fit and not request.precision:
         raise ConfigError("--fit: what runs say is for --precision; give that, too")
     if request.precision and hf_config is not None and not found:
-        case = Case(config, hf_config, machine or detect(config.run.device), assumed)
-        problems = checks.problems(config, on=machine) if whole else []
-        try:
-            return _precision(request, case), problems
-        except ValueError as error:  # sizes that do not go together
-            return "", problems or [str(error)]
+        if problems := traffic.problems(config, hf_config, request):
+            return "", problems
+        return _precision(request, Case(config, hf_config, machine or detect(config.run.device), assumed)), []
     if request.suggest and hf_config is not None:
         base = Case(config, hf_config, machine or detect(config.run.device), assumed)
         said, fits = suggest.describe(str(request.target), base)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
@@ -71,14 +70,12 @@ def problems(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
         model = Model.of(hf_config, Layout.from_config(config.learner))
     except ValueError as error:
         return [f"model.path={config.model.path}: {error}"]
-    return size_problems(model, config.sampler, config.quantization)
-
-
-def check(request: Request) -> None:
+    found = size_problems(model, config.sampler, config.quantization)
     if request.replicas < 1:
-        raise ConfigError(f"--replicas {request.replicas}: expected 1 or more")
+        found.append(f"--replicas {request.replicas}: expected 1 or more")
     if request.link_gbs is not None and not 0 < request.link_gbs < math.inf:
-        raise ConfigError(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
+        found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
+    return found
 
 
 def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> dict[str, Any]:

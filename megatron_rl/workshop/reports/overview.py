@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.processes.process import for_drawing, printable
+from megatron_rl.processes.process import printable
 from megatron_rl.runs.console import TREND, duration, sparkline
 from megatron_rl.runs.metrics import accuracies
 from megatron_rl.runs.run_dir import RunDir
@@ -40,13 +40,11 @@ def ended(path: Path) -> bool:
 def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:
     """Show how runs stand until all have ended: a terminal is drawn anew, elsewhere what has changed is printed."""
     stream = stream or sys.stdout
-    console = Console(file=for_drawing(stream))
-    before: dict[Path, str] = {}
+    console, before = Console(file=stream), dict[Path, str]()
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
             if live is not None:
-                shown = printable("\n\n".join(map(describe, paths)))
-                live.update(Text(shown), refresh=True)
+                live.update(Text(printable("\n\n".join(map(describe, paths)))), refresh=True)
             for path in paths if live is None else ():
                 if (now := describe(path)) != before.get(path):
                     print(now, file=stream, flush=True)

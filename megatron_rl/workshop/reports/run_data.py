@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.files import read_whole
+from megatron_rl.files import read_json, read_whole
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.runs.console import table
 from megatron_rl.runs.metrics_file import Curves, read_lines
@@ -120,11 +120,8 @@ def load_run(path: Path) -> RunData:
     if not any(file.is_file() for file in (run.metrics, run.config, run.status)):
         raise NotARun(f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME")
     problems: list[str] = []
-    config = readable(run.config, lambda path: _mapping(read_yaml(_text(path))), dict[str, Any](), problems)
-    env, _ = (
-        readable(file, lambda path: _mapping(json.loads(_text(path))), dict[str, Any](), problems)
-        for file in (run.env, run.status)
-    )
+    config = readable(run.config, _mapping, dict[str, Any](), problems)
+    env, _ = (readable(file, read_json, dict[str, Any](), problems) for file in (run.env, run.status))
     lines, torn = readable(run.metrics, read_lines, (list[dict[str, float]](), 0), problems)
     if torn:
         problems.append(f"{run.metrics.name}: {torn} lines are torn, or do not say their step")
@@ -145,11 +142,8 @@ def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list
         return otherwise
 
 
-def _text(path: Path) -> str:
-    return read_whole(path).decode()
-
-
-def _mapping(found: Any) -> dict[str, Any]:
+def _mapping(path: Path) -> dict[str, Any]:
+    found = read_yaml(read_whole(path).decode())
     if not isinstance(found, dict):
         raise TypeError(f"it holds {type(found).__name__}, not keys and values")
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import APART
+from helpers import APART, Command
 from nvidia_smi import nvidia_smi
 
 from megatron_rl import cli
@@ -125,10 +125,10 @@ def test_what_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
     assert "--suggest" in said.err
 
 
-def test_a_cache_that_holds_no_answer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_that_holds_no_answer_is_refused(command: Command) -> None:
     words = ["model.path=models/Qwen3-32B", "sampler.tensor_parallel=1", "sampler.devices='7'"]
-    assert cli.main(["plan", DAPO, *NODE, *words, "quantization=none"]) == 2
-    assert "sampler.vllm.gpu_memory_utilization: " in capsys.readouterr().err
+    said = command("plan", DAPO, *NODE, *words, "quantization=none", status=2)
+    assert "sampler.vllm.gpu_memory_utilization: " in said
 
 
 def test_five_mistakes_in_one_message(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_five_mistakes_in_one_message(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_sbatch_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--sbatch", DAPO, "--on", "2x8xH100", *APART, "learner.data_parallel=4",
-                     "sampler.devices=null", "sampler.fleet.addresses=['http://127.0.0.1:8000']"]) == 0  # fmt: skip
-    line, *others = capsys.readouterr().out.splitlines()
+def test_the_sbatch_line(command: Command) -> None:
+    servers = ("sampler.devices=null", "sampler.fleet.addresses=['http://127.0.0.1:8000']")
+    words = ("--sbatch", "--on", "2x8xH100", *APART, "learner.data_parallel=4", *servers)
+    line, *others = command("plan", DAPO, *words).splitlines()
     assert line.endswith(" slurm/dapo_fp8.sbatch")
     options = ("--nodes=2", "--ntasks-per-node=8", "--gres=gpu:8")
     assert all(word in line for word in (*options, "OVERRIDES=", "learner.data_parallel=4"))
@@ -188,25 +188,23 @@ def test_the_limit_is_that_of_the_machine_that_is_named(capsys: pytest.CaptureFi
     assert memory(json.loads(capsys.readouterr().out), "learner")["limit"] == pytest.approx(40 * GIB, rel=0.02)
 
 
-def test_a_node_s_own_memory_is_a_limit_where_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", DAPO, "--on", "1x8xH100-80-1024"]) == 0
-    assert "this one has 1024" in capsys.readouterr().out
-    assert cli.main(["plan", DAPO, "--on", "1x8xH100-80-256"]) == 2
-    said = capsys.readouterr().err
+def test_a_node_s_own_memory_is_a_limit_where_it_is_named(command: Command) -> None:
+    assert "this one has 1024" in command("plan", DAPO, "--on", "1x8xH100-80-1024")
+    said = command("plan", DAPO, "--on", "1x8xH100-80-256", status=2)
     assert "host memory: the first node needs" in said and "has 256" in said and "learner.offload" in said
 
 
 TOOLS = str(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-tools.yaml")
 
 
-def test_sessions_prefill_what_their_turns_add(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sessions_prefill_what_their_turns_add(command: Command) -> None:
     asked = ("--assume", "turns=3", "--assume", "response=0.1", "--assume", "observation=0.5")
     given = ("environment.observation_tokens=400", "rollout.max_response_tokens=1000", "rollout.max_prompt_tokens=400")
     found = {}
     for kept in (True, False):
         more = (f"sampler.vllm.enable_prefix_caching={kept}".lower(), "rollout.max_context_tokens=22528")
-        assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "--json", *asked, *given, *more]) == 0
-        found[kept] = json.loads(capsys.readouterr().out)
+        said = command("plan", TOOLS, *NODE, "--json", *asked, *given, *more)
+        found[kept] = json.loads(said)
     work = found[True]["work"]
     assert (work["turns"], work["sampled"], work["response"], work["prompt"]) == (3, 300, 700, 100)
     slower = found[False]["time"]["rollout"] - found[True]["time"]["rollout"]
@@ -217,22 +215,20 @@ def test_sessions_prefill_what_their_turns_add(capsys: pytest.CaptureFixture[str
     assert (prefilled(True), prefilled(False)) == (200 + 200, (100 + 300) + (100 + 600))
 
 
-def test_a_plan_without_sessions_has_no_word_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", DAPO, *NODE, *APART]) == 0
-    assert "sessions" not in capsys.readouterr().out
-    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "environment.sessions=16"]) == 0
-    said = capsys.readouterr().out
+def test_a_plan_without_sessions_has_no_word_of_them(command: Command) -> None:
+    assert "sessions" not in command("plan", DAPO, *NODE, *APART)
+    said = command("plan", TOOLS, *NODE, "environment.sessions=16")
     assert "16 open at once (environment.sessions)" in said
     assert "rollout: 16 sequences together" in said
 
 
-def test_the_plan_says_what_tools_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_what_tools_take(command: Command) -> None:
     """Where all sessions that an engine can decode are open, each waits for its own tools, one row after the other."""
 
     def times(sessions: int, tool_s: float) -> dict[str, float]:
         given = (f"environment.sessions={sessions}", "--assume", f"tool_s={tool_s}", "--json")
-        assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "rollout.prompts_per_step=8", *given]) == 0
-        return json.loads(capsys.readouterr().out)["time"]
+        said = command("plan", TOOLS, *NODE, "rollout.prompts_per_step=8", *given)
+        return json.loads(said)["time"]
 
     all_open, few, short = times(128, 20), times(32, 20), times(32, 1)
     assert (all_open["decoded"], few["decoded"]) == (128, 32)
@@ -241,25 +237,22 @@ def test_the_plan_says_what_tools_take(capsys: pytest.CaptureFixture[str]) -> No
     assert short["in_tools"] < few["in_tools"] < 32
 
 
-def test_the_cache_of_open_sessions_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "--assume", "tool_s=20"]) == 0
-    said = capsys.readouterr().out
+def test_the_cache_of_open_sessions_is_told(command: Command) -> None:
+    said = command("plan", TOOLS, *NODE, "--assume", "tool_s=20")
     assert "enable_prefix_caching, which would take 1m" in said
     assert "tools work 22h45m in a step, all sessions together" in said  # 2,048 sessions, twice 20 s
     assert "open sessions are at a tool and keep " in said
     assert "prefixes are lost" not in said
-    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", "environment.sessions=2048"]) == 0
-    said = capsys.readouterr().out
+    said = command("plan", TOOLS, *NODE, "environment.sessions=2048")
     (fitting,) = re.findall(
         r"prefixes are lost while tools work, and prefilled again; environment.sessions=(\d+)", said
     )
-    assert cli.main(["plan", TOOLS, "--on", "1x8xH100", f"environment.sessions={fitting}"]) == 0
-    assert "prefixes are lost" not in capsys.readouterr().out
+    said = command("plan", TOOLS, *NODE, f"environment.sessions={fitting}")
+    assert "prefixes are lost" not in said
 
 
-def test_what_an_edit_changes_is_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", DAPO, *NODE, "loss.clip_low=3e-4", "checkpoint.best=eval/accuracy"]) == 0
-    said = capsys.readouterr().out
+def test_what_an_edit_changes_is_in_the_plan(command: Command) -> None:
+    said = command("plan", DAPO, *NODE, "loss.clip_low=3e-4", "checkpoint.best=eval/accuracy")
     assert "learner   fp8 (e4m3, blockwise), the rest in bf16\n" in said
     assert "loss      ppo with clip 0.0003 below and 0.28 above, no KL, " in said
     assert "the one with the highest eval/accuracy\n" in said

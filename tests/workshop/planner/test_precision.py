@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import block, refusal, typed
+from helpers import Command, block, refusal, typed
 
-from megatron_rl import cli
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import Device
 from megatron_rl.data.toy import write_toy
@@ -79,13 +78,13 @@ def place(empty: Path) -> Path:
     return empty
 
 
-def rows(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, dict[str, Any]]:
-    assert cli.main(["plan", *map(str, words), "--precision", "--json"]) == 0
-    return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+def rows(command: Command, *words: object) -> dict[str, dict[str, Any]]:
+    said = command("plan", *words, "--precision", "--json")
+    return {row["name"]: row for row in json.loads(said)}
 
 
-def test_a_node_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, DAPO, "--on", "1x8xH100-80")
+def test_a_node_of_gpus(command: Command) -> None:
+    found = rows(command, DAPO, "--on", "1x8xH100-80")
     assert list(found) == ["BF16", "INT8", "FP8", "FP8, FP8 cache"]
     plain, fp8, cache = found["BF16"], found["FP8"], found["FP8, FP8 cache"]
     assert plain["ratio"] == 1
@@ -96,19 +95,17 @@ def test_a_node_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for row in found.values():
         assert row["step"] == pytest.approx(sum(row["seconds"].values()))
         assert row["ratio"] == pytest.approx(row["step"] / plain["step"])
-    ahead = rows(capsys, ROOT / "recipes/dapo-qwen3_8b-1n8g-int8-ahead.yaml")["FP8"]
+    ahead = rows(command, ROOT / "recipes/dapo-qwen3_8b-1n8g-int8-ahead.yaml")["FP8"]
     shorter = min(ahead["seconds"]["rollout"], ahead["seconds"]["prox"] + ahead["seconds"]["update"])
     assert ahead["step"] == pytest.approx(sum(ahead["seconds"].values()) - shorter)
 
 
 @pytest.mark.parametrize(("machine", "without"), [("1x8xB200", {"INT8"}), ("1x8xA100-80", {"FP8", "FP8, FP8 cache"})])
-def test_what_a_gpu_does_not_run_is_left_out(
-    capsys: pytest.CaptureFixture[str], machine: str, without: set[str]
-) -> None:
-    assert precision.NAMES.keys() - rows(capsys, DAPO, "--on", machine).keys() == without
-    assert cli.main(["plan", DAPO, "--on", machine, "--precision"]) == 0
-    assert all(f"left out  {name}: " in capsys.readouterr().out for name in sorted(without)[:1])
-    assert cli.main(["plan", WIDE, "--on", machine, "--precision"]) == 0, "no model is far wider"
+def test_what_a_gpu_does_not_run_is_left_out(command: Command, machine: str, without: set[str]) -> None:
+    assert precision.NAMES.keys() - rows(command, DAPO, "--on", machine).keys() == without
+    said = command("plan", DAPO, "--on", machine, "--precision")
+    assert all(f"left out  {name}: " in said for name in sorted(without)[:1])
+    command("plan", WIDE, "--on", machine, "--precision")  # no model is far wider
 
 
 def test_a_break_even_is_where_a_step_takes_as_long(place: Path) -> None:
@@ -162,25 +159,22 @@ def test_what_fills_no_block_is_prefilled_for_each_answer(place: Path) -> None:
     assert products(130, enable_prefix_caching=False) - products(1) == pytest.approx(129 * token)
 
 
-def test_one_run_tells_one_factor_and_the_others_are_called_assumed(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_run_tells_one_factor_and_the_others_are_called_assumed(place: Path, command: Command) -> None:
     run = a_run(place, "int8", case(place, "int8"))
     found = measured(run, HOST)
     assert fitted([found]).phases(found.case) == pytest.approx({**found.seconds}, rel=0.01)  # slow steps left out
     recipe = place / "mine.yaml"
     recipe.write_text(f"base: {ROOT}/recipes/quickstart.yaml\nmodel: {{path: {place}/data/toy/model}}\n")
-    rows_of = rows(capsys, recipe, "--fit", run)
+    rows_of = rows(command, recipe, "--fit", run)
     assert [name for name, row in rows_of.items() if row["assumed"]] == ["BF16", "FP8"]
     assert [row["sample_size"] for row in rows_of.values()] == [None, pytest.approx(0.9), None]
-    assert cli.main(["plan", str(recipe), "--precision", "--fit", str(run)]) == 0
-    said = capsys.readouterr().out
+    said = command("plan", recipe, "--precision", "--fit", run)
     assert "FP8 (assumed)" in said
     assert f"fitted    to {run} (int8, 10 steps)" in said
     assert "(50% of it the mean)" in said  # the run's lengths
     assert "left out  FP8, FP8 cache: quantization.kv_cache: fp8 is for GPUs" in said
-    assert cli.main(["plan", str(recipe), "--precision", "--fit", str(run), "--assume", "response=0.25"]) == 0
-    assert "(25% of it the mean)" in capsys.readouterr().out
+    said = command("plan", recipe, "--precision", "--fit", run, "--assume", "response=0.25")
+    assert "(25% of it the mean)" in said
 
 
 def test_runs_of_gpus_scale_the_plan_s_phases(place: Path) -> None:
@@ -202,9 +196,9 @@ def test_what_is_no_run_is_refused_with_the_way_out(place: Path) -> None:
     assert "plan in the folder that the run was started in" in refusal(measured, host, HOST)
 
 
-def test_fit_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", DAPO, "--fit", "runs/mine"]) == 2
-    assert "--fit: what runs say is for --precision; give that, too" in capsys.readouterr().err
+def test_fit_alone_is_refused(command: Command) -> None:
+    said = command("plan", DAPO, "--fit", "runs/mine", status=2)
+    assert "--fit: what runs say is for --precision; give that, too" in said
 
 
 def test_the_page_s_commands(place: Path) -> None:

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from megatron_rl import cli
+from helpers import Command
 
 ROOT = Path(__file__).parents[3]
 TRILLION = (
@@ -20,19 +19,14 @@ TRILLION = (
 )
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["plan", *words]) == 0
-    return capsys.readouterr().out
-
-
 def cells(report: str, start: str) -> list[str]:
     """The row of a table that begins like this."""
     line = next(line for line in report.splitlines() if line.startswith(start))
     return [cell.strip() for cell in line.split("  ") if cell.strip()]
 
 
-def test_a_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = said(capsys, "mine.yaml", "--replicas", "3", "--rows", "2")
+def test_a_recipe(place: Path, command: Command) -> None:
+    report = command("plan", "mine.yaml", "--replicas", "3", "--rows", "2")
     assert "2 ranks (TP2), of which 1 write" in report
     assert "3 ranks (TP1 x 3 engines)" in report
     total = cells(report, "together")
@@ -43,12 +37,12 @@ def test_a_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert link[2] == link[4] == cells(report, "learner -> files")[2] == total[2]
     assert cells(report, "into a sampler rank")[1] == total[2]  # one rank per engine holds everything
     assert " s" not in link[-1]
-    assert cells(said(capsys, "mine.yaml", "--link-gbs", "2"), "files -> sampler")[-1].endswith(" s")
+    assert cells(command("plan", "mine.yaml", "--link-gbs", "2"), "files -> sampler")[-1].endswith(" s")
 
 
-def test_a_folder_stands_for_its_config(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from_folder = said(capsys, "data/toy/model", "quantization=int8", "learner.tensor_parallel=2")
-    assert cells(from_folder, "together") == cells(said(capsys, "mine.yaml"), "together")
+def test_a_folder_stands_for_its_config(place: Path, command: Command) -> None:
+    from_folder = command("plan", "data/toy/model", "quantization=int8", "learner.tensor_parallel=2")
+    assert cells(from_folder, "together") == cells(command("plan", "mine.yaml"), "together")
 
 
 @pytest.mark.parametrize(
@@ -66,11 +60,8 @@ def test_a_folder_stands_for_its_config(place: Path, capsys: pytest.CaptureFixtu
         (["mine.yaml", "--link-gbs", "0"], ["--link-gbs 0"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(
-    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: list[str]
-) -> None:
-    assert cli.main(["plan", *words]) == 2
-    errors = capsys.readouterr().err
+def test_what_does_not_fit_is_named(place: Path, command: Command, words: list[str], expected: list[str]) -> None:
+    errors = command("plan", *words, status=2)
     assert "Traceback" not in errors
     assert all(word in errors for word in expected), errors
 
@@ -85,11 +76,9 @@ def test_nothing_is_written_and_no_torch_is_loaded(place: Path) -> None:
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_trillion_parameters_on_1536_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trillion_parameters_on_1536_ranks(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.chdir(ROOT)
-    report = said(capsys, *TRILLION.split()[1:])
+    report = command("plan", *TRILLION.split()[1:])
     assert "1,024 ranks (TP8 PP16 EP64 DP8), of which 1,024 write" in report
     assert "512 ranks (TP8 x 64 engines)" in report
     hf = json.loads((ROOT / "tools/bench/moe_1t.json").read_text())
@@ -104,11 +93,11 @@ def test_a_trillion_parameters_on_1536_ranks(
     assert "against" in report
 
 
-def test_the_readme_s_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_s_command(place: Path, command: Command) -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     (line,) = [line.partition("#")[0] for line in lines if line.startswith("megatron-rl plan recipes")]
     recipe, *options = line.split()[2:]
-    assert "4 engines" in said(capsys, str(ROOT / recipe), "model.path=data/toy/model", *options)
+    assert "4 engines" in command("plan", str(ROOT / recipe), "model.path=data/toy/model", *options)
 
 
 def test_the_documents_name_this_command() -> None:

@@ -3,13 +3,12 @@
 import io
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
+from helpers import Command
 from run_factory import make_run
 
-from megatron_rl import cli
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, now, read_status
 from megatron_rl.workshop.reports.overview import describe, watch
@@ -32,9 +31,8 @@ def lines(text: str) -> dict[str, str]:
     return {line.split()[0]: line.strip() for line in text.splitlines()}
 
 
-def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(run)]) == 0
-    said = lines(capsys.readouterr().out)
+def test_a_finished_run(run: Path, command: Command) -> None:
+    said = lines(command("status", run))
     assert said["mine"] == "mine"
     assert said["finished,"] == "finished, attempt 1"
     assert f"{STEPS} of {STEPS}, " in said["step"]
@@ -72,40 +70,21 @@ def test_watching_ends_with_the_last_run(run: Path, tmp_path: Path) -> None:
     assert stream.getvalue().count("mine") >= 1
 
 
-def test_torn_and_strange_folders(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -> None:
     for content in ("{", "[1]", json.dumps({"state": "running", "alarms": [1, "x"], "steps": "x", "heartbeat": 3})):
         torn = tmp_path / "torn"
         torn.mkdir(exist_ok=True)
         (torn / "status.json").write_text(content)
         (torn / "metrics.jsonl").write_text('{"progress/step": 1}\n{"prog')
-        assert cli.main(["status", str(torn), str(run)]) == 0
-        assert "1 of" in capsys.readouterr().out
-    assert cli.main(["status", str(tmp_path)]) == 2
-    assert "not a run directory" in capsys.readouterr().err
+        assert "1 of" in command("status", torn, run)
+    assert "not a run directory" in command("status", tmp_path, status=2)
 
 
 @pytest.mark.fault("a file of a run is a pipe", "status and report name it, and wait for nothing")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "config.yaml", "env.json"])
-def test_a_pipe_as_a_file_of_a_run(run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / name).unlink()
-    os.mkfifo(tmp_path / "run" / name)
-    for command in ("status", "report"):
-        assert cli.main([command, str(tmp_path / "run")]) == 0
-        said = capsys.readouterr().out
-        assert f"run/{name}: OSError" in said
-        assert "a pipe or a device, expected a regular file" in said
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_a_report_replaces_no_special_file(
-    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "output"
-    if kind == "pipe":
-        os.mkfifo(output)
-    else:
-        output.symlink_to(tmp_path / "elsewhere")
-    assert cli.main(["report", str(run), "-o", str(output)]) == 2
-    assert f"{output}: cannot be written: a {kind}" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+def test_a_pipe_as_a_file_of_a_run(tmp_path: Path, name: str, command: Command) -> None:
+    run = make_run(tmp_path, "run", 1)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    for word in ("status", "report"):
+        assert "no regular file" in command(word, run)
