@@ -85,7 +85,7 @@ install() {
   # compiled now, once: an engine that compiles vLLM for itself starts in 14 seconds instead of 8
   local -a options=(--compile-bytecode --python "$VENV/bin/python" --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
   if [[ $extra == gpu ]]; then
-    says "$VENV/bin/uv" pip install "${options[@]}" torch setuptools wheel
+    says "$VENV/bin/uv" pip install "${options[@]}" torch nvidia-cuda-crt nvidia-cuda-cccl setuptools wheel
     # Transformer Engine's torch binding has no wheel for this torch. A compiler of it takes 2.7 GB at most.
     local site wheel jobs=${MAX_JOBS:-$(compile_jobs)}
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Compiles Transformer Engine's torch binding and leaves it as a wheel:
 #   tools/te_binding.sh SITE OUT      prints the wheel's path as its last line
-# SITE: folder of packages with the torch to compile against; OUT: folder of the work and of the wheel.
-# The binding is 33 files of C++ without CUDA. torch's headers are most of the work, so the files are
-# joined into a few that include them once: 2 minutes of one core, where the package's own build takes
-# 24. The kernels are in libtransformer_engine.so, so the optimization level hardly matters here.
-# PYTHON: an interpreter of the set's version with pip, setuptools and wheel. JOBS: compilers at once.
+# SITE: folder of packages with the torch to compile against; OUT: folder of the work and the wheel.
+# The binding is 33 files of C++ without CUDA. torch's headers are most of the work, so the files
+# are joined into a few that include them once: 3 minutes of a core, where the package's own build
+# takes 24. Kernels are in libtransformer_engine.so: the optimization level hardly matters here.
+# PYTHON: an interpreter of the set's version with pip, setuptools, wheel. JOBS: compilers at once.
 set -euo pipefail
 
 site=$(realpath "$1")

@@ -1,4 +1,4 @@
-"""Bundle for a machine without network: pieces, stripped libraries, what is left out, experiments."""
+"""Bundle for a machine without network: pieces, stripped libraries, left_out.txt, experiments."""
 
 import json
 import os
@@ -69,11 +69,11 @@ def test_what_was_packed_is_installed(bundle: Path) -> None:
     assert done.returncode == 0, done.stderr
     prefix = bundle.parent / "prefix"
     site = prefix / "env/lib/python3.12/site-packages"
-    for name in ("torch/lib/large.so", "torch/empty.py"):
-        assert (site / name).read_bytes() == (bundle.parent / "site" / name).read_bytes()
-    assert (site / "torch/lib/large.so").stat().st_blocks * 512 < 2 << 20, "zeros are a hole"
+    large = site / "torch/lib/large.so"
+    assert large.read_bytes() == (bundle.parent / "site/torch/lib/large.so").read_bytes()
+    assert large.stat().st_blocks * 512 < 2 << 20, "zeros are a hole"
+    assert (site / "torch/empty.py").read_bytes() == b""
     assert os.access(prefix / "env/bin/ninja", os.X_OK)
-    assert (site / "megatron_rl-1.2.dist-info/entry_points.txt").is_file()
     assert (prefix / "env.sh").is_file()
 
 
@@ -116,28 +116,24 @@ def test_code_of_the_wanted_architecture_is_kept(tmp_path: Path) -> None:
     assert strip_fatbin.strip(path, 90) == strip_fatbin.Bytes(kept=6, dropped=11, symbols=8)
     content = path.read_bytes()
     assert len(content) == size
-    assert b"for90a" in content
-    assert not any(gone in content for gone in (b"for80", b"text90", b"symbols!"))
+    found = [text for text in (b"for90a", b"for80", b"text90", b"symbols!") if text in content]
+    assert found == [b"for90a"]
     # where there is no machine code for it, the newest that a driver compiles
     path = library(tmp_path / "b.so", codes[0], (ptx, 70, 0, b"t70"), (ptx, 80, 0, b"t80"))
+    whole = path.read_bytes()
     assert strip_fatbin.strip(path, 90).kept == 3
     assert b"t80" in path.read_bytes()
-
-
-def test_a_library_that_is_cut_is_refused(tmp_path: Path) -> None:
-    path = library(tmp_path / "a.so", (strip_fatbin.ELF, 80, 0, b"for80"))
-    cut = path.read_bytes()[:-100]
-    path.write_bytes(cut)
-    with pytest.raises(strip_fatbin.BrokenFile, match=r"a\.so"):
+    path.write_bytes(whole[:-100])
+    with pytest.raises(strip_fatbin.BrokenFile, match=r"b\.so"):
         strip_fatbin.strip(path, 90)
-    assert path.read_bytes() == cut
 
 
 def test_the_list_of_what_is_left_out() -> None:
     globs = stage.read_globs(OFFLINE / "left_out.txt")
     carried = ("modelopt/nvidia", "vllm/flashinfer.py", "bin/ninja", "tests")
-    left_out = ("nvidia", "flashinfer_python-0.6.dist-info", "bin/numba", "a/b.a", "a/tests/data", "a/__pycache__")
-    assert [path for path in carried + left_out if stage.is_left_out(Path(path), globs)] == [*left_out]
+    left_out = ("nvidia", "flashinfer-0.6.dist-info", "bin/numba", "a/b.a", "a/tests/data")
+    found = [path for path in carried + left_out if stage.is_left_out(Path(path), globs)]
+    assert found == [*left_out]
 
 
 def test_a_trace_by_kind_of_kernel(tmp_path: Path) -> None:
@@ -150,8 +146,8 @@ def test_a_trace_by_kind_of_kernel(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     lines = " ".join(trace_summary.summarize(path).split())
-    for found in ("(80%)", "product 0.0 ms 60.0% 1 x 30.0 us", "logits 0.0 ms 20.0% 1 x 10.0 us"):
-        assert found in lines
+    assert "product 0.0 ms 60.0% 1 x 30.0 us" in lines
+    assert "logits 0.0 ms 20.0% 1 x 10.0 us" in lines
 
 
 def test_every_part_of_the_update_is_measured(tmp_path: Path) -> None:

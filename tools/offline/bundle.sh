@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes build/offline: this checkout and its GPU packages, to be carried to a machine without network.
+# Makes build/offline: this checkout and its GPU packages, for a machine without network.
 #   tools/offline/bundle.sh      needs a package index, Python 3.12, a C++ compiler; no GPU
 # README.md beside this file says how it is used. A second call repeats only what has changed.
 #   ARCH=90       compute capability of the GPUs: code of others is not carried
 #   CUDA=1        carry CUDA's libraries too, for a machine whose Python has none
 #   MIB=54        size of a piece at most; PRESET=6 of xz is an eighth smaller and four times slower
-#   BEFORE=REV    carry this revision of the project too, to compare an update with (experiment before)
+#   BEFORE=REV    carry this revision of the project too, for the experiment compare
 #   CACHE=FOLDER  downloads and installed packages, about 20 GB; PYTHON, JOBS
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -50,7 +50,8 @@ install() {  # FOLDER: requirements on standard input
 
 # 1. Packages of the lock. CUDA's libraries lie apart: the machine usually has its own.
 libraries='cublas|cuda-cccl|cuda-crt|cuda-cupti|cuda-nvcc|cuda-nvrtc|cuda-runtime|cudnn-cu13|cufft'
-libraries+='|cufile|curand|cusolver|cusparse|cusparselt-cu13|nccl-cu13|nvjitlink|nvshmem-cu13|nvtx|nvvm'
+libraries+='|cufile|curand|cusolver|cusparse|cusparselt-cu13|nccl-cu13|nvjitlink|nvshmem-cu13'
+libraries+='|nvtx|nvvm'
 of_cuda="^(nvidia-($libraries)|cuda-toolkit)=="
 if [[ ! -f $work/installed ]]; then
   grep -vE "$of_cuda|^transformer-engine-torch==" "$lock" | install "$site"
@@ -94,7 +95,7 @@ if [[ $(cat "$out/settings" 2>/dev/null) != "$settings" ]]; then
   echo "$settings" >"$out/settings"
 fi
 
-# 4. What changes from one transfer to the next: the project, these scripts, caches of an earlier run.
+# 4. What changes between transfers: the project, these scripts, caches of an earlier run.
 base=$out/base
 rm -rf "$base"
 mkdir -p "$base"

@@ -1,7 +1,7 @@
 """Pack a folder into pieces of bounded size, and unpack them, with Python alone.
 
     pieces.py pack FOLDER PIECES [--mib 54] [--preset 1]     writes PIECES/p00, p01, .., index.json
-    pieces.py unpack FOLDER PIECE [PIECE ...]                 writes the files that these pieces hold
+    pieces.py unpack FOLDER PIECE ...                         writes the files that they hold
 
 Each piece unpacks by itself, in any order and on all cores. Files are cut and joined into blocks of
 24 MiB, each compressed for itself (xz, with its filter for machine code). A piece is a line of JSON

@@ -2,7 +2,7 @@
 # Experiments on the machine with the GPU, after unpack.sh:
 #   bash build/offline/base/run.sh NAME[:SECONDS] ...      order.md says what each answers
 # Names: imports machine update compare fp8 recipe engine engine8b ipc tests larger learning caches
-# One after another, each with its time limit; each writes every number into $OUT (PREFIX/out) at once.
+# One after another, each with its time limit; every number is written to $OUT (PREFIX/out) at once.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,7 +20,7 @@ python=$PREFIX/env/bin/python
 experiments=$here/experiments
 export PREFIX OUT python here experiments
 
-declare -A limits=([imports]=300 [machine]=45 [update]=230 [compare]=200 [fp8]=60 [recipe]=240
+declare -A limits=([imports]=600 [machine]=45 [update]=230 [compare]=200 [fp8]=60 [recipe]=240
   [engine]=120 [engine8b]=400 [ipc]=150 [tests]=200 [larger]=300 [learning]=590 [caches]=30)
 
 imports() {
@@ -72,13 +72,13 @@ engine8b() {
 ipc() { STEPS=3 bash "$experiments/recipe.sh" "$OUT" ipc sync.transport=ipc; }
 
 tests() {
-  "$python" -m pytest "${TESTS:-tests/gpu/test_gpu_learner.py}" -q -ra -p no:cacheprovider --durations=5
+  "$python" -m pytest "${TESTS:-tests/gpu/test_gpu_learner.py}" -q -ra -p no:cacheprovider
 }
 
 # 16 x 8 responses of 1,024 tokens, for which others have published a step
 larger() {
   MODEL=Qwen3-1.7B STEPS=4 bash "$experiments/recipe.sh" "$OUT" larger rollout.prompts_per_step=16 \
-    rollout.max_response_tokens=1024
+    rollout.max_response_tokens=1024 sampler.vllm.gpu_memory_utilization=0.55
 }
 
 learning() { bash "$experiments/learning.sh" "$OUT"; }

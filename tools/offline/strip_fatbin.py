@@ -120,7 +120,7 @@ def debug_sections(path: Path, data: mmap.mmap) -> list[Range]:
     if not table:
         return []
     if size != SECTION_HEADER or table + size * count > len(data) or names >= count:
-        raise BrokenFile(f"{path}: its section headers lie beyond its end: incomplete? Install it again")
+        raise BrokenFile(f"{path}: section headers beyond its end; install it again")
     headers = [struct.unpack_from("<IIQQQQ", data, table + n * size) for n in range(count)]
     names_at = headers[names][4]
     found = []

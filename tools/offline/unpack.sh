@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what bundle.sh has made, on the machine without network:
-#   bash build/offline/base/unpack.sh            takes the pieces beside base/, makes the environment
-#   bash build/offline/base/unpack.sh PIECE ...  unpacks these in the background and returns at once,
-#                                                where pieces arrive one by one; then once without any
+#   bash build/offline/base/unpack.sh             takes the pieces beside it, makes the environment
+#   bash build/offline/base/unpack.sh PIECE ...   unpacks these in the background, returns at once:
+#                                                 where pieces arrive one by one; then once without
 # PREFIX=/tmp/megatron-rl   where it goes: 4 GB
 # PYTHON=python3            the machine's own, 3.12; CUDA's libraries are those beside its torch
 # CUDA_HOME=/usr/local/cuda its compiler and headers
@@ -52,7 +52,7 @@ if (($#)); then
   exit
 fi
 
-count=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["pieces"])' "$here/index.json")
+count=$("$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["pieces"])' <"$here/index.json")
 names=()
 for number in $(seq 0 $((count - 1))); do
   name=$(printf 'p%02d' "$number")
@@ -88,7 +88,7 @@ if [[ ! -d $site/nvidia || -L $site/nvidia/cu13 ]]; then
   done
 fi
 cuda=${CUDA_HOME:-/usr/local/cuda}
-ptxas=$(command -v ptxas || find -L "$cuda" "$site/nvidia" -name ptxas 2>/dev/null | head -1 || true)
+ptxas=$(command -v ptxas || find -L "$cuda" "$site/nvidia" -name ptxas | head -1) || true
 
 # the project: a copy of its own, replaced when another one arrives
 unpack_project() {  # ARCHIVE FOLDER
@@ -129,7 +129,8 @@ export TRITON_CACHE_DIR=$PREFIX/caches/triton TORCHINDUCTOR_CACHE_DIR=$PREFIX/ca
 export VLLM_CACHE_ROOT=$PREFIX/caches/vllm CUDA_CACHE_PATH=$PREFIX/caches/cuda
 V
 # byte code in the background; modules that are imported before make their own
-setsid nohup "$PREFIX/env/bin/python" -m compileall -q -j "$(nproc)" "$site" >/dev/null 2>&1 </dev/null &
+setsid nohup "$PREFIX/env/bin/python" -m compileall -q -j "$(nproc)" "$site" \
+  >/dev/null 2>&1 </dev/null &
 echo "ready: source $PREFIX/env.sh; then megatron-rl, in $PREFIX/project"
 if [[ -z $ptxas ]]; then
   echo "unpack: no ptxas found: set CUDA_HOME, or Triton's kernels will not compile" >&2

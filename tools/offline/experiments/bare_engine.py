@@ -1,12 +1,12 @@
 """vLLM alone with the arguments that a run would give it, random weights: tokens per second.
 
-    bare_engine.py PROJECT OUT ENGINE ...      ENGINE: SIZE:FORMAT, such as 0.6B:int8, 8B:none, 8B:fp8
+    bare_engine.py PROJECT OUT ENGINE ...      ENGINE: SIZE:FORMAT, as 0.6B:int8, 8B:none, 8B:fp8
 
 Each engine is a process of its own and writes OUT/bare_engine.jsonl line by line. By default it
 generates as the recipe for one GPU does, 256 responses of 512 tokens to 32 prompts of 12: as the
 sampler asks (a seed for each response, a logprob for each token), without seeds, without logprobs.
---core apart runs vLLM's core in a process apart, as its own server does. --sequences 64 256 compares
-numbers of concurrent responses instead.
+--core apart runs vLLM's core in a process apart, as its own server does. --sequences 64 256
+compares numbers of concurrent responses instead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Does a larger model learn as well with an INT8 sampler as with a BF16 one, and what does it cost?
 #   learning.sh OUT      OUT/learning_*: metrics and summaries of a warm start and of both runs
-# recipes/reasoning.yaml with a Qwen3 of 71 million parameters; from one warm start each format trains
-# STEPS=100 steps on the same questions. REASONING: the task's folder (made by bundle.sh);
-# OVERRIDES="KEY=VALUE ...": for all three runs. VENV: the environment; called in the project's root.
+# recipes/reasoning.yaml with a Qwen3 of 71 million parameters; from one warm start each format
+# trains STEPS=100 steps on the same questions. REASONING: the task's folder (made by bundle.sh);
+# OVERRIDES="KEY=VALUE ..." of all runs; VENV: the environment; called in the project's root.
 set -uo pipefail
 
 out=$1
@@ -48,5 +48,6 @@ trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM
 run warm recipes/reasoning_sft.yaml "model.path=$data/model" optim.lr=6e-4 log.export=true || exit
 for format in int8 none; do
   run "$format" recipes/reasoning.yaml model.path=runs/learning_warm/model optim.lr=5e-5 \
-    optim.min_lr=5e-6 "quantization=$format" "run.steps=$STEPS" eval.every=20 log.export=false || exit
+    optim.min_lr=5e-6 "quantization=$format" "run.steps=$STEPS" eval.every=20 log.export=false ||
+    exit
 done

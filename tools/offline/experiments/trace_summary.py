@@ -3,8 +3,8 @@
     trace_summary.py TRACE.json[.gz] ...
 
 Traces come from log.profile_steps or update.py. A kernel's kind is known by its name; small kernels
-over logits by the shape of the operator that launched them: at least a million elements of which the
-last dimension is no width of the model.
+over logits by the shape of the operator that launched them: at least a million elements of which
+the last dimension is no width of the model.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def gpu_lines(path: Path, events: list[dict[str, Any]]) -> list[str]:
             lines.append(f"  {ms(part.us):>12} {part.count:6d} x {kernel}")
     idle = sum(gap.us for gap in gaps)
     short = sum(gap.us for gap in gaps if gap.us < SHORT_US)
-    lines.append(f"idle {ms(idle)} in {len(gaps)} gaps, {ms(short)} in gaps under {SHORT_US:.0f} us")
+    lines.append(f"idle {ms(idle)} in {len(gaps)} gaps, {ms(short)} in those under {SHORT_US} us")
     for gap in sorted(gaps, key=lambda gap: -gap.us)[:GAPS]:
         lines.append(f"  {ms(gap.us):>12} at {ms(gap.at_us)}, before {gap.before}")
     return lines
@@ -151,7 +151,8 @@ def cpu_lines(events: list[dict[str, Any]]) -> list[str]:
             waits[event["name"]].add(event["dur"])
         elif event.get("cat") == "cpu_op":
             operators[event["name"]].add(event.get("dur", 0.0))
-    lines = [f"CPU: {ms(total.us)} in {total.count} x {name}" for name, total in by_time(waits.items())]
+    calls = by_time(waits.items())
+    lines = [f"CPU: {ms(total.us)} in {total.count} x {name}" for name, total in calls]
     frequent = sorted(operators.items(), key=lambda item: -item[1].count)[:GAPS]
     count = sum(total.count for total in operators.values())
     most = ", ".join(f"{name} {total.count}" for name, total in frequent)

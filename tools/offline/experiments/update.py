@@ -57,6 +57,7 @@ RECOMPUTE = {
 }
 PIECES_MIB = (16, 96, 256)
 TRACED_ROWS = 58  # two packs
+PROMPT = 12
 LOGPROB = -11.9  # of random weights over 152k tokens
 MIB = 1 << 20
 
@@ -68,12 +69,12 @@ def random_batch(options: argparse.Namespace, vocabulary: int) -> Any:
 
     rows = options.rows
     random = torch.Generator().manual_seed(1)
-    length = options.prompt + options.response
+    length = PROMPT + options.response
     tokens = torch.randint(1, vocabulary, (rows, length), generator=random)
     mask = torch.ones(rows, options.response, dtype=torch.bool)
     return Batch.of_matrices(
         tokens,
-        torch.full((rows,), options.prompt),
+        torch.full((rows,), PROMPT),
         torch.full((rows,), options.response),
         mask,
         torch.full(mask.shape, LOGPROB),
@@ -215,7 +216,7 @@ class Experiment:
         self.torch = torch
         self.results = Results(options.out / f"{options.name}.jsonl")
         self.learner = make_learner(options)
-        self.results.note("learner", fp8=options.fp8, project=options.project)
+        self.results.note("learner", project=options.project)
 
         import learner as bench  # tools/bench/learner.py of the project
 
@@ -227,9 +228,9 @@ class Experiment:
         self.batch = random_batch(options, model.shape.vocab)
         self.targets = targets_of(bench, self.batch)
         self.packs = self.learner._packs(self.batch, range(len(self.batch)))
-        each = costs.operations(model, options.prompt + options.response)
+        each = costs.operations(model, PROMPT + options.response)
         self.head_flops = each.head
-        self.body_flops = options.rows * (options.prompt + options.response) * each.body
+        self.body_flops = options.rows * (PROMPT + options.response) * each.body
         self.flops = self.body_flops + options.rows * options.response * each.head
 
     def sync(self) -> None:
@@ -352,9 +353,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("project", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--name", default="update", help="of the files")
+    parser.add_argument("--name", default="update")
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=12)
     parser.add_argument("--response", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fp8", help="blockwise or tensorwise: FP8 in the learner")
