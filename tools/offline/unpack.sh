@@ -88,7 +88,8 @@ if [[ ! -d $site/nvidia || -L $site/nvidia/cu13 ]]; then
   done
 fi
 cuda=${CUDA_HOME:-/usr/local/cuda}
-ptxas=$(command -v ptxas || find -L "$cuda" "$site/nvidia" -name ptxas | head -1) || true
+ptxas=$(command -v ptxas ||
+  find -L "$cuda" "$site/nvidia" -name ptxas 2>/dev/null | head -1) || true
 
 # the project: a copy of its own, replaced when another one arrives
 unpack_project() {  # ARCHIVE FOLDER

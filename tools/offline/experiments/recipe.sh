@@ -56,7 +56,7 @@ finish() {
   kill "${helpers[@]}" 2>/dev/null
   copy_results
   # torch's own lines: where the driver repeats a rank's, they are the same
-  grep -rhs "Recompiling function" "$run" "$out/$name.output" | sort -u >"$out/$name.recompiled"
+  grep -rhsI "Recompiling function" "$run" "$out/$name.output" | sort -u >"$out/$name.recompiled"
   find "$run" -name '*.log' -size -8M -exec tail -n 400 {} \; >"$out/$name.logs" 2>/dev/null
   for trace in "$run"/dumps/profile_*/*.json.gz; do
     if [[ -f $trace ]]; then
