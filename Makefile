@@ -58,11 +58,11 @@ resolve-gpu: install-dev
 	@bash tools/install.sh --resolve gpu
 
 # The GPU set on a machine without a GPU: installed into an environment of its own, imported, and held against what this
-# project expects of it. 9 GB; the first time compiles for ten minutes on sixteen cores, for an hour on two.
+# project expects of it. 9 GB; the first time compiles for three minutes of a core.
 check-gpu-set:
 	@bash .ci/gpu-set
 
-.venv-gpu/.installed: pyproject.toml constraints/gpu.txt constraints/overrides-gpu.txt tools/install.sh
+.venv-gpu/.installed: pyproject.toml constraints/gpu.txt constraints/overrides-gpu.txt tools/install.sh tools/te_binding.sh
 	@VENV=.venv-gpu PYTHON="$(call interpreter,12)" bash tools/install.sh gpu,dev
 	@touch $@
 

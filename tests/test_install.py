@@ -24,11 +24,15 @@ def test_cuda_s_bindings_are_of_one_release() -> None:
 
 
 def test_transformer_engine_s_binding_compiles_against_the_wheels_headers() -> None:
-    script = (ROOT / "tools" / "install.sh").read_text()
-    before, _, _ = script.partition("--no-build-isolation-package transformer-engine-torch")
+    """Of the locked version, and against the torch of the environment that it goes into."""
+    install = (ROOT / "tools" / "install.sh").read_text()
+    torch, _, rest = install.partition("tools/te_binding.sh")
+    assert '"${options[@]}" torch nvidia-cuda-crt' in torch and "--find-links" in rest
+    script = (ROOT / "tools" / "te_binding.sh").read_text()
+    before, _, _ = script.partition("pip download")
     assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in before
-    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in before  # a server of prebuilt ones may not answer, and has no time-out
-    assert "export MAX_JOBS" in before
+    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in before  # a server of prebuilt ones may not answer
+    assert '"$site"/nvidia/*/include' in script
 
 
 @pytest.mark.parametrize("extra", ["gpu", "gpu,dev", "cpu"])

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a node with GPUs: installs the gpu set, runs tests/gpu, measures a sync, and takes two steps of every
 # recipe that fits this node. A part that fails does not stop the others.
-#   tools/first_hour.sh [part ...]      parts: machine install imports tests quickstart sync turns size recipes
+#   tools/first_hour.sh [part ...]      parts: machine install imports update tests quickstart sync turns size recipes
 # What came of it is one file to send back, first_hour.md, and a log of each part in first_hour/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.." || exit 2
 BIN=${VENV:-.venv}/bin
 LIMIT_S=${LIMIT_S:-1200}   # of one part, or of one recipe
 report=first_hour.md
+experiments=tools/offline/experiments
 mkdir -p first_hour
 
 part() {  # NAME COMMAND [ARGUMENT ...]
@@ -40,6 +41,8 @@ imports() {
 import megatron.core.extensions.transformer_engine as extension
 print(torch.__version__, torch.cuda.device_count(), torch.cuda.get_device_name(), extension.HAVE_TE)'
 }
+
+update() { TAIL=60 part update "$BIN/python" "$experiments/update.py" . first_hour; }
 
 tests() { TAIL=40 part tests "$BIN/python" -m pytest tests/gpu -ra --durations=10; }
 
@@ -80,22 +83,17 @@ turns() {
   two_steps recipes/grpo-qwen3_1.7b-1n8g-int8.yaml turns_engines learner.offload=optimizer
 }
 
-# The recipe for one GPU with a model of its own size, of random weights: memory and time to hold against the plan, a trace of
-# an update, and FP8 on both sides.
+# The recipe for one GPU with a model of its own size, of random weights: its plan, time and memory by phase, a trace of
+# step 5 of 6 by kind of kernel, recompilations; and FP8 on both sides.
 size() {
-  local one=recipes/grpo-qwen3_0.6b-1n1g-int8.yaml folder=data/first_hour/size
-  rm -rf "$folder"
-  "$BIN/megatron-rl" toy "$folder" >/dev/null || return
-  "$BIN/python" -c 'import json, sys
-folder, card = sys.argv[1:]
-toy, own = (json.load(open(path)) for path in (f"{folder}/model/config.json", card))
-own |= {key: value for key, value in toy.items() if key.endswith("_token_id")}
-json.dump(own, open(f"{folder}/model/config.json", "w"))' "$folder" conf/model/Qwen3-0.6B.json || return
-  on_toy "$folder"
-  local sized=("${toy[@]}" run.steps=4 eval.every=0 rollout.prompts_per_step=32 rollout.samples_per_prompt=8 rollout.max_response_tokens=512)
-  TAIL=60 part size_plan "$BIN/megatron-rl" plan "$one" "${sized[@]}" --assume response=1
-  two_steps "$one" size_int8 "${sized[@]}" 'log.profile_steps=[3]'
-  two_steps "$one" size_fp8 "${sized[@]}" quantization=fp8 learner.megatron.fp8=e4m3 learner.megatron.fp8_recipe=blockwise
+  TRACE=1 sized size_int8
+  sized size_fp8 quantization=fp8 learner.megatron.fp8=e4m3 learner.megatron.fp8_recipe=blockwise
+}
+
+sized() {  # NAME [KEY=VALUE ...]
+  local name=$1
+  VENV=${VENV:-.venv} TAIL=30 part "$name" bash "$experiments/recipe.sh" first_hour "$@" || return
+  head -n 60 "first_hour/$name.trace.txt" >>"$report"
 }
 
 # From one GPU to as many as fit here, with each recipe's own layout and formats.
@@ -107,11 +105,11 @@ recipes() {
 }
 
 chosen=("$@")
-((${#chosen[@]})) || chosen=(machine install imports tests quickstart sync turns size recipes)
+((${#chosen[@]})) || chosen=(machine install imports update tests quickstart sync turns size recipes)
 echo "# The first hour" >"$report"
 for each in "${chosen[@]}"; do
   case $each in
-    machine | install | imports | tests | quickstart | sync | turns | size | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
+    machine | install | imports | update | tests | quickstart | sync | turns | size | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
     *) echo "first_hour: no part $each; see the head of $0" >&2; exit 2 ;;
   esac
 done

@@ -77,7 +77,7 @@ resolve() {
 }
 
 compile_jobs() {
-  awk -v cores="$(nproc)" '/^MemAvailable/ { jobs = int($2 / 2097152); print jobs < 1 ? 1 : jobs < cores ? jobs : cores }' /proc/meminfo
+  awk -v cores="$(nproc)" '/^MemAvailable/ { jobs = int($2 / 2831155); print jobs < 1 ? 1 : jobs < cores ? jobs : cores }' /proc/meminfo
 }
 
 install() {
@@ -85,12 +85,13 @@ install() {
   # compiled now, once: an engine that compiles vLLM for itself starts in 14 seconds instead of 8
   local -a options=(--compile-bytecode --python "$VENV/bin/python" --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
   if [[ $extra == gpu ]]; then
-    # Transformer Engine's torch binding compiles against the torch that is already there: with the headers of cuDNN
-    # and NCCL that its wheels bring, and here, whatever a server of prebuilt ones says. A file of it takes 2 GB to compile.
-    export NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE
-    export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
-    says "$VENV/bin/uv" pip install "${options[@]}" torch setuptools wheel ninja pybind11
-    says "$VENV/bin/uv" pip install "${options[@]}" --no-build-isolation-package transformer-engine-torch --editable ".[$1]"
+    says "$VENV/bin/uv" pip install "${options[@]}" torch nvidia-cuda-crt nvidia-cuda-cccl setuptools wheel
+    # Transformer Engine's torch binding has no wheel for this torch. A compiler of it takes 2.7 GB at most.
+    local site wheel jobs=${MAX_JOBS:-$(compile_jobs)}
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    echo "compiling Transformer Engine's binding: three minutes of a core"
+    wheel=$(PYTHON=$VENV/bin/python JOBS=$jobs bash tools/te_binding.sh "$site" build/te_binding | tail -1)
+    says "$VENV/bin/uv" pip install "${options[@]}" --find-links "$(dirname "$wheel")" --editable ".[$1]"
   else
     torch_source
     says "$VENV/bin/uv" pip install "${options[@]}" --editable ".[$1]"
