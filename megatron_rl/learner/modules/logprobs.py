@@ -62,8 +62,8 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        logits_NV, labels_N, log_norm_N, mean_N = ctx.saved_tensors
-        grads = Gradients(grad_logprobs_N, grad_entropy_N, log_norm_N, mean_N)
+        logits_NV, labels_N, *found = ctx.saved_tensors
+        grads = Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
         grad_NV = torch.empty_like(logits_NV)
         write_gradient(grad_NV, logits_NV, labels_N, grads, ctx.share, ctx.temperature)
         return grad_NV, None, None, None, None
@@ -73,10 +73,17 @@ class _Logprobs(torch.autograd.Function):
 class Gradients:
     """What a loss asks of each token, and what the forward pass has found of its distribution."""
 
-    logprobs_N: Tensor | None
+    logprobs_N: Tensor
     entropy_N: Tensor | None
     log_norm_N: Tensor
     mean_N: Tensor | None  # expected logit
+
+    @classmethod
+    def of(cls, logprobs_N: Tensor | None, entropy_N: Tensor | None, *found: Tensor) -> Gradients:
+        """What autograd hands over, where kernels can read it."""
+        if logprobs_N is None:
+            logprobs_N = torch.zeros_like(found[0])
+        return cls(logprobs_N.contiguous(), None if entropy_N is None else entropy_N.contiguous(), *found)
 
 
 def write_gradient(
@@ -89,8 +96,7 @@ def write_gradient(
         return
     grad_NV[:, share.real :] = 0.0
     local_N, held_N = share.places(labels_N)
-    log_norm_N, mean_N = grads.log_norm_N, grads.mean_N
-    of_logprobs_N = torch.zeros_like(log_norm_N) if grads.logprobs_N is None else grads.logprobs_N
+    of_logprobs_N, log_norm_N, mean_N = grads.logprobs_N, grads.log_norm_N, grads.mean_N
     for rows, scaled in chunks(logits_NV, share, temperature):
         prob = (scaled - log_norm_N[rows, None]).exp_()
         factor = -of_logprobs_N[rows, None]

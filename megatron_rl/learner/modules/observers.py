@@ -106,7 +106,7 @@ def fused_norm(linear: Any, input: Tensor) -> Tensor:
     """The norm inside a kernel of Transformer Engine that reads it, computed once more."""
     wide = input.float()
     scale = wide.square().mean(-1, keepdim=True).add_(linear.eps).rsqrt_()
-    return wide.mul_(scale).mul_(linear.layer_norm_weight.float())
+    return (wide * scale).mul_(linear.layer_norm_weight.float())  # an FP32 input is its own `wide`
 
 
 class CacheStats(Amax):

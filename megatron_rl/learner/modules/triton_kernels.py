@@ -189,16 +189,13 @@ def write_gradient(
     rows, columns = grad_NV.shape
     if not rows:
         return
-    of_logprobs_N, of_entropy_N = grads.logprobs_N, grads.entropy_N
-    if of_logprobs_N is None:
-        of_logprobs_N = torch.zeros_like(grads.log_norm_N)
     mean_N = grads.log_norm_N if grads.mean_N is None else grads.mean_N  # unread without a gradient of the entropy
     gradient_kernel[(rows,)](
         grad_NV,
         logits_NV,
         labels_N.contiguous(),
-        of_logprobs_N.contiguous(),
-        mean_N if of_entropy_N is None else of_entropy_N.contiguous(),
+        grads.logprobs_N,
+        mean_N if grads.entropy_N is None else grads.entropy_N,
         grads.log_norm_N,
         mean_N,
         grad_NV.stride(0),
@@ -207,7 +204,7 @@ def write_gradient(
         share.real,
         columns,
         float(temperature),
-        ENTROPY=of_entropy_N is not None,
+        ENTROPY=grads.entropy_N is not None,
         SCALED=temperature != 1,
         BLOCK=COLUMNS,
     )
