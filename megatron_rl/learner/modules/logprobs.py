@@ -79,7 +79,7 @@ class Gradients:
     mean_N: Tensor | None  # expected logit
 
     @classmethod
-    def of(cls, logprobs_N: Tensor | None, entropy_N: Tensor | None, *found: Tensor) -> Gradients:
+    def of(cls, logprobs_N: Tensor | None, entropy_N: Tensor | None, *found: Any) -> Gradients:
         """What autograd hands over, where kernels can read it."""
         if logprobs_N is None:
             logprobs_N = torch.zeros_like(found[0])
