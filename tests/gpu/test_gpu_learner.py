@@ -135,6 +135,11 @@ def test_a_rank_s_imports_make_no_context() -> None:
     subprocess.run([sys.executable, "-c", said + "assert it and not torch.cuda.is_initialized()"], check=True)
 
 
+def test_triton_s_kernels_compute_what_torch_computes() -> None:
+    file = Path(cases.__file__).with_name("interpreted_kernels.py")
+    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:xdist", str(file)], check=True)
+
+
 def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: dict[str, Any]) -> None:
     """In a checkpoint that is taken meanwhile, which the job compares with one before; and it learns on."""
     assert len({*one["offload"]["kept"][0]}) == len(one["offload"]["steps"]) == 3

@@ -106,7 +106,7 @@ def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
     an eighth as long and as wide as 4,096 tokens with 151,936 columns of a model 4,096 wide.
     """
     tokens, columns, hidden = 512, learner.shape.vocab, learner.shape.hidden
-    limits = {"LOGIT_BYTES": costs.LOGIT_BYTES // 64, "LEAST_COLUMNS": 128, "HOST_BYTES": costs.DEVICE_BYTES // 64}
+    limits = {"LOGIT_BYTES": costs.LOGIT_BYTES // 64, "LEAST_COLUMNS": 128, "HOST_BYTES": costs.HOST_BYTES // 16}
     layer = learner.modules[0].output_layer
     hidden_N1H = torch.randn(tokens, 1, hidden).bfloat16().requires_grad_()
     weight_VH = (torch.randn(columns, hidden) / 8).bfloat16().requires_grad_()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -36,6 +37,7 @@ from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import logprobs
+from megatron_rl.learner.modules.observers import Amax
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.policy import Sections
@@ -135,7 +137,10 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     anchor_BT = learner.logprobs(batch) if job["scored"] else None
     found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
     parts = {name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
-    metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
+    with mock.patch.object(Amax, "add", autospec=True, side_effect=Amax.add) as add:
+        metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
+    looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
+    each = len(learner.own_layers) * len(learner._packs(batch, range(len(batch))))
     own = learner.take_reused_forward()
     assert (own is None) == job["scored"] and learner.take_reused_forward() is None
     return {
@@ -143,6 +148,7 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "prox": (anchor_BT if own is None else own.logprobs_BT).tolist(),
         "seconds": 0.0 if own is None else own.seconds,
         "amax": _over_all_ranks(learner, learner.take_activation_amax()),
+        "looks": {name: count / each for name, count in looks.items()},  # of a layer in a micro-batch
         "after": learner.logprobs(batch).tolist(),
     }
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 ORDERED = ("tp2", "pp2", "dp2")
 STEPS = 3
 SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  # layouts whose activations are compared
+RECOMPUTED = ("one_recompute", "tp2_sp_recompute", "pp2_recompute")
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
@@ -53,8 +54,13 @@ def _activations(model: str, at: str = "one") -> dict[str, Any]:
 
 def _one_update(at: str = "one") -> list[dict[str, Any]]:
     """With a pass before it and without."""
-    job = {"kind": "one_update", "hf": cases.QWEN3, "layout": cases.LAYOUTS.get(at, {}), "precision": "bf16"}
-    return [{**job, "name": f"once_{at}_{scored}", "scored": scored, "smoothing": 0.5} for scored in (True, False)]
+    name = at.removesuffix("_recompute")
+    job: dict[str, Any] = {"kind": "one_update", "hf": cases.QWEN3, "precision": "bf16", "smoothing": 0.5}
+    job |= {"layout": cases.LAYOUTS.get(name, {})}
+    if at in RECOMPUTED:
+        layout = {"tokens_per_microbatch": 80, **job["layout"]}
+        job |= {"layout": {**layout, "megatron": layout.get("megatron", {}) | cases.RECOMPUTE}, "kv_cache": "fp8"}
+    return [{**job, "name": f"once_{at}_{scored}", "scored": scored} for scored in (True, False)]
 
 
 def _flips(folder: Path, at: str = "one") -> dict[str, Any]:
@@ -90,6 +96,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         *(_train(name, cases.QWEN3, layout) for name, layout in RECOMPUTED.items()),
         *(_activations(model) for model in SEEN),
         *_one_update(),
+        *_one_update("one_recompute"),
         _flips(folders["qwen3_moe"]),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {"name": "statistics", "kind": "statistics", "hf": cases.QWEN3},
@@ -113,6 +120,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         jobs += _one_update(name)
     for name, layout in cases.EXPERT_LAYOUTS.items():
         jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout), _flips(folders["qwen3_moe"], name)]
+    jobs += [job for name in RECOMPUTED[1:] for job in _one_update(name)]
     for name in ORDERED:
         jobs.append({**_train(f"order_{name}", cases.QWEN3, cases.LAYOUTS[name]), "kind": "refused", "reversed": True})
     jobs += [_activations(model, at) for model, layouts in SEEN.items() for at in layouts]
@@ -239,12 +247,15 @@ def test_every_layout_sees_the_same_activations(
         assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
 
 
-@pytest.mark.parametrize("layout", ["one", *cases.LAYOUTS])
+@pytest.mark.parametrize("layout", ["one", *cases.LAYOUTS, *RECOMPUTED])
 def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
     layout: str, one: dict[str, Any], two: dict[str, Any]
 ) -> None:
-    scored, own = ((one if layout == "one" else two)[f"once_{layout}_{scored}"] for scored in (True, False))
+    """Maxima are taken of each norm and each cache once in a micro-batch, whether activations are recomputed or not."""
+    scored, own = ((one if layout.startswith("one") else two)[f"once_{layout}_{scored}"] for scored in (True, False))
     assert own.pop("seconds") > scored.pop("seconds") == 0
+    caches = {"CacheStats": 1} if layout in RECOMPUTED else {}
+    assert (scored.pop("looks"), own.pop("looks")) == (caches, {"ActivationStats": 2, **caches})
     assert own == scored
     assert own["metrics"]["loss/ratio_mean"] == pytest.approx(1, abs=1e-6) and own["metrics"]["optim/grad_norm"] > 0
 

@@ -82,16 +82,19 @@ def test_without_entropy_the_logprobs_are_the_same(
     assert asked == [3, 2]
 
 
-def test_chunks_hold_as_many_bytes_as_the_device_likes() -> None:
-    share = VocabShare.of(0, 4, 151_936, 37_984, None)
-    for device, nbytes in (("cpu", 4 << 20), ("meta", 16 << 20)):
-        logits = torch.empty(4000, 37_984, dtype=torch.bfloat16, device="meta")
-        if device == "cpu":
-            logits = torch.empty(100, 37_984, dtype=torch.bfloat16)
-        sizes = [chunk.numel() * chunk.element_size() for _, chunk in module.chunks(logits, share, 1.0)]
-        assert nbytes - 4 * 37_984 < sizes[0] <= nbytes
-        assert sum(sizes) == 2 * logits.numel() * logits.element_size()
-    assert costs.chunk_rows(1 << 40, host=True) == 1
+@pytest.mark.parametrize("rows", [1, 9, 4000, 14_563, 14_871, 60_000])
+def test_chunks_hold_as_many_bytes_as_the_device_likes(rows: int) -> None:
+    """Rows of some columns begin aligned; on a GPU no chunk of rows is much smaller than the others."""
+    columns = costs.logit_columns(rows, 151_936, 2, wide=False)
+    assert columns % 128 == 0
+    assert columns == costs.LEAST_COLUMNS or 2 * rows * columns <= 96 << 20
+    logits = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    share = VocabShare.of(0, 1, columns, columns, None)
+    sizes = [chunk.nbytes for _, chunk in module.chunks(logits, share, 1.0)]
+    assert max(sizes) <= (96 << 20) + 4 * columns
+    assert len(sizes) == -(-4 * rows * columns // (96 << 20))
+    host = costs.chunk_rows(rows, columns, host=True)
+    assert host == 1 or (4 << 20) - 4 * columns < 4 * host * columns <= 4 << 20
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

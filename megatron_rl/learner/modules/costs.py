@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from megatron_rl.learner.modules import limits
 from megatron_rl.models.model import Model
 
-# of logits worked on in FP32 at once: 4 MiB stay in a host's cache; 16 MiB in a GPU's, and take it longer than a launch
+# of logits worked on in FP32 at once: 4 MiB stay in a CPU's cache; on a GPU without kernels for them launches cost more
 HOST_BYTES = 4 << 20
-DEVICE_BYTES = 16 << 20
+DEVICE_BYTES = 96 << 20
 # logits of a pack that are held whole; of others so many bytes exist at once, but for columns too few to multiply well
 LOGIT_BYTES = 96 << 20
 LEAST_COLUMNS = 1024
+COLUMN_MULTIPLE = 128  # rows of logits begin where products and kernels read whole vectors
 FP32 = 4
 COPIES = 4  # alive at most: a chunk, probabilities, what entropy adds, and the next chunk
 
@@ -52,13 +53,13 @@ def attention_share(model: Model) -> float:
     return each.attention / (each.dense + each.experts + each.head)
 
 
-def chunk_bytes(host: bool) -> int:
-    return HOST_BYTES if host else DEVICE_BYTES
-
-
-def chunk_rows(columns: int, host: bool) -> int:
-    """How many rows of logits with so many columns are a chunk; one at least."""
-    return max(1, chunk_bytes(host) // (FP32 * max(1, columns)))
+def chunk_rows(rows: int, columns: int, host: bool) -> int:
+    """How many of these rows of logits are a chunk; on GPUs no chunk is much smaller than the others."""
+    nbytes = FP32 * max(1, columns)
+    if host:
+        return max(1, HOST_BYTES // nbytes)
+    chunks = -(-max(1, rows) * nbytes // DEVICE_BYTES)
+    return -(-max(1, rows) // chunks)
 
 
 def logit_columns(rows: int, columns: int, width: int, wide: bool) -> int:
@@ -67,4 +68,4 @@ def logit_columns(rows: int, columns: int, width: int, wide: bool) -> int:
     Of logits wider than the weight there is a rounded gradient too, and on hosts FP32 copies of what is multiplied.
     """
     fitting = LOGIT_BYTES // (max(1, rows) * (2 * FP32 if wide else width))
-    return columns if fitting >= columns else max(fitting, LEAST_COLUMNS)
+    return columns if fitting >= columns else max(fitting // COLUMN_MULTIPLE * COLUMN_MULTIPLE, LEAST_COLUMNS)

@@ -141,7 +141,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
         hidden_NH, weight_VH, labels_N, *found = ctx.saved_tensors
-        how, grads = ctx.how, Gradients(grad_logprobs_N, grad_entropy_N, *found)
+        how, grads = ctx.how, Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
 
         def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
             logits_NC = how.logits(hidden_NH, weight_CH)

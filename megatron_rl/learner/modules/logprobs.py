@@ -1,7 +1,8 @@
 """Logprobs and entropy of vocabulary-parallel logits, over all tokens or kept ones (top_k, top_p); kept sets compared.
 
-The logits stay in their own precision; FP32 copies are of a chunk of rows. One collective per call. With top_k and
-top_p the policy is renormalised over the tokens that the sampler drew from: a gradient reaches those alone.
+The logits stay in their own precision; FP32 copies are of a chunk of rows, or inside a kernel (kernels.py). One
+collective per call. With top_k and top_p the policy is renormalised over the tokens that the sampler drew from: a
+gradient reaches those alone.
 
 S statistics of a token, N tokens, V columns of this rank's share of the vocabulary, R ranks that share it, K kept
 tokens of each token at most.
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl.learner.modules.costs import chunk_rows
+from megatron_rl.learner.modules.kernels import kernels_for
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        logits_NV, labels_N, log_norm_N, mean_N = ctx.saved_tensors
-        grads = Gradients(grad_logprobs_N, grad_entropy_N, log_norm_N, mean_N)
-        grad_NV = torch.zeros_like(logits_NV)
+        logits_NV, labels_N, *found = ctx.saved_tensors
+        grads = Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
+        grad_NV = torch.empty_like(logits_NV)
         write_gradient(grad_NV, logits_NV, labels_N, grads, ctx.share, ctx.temperature)
         return grad_NV, None, None, None, None
 
@@ -71,19 +73,30 @@ class _Logprobs(torch.autograd.Function):
 class Gradients:
     """What a loss asks of each token, and what the forward pass has found of its distribution."""
 
-    logprobs_N: Tensor | None
+    logprobs_N: Tensor
     entropy_N: Tensor | None
     log_norm_N: Tensor
     mean_N: Tensor | None  # expected logit
+
+    @classmethod
+    def of(cls, logprobs_N: Tensor | None, entropy_N: Tensor | None, *found: Any) -> Gradients:
+        """What autograd hands over, where kernels can read it."""
+        if logprobs_N is None:
+            logprobs_N = torch.zeros_like(found[0])
+        return cls(logprobs_N.contiguous(), None if entropy_N is None else entropy_N.contiguous(), *found)
 
 
 def write_gradient(
     grad_NV: Tensor, logits_NV: Tensor, labels_N: Tensor, grads: Gradients, share: VocabShare, temperature: float
 ) -> None:
-    """The gradient of the share's real columns, into a place that may be the logits' own: these are read before."""
+    """Write the gradient, zero in columns that are no tokens, into a place that may be the logits' own."""
+    kernels = kernels_for(logits_NV)
+    if kernels is not None:
+        kernels.write_gradient(grad_NV, logits_NV, labels_N, grads, share, temperature)
+        return
+    grad_NV[:, share.real :] = 0.0
     local_N, held_N = share.places(labels_N)
-    log_norm_N, mean_N = grads.log_norm_N, grads.mean_N
-    of_logprobs_N = torch.zeros_like(log_norm_N) if grads.logprobs_N is None else grads.logprobs_N
+    of_logprobs_N, log_norm_N, mean_N = grads.logprobs_N, grads.log_norm_N, grads.mean_N
     for rows, scaled in chunks(logits_NV, share, temperature):
         prob = (scaled - log_norm_N[rows, None]).exp_()
         factor = -of_logprobs_N[rows, None]
@@ -102,7 +115,7 @@ def write_gradient(
 
 def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """FP32 logits over temperature, some rows at a time, real columns only. Not to be written to."""
-    step = chunk_rows(logits_NV.shape[1], host=logits_NV.device.type == "cpu")
+    step = chunk_rows(len(logits_NV), logits_NV.shape[1], host=logits_NV.device.type == "cpu")
     for start in range(0, len(logits_NV), step):
         rows = slice(start, start + step)
         chunk = logits_NV[rows, : share.real].float()
@@ -115,6 +128,9 @@ def local_stats(
     logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool = True
 ) -> Tensor:
     """Log-sum-exp, label's logit and (entropy) expected logit over this share's columns, of all rows: [S, N]."""
+    kernels = kernels_for(logits_NV)
+    if kernels is not None:
+        return kernels.statistics(logits_NV, labels_N[:, None], share, temperature, entropy)
     local_N, held_N = share.places(labels_N)
     stats_SN = torch.empty(3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device)
     for rows, scaled in chunks(logits_NV, share, temperature):
@@ -239,14 +255,10 @@ def truncation(
 
 def highest(logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, k: int) -> Tensor:
     """Of the share's logits the k highest, the log of the sum of exponentials, and the label's (0: elsewhere)."""
-    local_N, held_N = share.places(labels_N)
-    found = logits_NV.new_zeros(k + 2, len(labels_N), dtype=torch.float32)
-    found[:-1] = -torch.inf
-    for rows, scaled in chunks(logits_NV, share, temperature):
-        if share.real:
-            found[: min(k, share.real), rows] = scaled.topk(min(k, share.real)).values.t()
-            found[-2, rows] = scaled.logsumexp(1)
-            found[-1, rows] = scaled.gather(1, local_N[rows, None]).squeeze(1).where(held_N[rows], 0.0)
+    found = logits_NV.new_full((k + 2, len(labels_N)), -torch.inf, dtype=torch.float32)
+    top_NK = logits_NV[:, : share.real].topk(min(k, share.real)).values
+    found[: top_NK.shape[1]] = top_NK.t().float() / temperature
+    found[-2:] = local_stats(logits_NV, labels_N, share, temperature, entropy=False)
     return found
 
 

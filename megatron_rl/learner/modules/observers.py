@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
+from megatron_rl.learner.modules.kernels import kernels_for
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
@@ -28,6 +29,11 @@ class Amax:
     def __init__(self, *size: int, device: torch.device, active: bool) -> None:
         self.amax = torch.zeros(size, device=device)
         self.active = active
+
+    @property
+    def looks(self) -> bool:
+        """Whether to look at what passes: at what a backward pass recomputes, of an older pack perhaps, never again."""
+        return self.active and torch._C._current_graph_task_id() == -1
 
     @contextmanager
     def looking(self, active: bool) -> Iterator[None]:
@@ -67,34 +73,40 @@ class ActivationStats(Amax):
                     module.register_forward_hook(partial(_plain, see))
 
     @torch.no_grad()
-    def _see(self, place: Any, passing: list[Pack], shard: int | None, rows: int, output: Callable[[], Tensor]) -> None:
-        if not self.active:
+    def _see(self, place: Any, passing: list[Pack], shard: int | None, x_S1H: Tensor, linear: Any = None) -> None:
+        """Raise the maxima by what is read here: `x_S1H`, or the norm of it that is inside `linear`."""
+        if not self.looks:
             return
         (pack,) = passing
+        x_MH = x_S1H.detach().flatten(0, 1)
+        first = (shard or 0) * len(x_MH)
+        if pack.real_S is None:
+            x_MH = x_MH[: max(pack.tokens - first, 0)]
+            kernels = kernels_for(x_MH)
+            if kernels is not None:
+                norm = () if linear is None else (linear.layer_norm_weight, linear.eps)
+                kernels.raise_amax(self.amax[place], x_MH, *norm)
+                return
+        output_MH = x_MH if linear is None else fused_norm(linear, x_MH)
         if pack.real_S is not None:
-            real_S = pack.real_S[(shard or 0) * rows :][:rows, None]
-            self.add(place, (output() * real_S).abs().amax(0).float())
-            return
-        real = min(max(pack.tokens - (shard or 0) * rows, 0), rows)
-        if real:
-            self.add(place, output()[:real].abs().amax(0).float())
+            output_MH = output_MH * pack.real_S[first:][: len(x_MH), None]
+        if len(output_MH):
+            self.add(place, output_MH.abs().amax(0).float())
 
 
 def _plain(see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...], output_S1H: Tensor) -> None:
-    output_SH = output_S1H.detach().flatten(0, 1)
-    see(len(output_SH), lambda: output_SH)
+    see(output_S1H)
 
 
 def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None:
-    input_SH = args[0].detach().flatten(0, 1)
-    see(len(input_SH), lambda: fused_norm(linear, input_SH))
+    see(args[0], linear)
 
 
 def fused_norm(linear: Any, input: Tensor) -> Tensor:
     """The norm inside a kernel of Transformer Engine that reads it, computed once more."""
     wide = input.float()
     scale = wide.square().mean(-1, keepdim=True).add_(linear.eps).rsqrt_()
-    return wide.mul_(scale).mul_(linear.layer_norm_weight.float())
+    return (wide * scale).mul_(linear.layer_norm_weight.float())  # an FP32 input is its own `wide`
 
 
 class CacheStats(Amax):
@@ -113,7 +125,7 @@ class CacheStats(Amax):
     @torch.no_grad()
     def _see(self, layer: int, passing: list[Pack], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         (pack,) = passing
-        if not self.active or not pack.tokens:
+        if not self.looks or not pack.tokens:
             return
         _, key, value, *_ = args  # positions first
         real = slice(pack.tokens) if pack.real_S is None else pack.real_S

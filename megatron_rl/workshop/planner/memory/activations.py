@@ -192,7 +192,7 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
 
 def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, float, float]:
     """Bytes of the last stage's end: the final norm with the output layer's input, the logits that exist at once, what
-    backward makes of them (learner/modules/head.py), and FP32 copies of some rows.
+    backward makes of them (learner/modules/head.py), and on CPUs FP32 copies of some rows.
     """
     shape, layout = model.shape, model.layout
     wide = model.head is Precision.fp32 and training.width < FP32
@@ -205,4 +205,5 @@ def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, fl
     trained = columns * training.width * (shape.lora is None)
     sums = shape.hidden * (pack.responses * FP32 + trained)  # of hidden states, and of the weight
     gradient = logits if at_once >= columns else sums
-    return norm + rows, logits, gradient, costs.COPIES * min(costs.chunk_bytes(training.host), logits / width * FP32)
+    copies = costs.COPIES * min(costs.HOST_BYTES, logits / width * FP32) if training.host else 0.0
+    return norm + rows, logits, gradient, copies

@@ -85,7 +85,7 @@ class LearnerMemory:
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
-    logit_chunks: float  # FP32 copies of some rows of logits
+    logit_chunks: float  # FP32 copies of some rows of logits: on GPUs kernels need none
 
     @property
     def static(self) -> float:

@@ -1,0 +1,231 @@
+"""Triton kernels of the learner: statistics and gradient of logits, largest magnitudes of a norm's output.
+
+Each reads its matrix once, in its own precision, and computes in FP32 what `logprobs.py` and `observers.py` compute in
+torch. Offsets of rows have 64 bits: the logits of a pack can be more than 2^31 numbers.
+
+N tokens, V columns of logits, K token ids of each token, S statistics, M positions, H hidden channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_rl.learner.modules.logprobs import Gradients, VocabShare
+
+COLUMNS = 1024  # of logits at a time: 16 bytes of BF16 for each of 128 threads
+POSITIONS = 16  # of one program that measures a norm
+CHANNELS = 512  # of a norm, for each warp
+
+
+@triton.jit
+def _scaled(pointers, inside, temperature, SCALED: tl.constexpr):
+    x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
+    if SCALED:
+        x = tl.math.div_rn(x, temperature)
+    return x
+
+
+@triton.jit(do_not_specialize=["rows", "start", "ids_of_row"])
+def statistics_kernel(
+    stats,
+    logits,
+    ids,
+    stride,
+    rows,
+    start,
+    real,
+    ids_of_row,
+    temperature,
+    IDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of logits: log-sum-exp, logits of its ids (0: not in this share), expected logit; a column of `stats`."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    lanes = tl.arange(0, BLOCK)
+    top = -float("inf")
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, real, BLOCK):
+        inside = first + lanes < real
+        x = _scaled(logits + first + lanes, inside, temperature, SCALED)
+        higher = tl.maximum(top, tl.max(x, 0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp(x - base)
+        shrink = tl.exp(top - base)
+        total = total * shrink + weights
+        if MEAN:
+            weighted = weighted * shrink + weights * tl.where(inside, x, 0.0)
+        top = higher
+    sum_of_weights = tl.sum(total, 0)
+    tl.store(stats + row, tl.log(sum_of_weights) + top)
+
+    place = tl.arange(0, IDS).to(tl.int64)
+    wanted = place < ids_of_row
+    column = tl.load(ids + row * ids_of_row + place, mask=wanted, other=-1) - start
+    held = (column >= 0) & (column < real)
+    found = _scaled(logits + column, held, temperature, SCALED)
+    tl.store(stats + (1 + place) * rows + row, tl.where(held, found, 0.0), mask=wanted)
+    if MEAN:
+        divisor = tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
+        tl.store(stats + (1 + ids_of_row).to(tl.int64) * rows + row, tl.sum(weighted, 0) / divisor)
+
+
+@triton.jit(do_not_specialize=["start"])
+def gradient_kernel(
+    grad,
+    logits,
+    labels,
+    of_logprobs,
+    of_entropy,
+    log_norms,
+    means,
+    grad_stride,
+    stride,
+    start,
+    real,
+    columns,
+    temperature,
+    ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of the gradient, which may lie where the logits lie; zero in columns that are no tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    grad += row * grad_stride
+    label = tl.load(labels + row) - start
+    of_logprob = tl.load(of_logprobs + row)
+    log_norm = tl.load(log_norms + row)
+    lanes = tl.arange(0, BLOCK)
+    for first in range(0, columns, BLOCK):
+        column = first + lanes
+        inside = column < real
+        x = _scaled(logits + column, inside, temperature, SCALED)
+        factor = -of_logprob
+        if ENTROPY:
+            # dH/dx = -p (x - E[x])
+            factor -= tl.load(of_entropy + row) * (x - tl.load(means + row))
+        value = tl.exp(x - log_norm) * factor
+        value += tl.where(column == label, of_logprob, 0.0)
+        if SCALED:
+            value = tl.math.div_rn(value, temperature)
+        value = tl.where(inside, value, 0.0)
+        tl.store(grad + column, value.to(grad.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_amax_kernel(
+    amax,
+    x,
+    weight,
+    rows,
+    stride,
+    width,
+    eps,
+    NORM: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Raise `amax` to the largest magnitude of each channel over some positions, of their RMS norm where `NORM`."""
+    lanes = tl.arange(0, WIDTH)
+    inside = lanes < width
+    most = tl.zeros([WIDTH], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * POSITIONS
+    x += first * stride
+    for row in range(0, tl.minimum(rows - first, POSITIONS)):
+        value = tl.load(x + row * stride + lanes, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            value *= tl.math.rsqrt(tl.sum(value * value, 0) / width + eps)
+        most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    if NORM:
+        most *= tl.abs(tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32))
+    # numbers from 0 on have the order of their bits, and NaN is above all of them
+    bits = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(bits + lanes, most.to(tl.int32, bitcast=True), mask=inside)
+
+
+def statistics(logits_NV: Tensor, ids_NK: Tensor, share: VocabShare, temperature: float, mean: bool) -> Tensor:
+    """Log-sum-exp over the share, logits of the ids (0: elsewhere), and expected logit where wanted: [S, N]."""
+    rows, ids = ids_NK.shape
+    stats_SN = torch.empty(1 + ids + mean, rows, dtype=torch.float32, device=logits_NV.device)
+    if not rows:
+        return stats_SN
+    statistics_kernel[(rows,)](
+        stats_SN,
+        logits_NV,
+        ids_NK.contiguous(),
+        logits_NV.stride(0),
+        rows,
+        share.start,
+        share.real,
+        ids,
+        float(temperature),
+        IDS=triton.next_power_of_2(ids),
+        MEAN=mean,
+        SCALED=temperature != 1,
+        BLOCK=COLUMNS,
+    )
+    return stats_SN
+
+
+def write_gradient(
+    grad_NV: Tensor,
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    grads: Gradients,
+    share: VocabShare,
+    temperature: float,
+) -> None:
+    """Write the gradient of all columns, which may take the place of the logits."""
+    rows, columns = grad_NV.shape
+    if not rows:
+        return
+    mean_N = grads.log_norm_N if grads.mean_N is None else grads.mean_N  # unread without a gradient of the entropy
+    gradient_kernel[(rows,)](
+        grad_NV,
+        logits_NV,
+        labels_N.contiguous(),
+        grads.logprobs_N,
+        mean_N if grads.entropy_N is None else grads.entropy_N,
+        grads.log_norm_N,
+        mean_N,
+        grad_NV.stride(0),
+        logits_NV.stride(0),
+        share.start,
+        share.real,
+        columns,
+        float(temperature),
+        ENTROPY=grads.entropy_N is not None,
+        SCALED=temperature != 1,
+        BLOCK=COLUMNS,
+    )
+
+
+def raise_amax(amax_H: Tensor, x_MH: Tensor, weight_H: Tensor | None = None, eps: float = 0.0) -> None:
+    """Raise the maxima by these positions; `weight_H`: by the RMS norm of them that this weight scales."""
+    rows, width = x_MH.shape
+    if not rows:
+        return
+    padded = triton.next_power_of_2(width)
+    norm_amax_kernel[(triton.cdiv(rows, POSITIONS),)](
+        amax_H,
+        x_MH,
+        x_MH if weight_H is None else weight_H,
+        rows,
+        x_MH.stride(0),
+        width,
+        float(eps),
+        NORM=weight_H is not None,
+        POSITIONS=POSITIONS,
+        WIDTH=padded,
+        num_warps=min(max(padded // CHANNELS, 4), 16),
+    )
