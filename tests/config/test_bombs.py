@@ -110,7 +110,7 @@ def test_files_that_are_not_there(tmp_path: Path, command: Command) -> None:
                             f"file; did you mean {tmp_path}/toy_sft.yaml?"),
         ("far.yaml", f"{tmp_path}/far.yaml: base names {tmp_path}/nope.yaml, but there is no such file"),
         ("loop.yaml", f"{tmp_path}/loop.yaml: no such file"),
-        ("zero.yaml", f"{tmp_path}/zero.yaml: base names {tmp_path}/x\0.yaml, but there is no such file"),
+        ("zero.yaml", f"{tmp_path}/zero.yaml: base names {tmp_path}/x\\x00.yaml, but there is no such file"),
     ):  # fmt: skip
         assert command.refused(recipe=tmp_path / name) == f"error: {said}\n"
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 ORDERED = ("tp2", "pp2", "dp2")
 STEPS = 3
 SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  # layouts whose activations are compared
-RECOMPUTED = ("one_recompute", "tp2_sp_recompute", "pp2_recompute")
+MEASURED_ONCE = ("one_recompute", "tp2_sp_recompute", "pp2_recompute")
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
@@ -57,7 +57,7 @@ def _one_update(at: str = "one") -> list[dict[str, Any]]:
     name = at.removesuffix("_recompute")
     job: dict[str, Any] = {"kind": "one_update", "hf": cases.QWEN3, "precision": "bf16", "smoothing": 0.5}
     job |= {"layout": cases.LAYOUTS.get(name, {})}
-    if at in RECOMPUTED:
+    if at in MEASURED_ONCE:
         layout = {"tokens_per_microbatch": 80, **job["layout"]}
         job |= {"layout": {**layout, "megatron": layout.get("megatron", {}) | cases.RECOMPUTE}, "kv_cache": "fp8"}
     return [{**job, "name": f"once_{at}_{scored}", "scored": scored} for scored in (True, False)]
@@ -120,7 +120,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         jobs += _one_update(name)
     for name, layout in cases.EXPERT_LAYOUTS.items():
         jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout), _flips(folders["qwen3_moe"], name)]
-    jobs += [job for name in RECOMPUTED[1:] for job in _one_update(name)]
+    jobs += [job for name in MEASURED_ONCE[1:] for job in _one_update(name)]
     for name in ORDERED:
         jobs.append({**_train(f"order_{name}", cases.QWEN3, cases.LAYOUTS[name]), "kind": "refused", "reversed": True})
     jobs += [_activations(model, at) for model, layouts in SEEN.items() for at in layouts]
@@ -247,14 +247,14 @@ def test_every_layout_sees_the_same_activations(
         assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
 
 
-@pytest.mark.parametrize("layout", ["one", *cases.LAYOUTS, *RECOMPUTED])
+@pytest.mark.parametrize("layout", ["one", *cases.LAYOUTS, *MEASURED_ONCE])
 def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
     layout: str, one: dict[str, Any], two: dict[str, Any]
 ) -> None:
     """Maxima are taken of each norm and each cache once in a micro-batch, whether activations are recomputed or not."""
     scored, own = ((one if layout.startswith("one") else two)[f"once_{layout}_{scored}"] for scored in (True, False))
     assert own.pop("seconds") > scored.pop("seconds") == 0
-    caches = {"CacheStats": 1} if layout in RECOMPUTED else {}
+    caches = {"CacheStats": 1} if layout in MEASURED_ONCE else {}
     assert (scored.pop("looks"), own.pop("looks")) == (caches, {"ActivationStats": 2, **caches})
     assert own == scored
     assert own["metrics"]["loss/ratio_mean"] == pytest.approx(1, abs=1e-6) and own["metrics"]["optim/grad_norm"] > 0

@@ -44,7 +44,7 @@ class Played:
         return self.ask("tool", name=name, arguments=arguments)["text"]
 
     def close(self) -> float | None:
-        return self.ask("close")
+        return self.ask("close")["reward"]
 
 
 class Counter:
