@@ -116,19 +116,27 @@ COMING_FROM = """# Coming from another project
 
 ```sh
 megatron-rl translate verl run_qwen3_8b_megatron.sh -o recipes/mine.yaml
-megatron-rl translate slime run-qwen3-4B.sh NUM_GPUS=8 -o recipes/mine.yaml   # a variable that the script lacks
+megatron-rl translate slime run-qwen3-4B.sh -o recipes/mine.yaml NUM_GPUS=8   # a variable that the script lacks
 megatron-rl plan recipes/mine.yaml --on own
 megatron-rl toy data/tiny --like Qwen3-8B
 megatron-rl train recipes/mine.yaml cluster=cpu                                # two steps of it, made small
 ```
 
-The file may be a script with its command line (assignments, arrays, plain tests and cases are followed; nothing in it
-is run), YAML with the files that its `defaults` names, TOML, or a Python script that makes a `GRPOConfig`. Every key of
-it is accounted for: it is translated, has no counterpart (listed with the reason), is not needed here, or is unknown
-and listed as that. A key that is one of these tables' but for a letter is an error, and so is a variable that nothing
-sets: give it as `NAME=value`. Their keys can be given in the same way, over those of the file. Their defaults count
-too. Where several of theirs make one of ours, the comments say what was done. Sizes of learner and sampler are theirs
-where they fit the cluster, and otherwise the first that `megatron-rl plan --suggest` names, with a comment.
+The file may be a script with its command line (assignments, arrays, sums, plain tests and cases are followed), YAML
+with the files that its `defaults` names, TOML, or a Python script that makes a `GRPOConfig`. Every key of it is
+accounted for: it is translated, has no counterpart (listed with the reason), is not needed here, or is unknown and
+listed as that. A key that is one of these tables' but for a letter is an error, and so is a variable that nothing
+sets: give it as `NAME=value`. Their keys can be given in the same way, over those of the file, before `-o` or behind
+it; what is neither a variable that the script reads nor a key is an error. Their defaults count too. Where several of
+theirs make one of ours, the comments say what was done. Numbers of nodes, GPUs, answers and tokens that are none are
+errors. Sizes of learner and sampler are theirs where they fit the cluster, and otherwise the first that
+`megatron-rl plan --suggest` names, with a comment.
+
+Nothing in the file is run, and the environment is not read, but for `HOME`, `USER` and `PWD` in a script. In YAML
+`${section.key}`, `${oc.select:key,default}` and plain arithmetic (`${mul:2,3}`) are followed; any other `${...}`, such
+as `${oc.env:NAME}`, is a value that the file does not hold, as is the output of a command in a script: an error where
+it is needed. A file, with all that it takes over and expands, has the limits of a recipe: 1 MiB, 64 files, 10,000
+values, 32 levels. Text of it is escaped in the recipe, which is read back before it is kept.
 
 The correction is translated exactly or refused ([corrections.md](corrections.md#from-another-project)). Without `-o`
 it alone is printed, as a recipe's section, also for fireworks (the cookbook).

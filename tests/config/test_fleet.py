@@ -168,3 +168,4 @@ def test_weak_keys_are_refused_and_never_shown(key, monkeypatch):
     (said,) = addresses(config(addresses=[DISTANT]).sampler)
     assert f"the key in {KEY} has {len(key)} characters" in said
     assert key not in said
+    assert addresses(config(replicas=1).sampler) == []  # of this run, with a key of its own

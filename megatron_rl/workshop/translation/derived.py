@@ -102,8 +102,8 @@ def _schedule(values: Values, told: Accounts) -> None:
             told.note("warmup", share=share)
         else:
             values["optim.warmup_steps"] = round(share * steps * updates)
-    if (share := values.get("=min_lr_share")) and lr is not None and "optim.min_lr" not in values:
-        values["optim.min_lr"] = share * lr
+    if (share := values.get("=min_lr_share")) and lr is not None:
+        values.setdefault("optim.min_lr", share * lr)
     values["optim.warmup_steps"] = max(0, int(values.get("optim.warmup_steps", 0)))
     if lr is not None and values.get("optim.min_lr", 0) > lr:
         values["optim.min_lr"] = lr

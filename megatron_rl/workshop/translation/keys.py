@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,10 +50,14 @@ class Unset:
     text: str
     names: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return self.text
+
     def way_out(self, key: str) -> str:
-        names = self.names or (self.text,)
-        named = names[0] if re.fullmatch(r"\w+", names[0]) else key
-        return f"needs {', '.join(names)}, which the file does not set; add {named}=... to the command"
+        named = self.names[0] if self.names and self.names[0].isidentifier() else key
+        return (
+            f"needs {', '.join(self.names) or self.text}, which the file does not set; add {named}=... to the command"
+        )
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

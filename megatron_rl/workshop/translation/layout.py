@@ -16,7 +16,7 @@ Values = dict[str, Any]  # by our key, or by a fact with its =
 class Accounts:
     """Where each key of a file has gone, and what else a translated recipe says in its comments."""
 
-    translated: dict[str, str] = field(default_factory=dict)  # their key -> ours
+    translated: list[str] = field(default_factory=list)
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
     unknown: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)  # with the words for those that `shared.yaml` has

@@ -7,8 +7,9 @@ Of `${...}` other keys of the file, by their full name, and plain arithmetic are
 import operator
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from megatron_rl.config.layers import MOST_FILES, n_values
 from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 
-LONGEST_INTEGER = 4096  # bits; Python writes out few more digits than these have
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 # of the resolvers that projects register, those that are plain arithmetic
-ARITHMETIC: dict[str, Callable[..., float]] = {
+ARITHMETIC: dict[str, Any] = {
     "add": operator.add,
     "mul": operator.mul,
     "div": operator.truediv,
@@ -33,13 +33,14 @@ ARITHMETIC: dict[str, Callable[..., float]] = {
 class Reading:
     """One file as it is read: what that may still take of other files, characters and values; and its values.
 
-    Of characters and values there are twice those of a recipe: as the files have them, and as they are expanded.
+    These are a recipe's limits. Characters count twice, where they stand and where they are expanded, and values up to
+    four times: as words, as arguments, as YAML and as what it comes to.
     """
 
     root: Any = None  # what holds all of its values
     _files = MOST_FILES
     _characters = 2 * LARGEST_TEXT
-    _values = 2 * MOST_NODES
+    _values = 4 * MOST_NODES
 
     def spend(self, characters: int = 0, values: int = 0) -> None:
         self._characters -= characters
@@ -80,17 +81,20 @@ class Reading:
     def plain(self, node: Any, depth: int = 0) -> Any:
         """A value in the types of YAML; what it leaves to others is Unset."""
         self.spend(values=1)
-        if depth > DEEPEST or (isinstance(node, int) and node.bit_length() > LONGEST_INTEGER):
-            raise ValueError(f"nested more than {DEEPEST} deep, or a number of more than {LONGEST_INTEGER} bits")
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} deep")
         if isinstance(node, Mapping):
             return {str(key): self.plain(value, depth + 1) for key, value in node.items()}
         if isinstance(node, list | tuple):
             return [self.plain(value, depth + 1) for value in node]
-        if isinstance(node, str) and "${" in node:
-            return self._interpolated(node, depth + 1)
-        if node in (None, "???"):  # OmegaConf's word for a value that has to be given
+        if isinstance(node, Unset) or node is None:
+            return node
+        text = str(node)  # ValueError: a number of more digits than are ever meant
+        if text == "???":  # OmegaConf's word for a value that has to be given
             return None
-        return node if isinstance(node, str | int | float | Unset) else Unset(str(node))
+        if "${" in text:
+            return self._interpolated(text, depth + 1)
+        return node if isinstance(node, str | int | float) else Unset(text)
 
     def _interpolated(self, text: str, depth: int) -> Any:
         with suppress(LookupError, TypeError, ValueError, ArithmeticError):
@@ -115,7 +119,4 @@ class Reading:
         return self.scalar(otherwise)
 
     def _at(self, key: str, depth: int) -> Any:
-        node = self.root
-        for part in key.split("."):
-            node = node[part]
-        return self.plain(node, depth)
+        return self.plain(reduce(operator.getitem, key.split("."), self.root), depth)

@@ -48,7 +48,7 @@ class Recipe:
 
 
 def _short(value: Any) -> str:
-    return textwrap.shorten(as_written(getattr(value, "text", value)), 80, placeholder=" ...")
+    return textwrap.shorten(as_written(value), 80, placeholder=" ...")
 
 
 def _some(keys: list[str]) -> str:
@@ -87,7 +87,7 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
         if why:
             told.not_needed.setdefault(why, []).append(path)
         elif path in correction.read:
-            told.translated[path] = "correction"
+            told.translated.append(path)
         else:
             told.unknown[path] = flat[path]
     derive(values, told)
@@ -113,7 +113,7 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
             if not _counts(rules, row, flat):
                 told.not_needed.setdefault(OFF, []).append(name)
                 continue
-            told.translated[name] = ", ".join(row.to) or row.why
+            told.translated.append(name)
             parts = value if isinstance(value, list) else [value]
             unset = next((part for part in parts if isinstance(part, Unset)), None)
             if unset and row.to:

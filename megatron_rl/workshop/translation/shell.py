@@ -99,7 +99,7 @@ class Script:
 
     folder: Path
     given: Mapping[str, str]
-    names: set[str] = field(default_factory=set)  # of variables that it sets or expands
+    names: set[str] = field(default_factory=set)  # of variables that it expands
     reading: Reading = field(default_factory=Reading)
     values: dict[str, list[Word]] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
@@ -107,8 +107,7 @@ class Script:
     _tokens: list[str] = field(default_factory=list)  # the next one is the last
 
     def __post_init__(self) -> None:
-        known = {name: os.environ[name] for name in FROM_USER if name in os.environ}
-        self.given = {**known, **self.given}
+        self.given = {name: os.environ[name] for name in FROM_USER if name in os.environ} | dict(self.given)
         self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
 
     def read(self, text: str, live: Holds = True) -> Script:
@@ -187,7 +186,7 @@ class Script:
                 continue
             patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
             if isinstance(subject, str):
-                self.reading.spend(len(subject) * len(patterns))
+                self.reading.spend((len(subject) + 100) * len("".join(patterns)))
             holds = subject if isinstance(subject, Unset) else any(fnmatchcase(subject, one) for one in patterns)
             self._statements(_both(live, holds), ";;", "esac")
             live = _both(live, _not(holds))
@@ -218,7 +217,6 @@ class Script:
         return Unset(text, (f"`{text}`",)) if words and asked else True
 
     def _assign(self, name: str, more: bool, value: str, array: list[str] | None, live: Holds) -> None:
-        self.names.add(name)
         if name in self.given:
             return
         if isinstance(live, Unset):
@@ -227,7 +225,7 @@ class Script:
             found = [word for raw in array for word in self.expanded(raw)]
         else:
             word = self.joined(f'"${{{name}-}}"{value}' if more else value)
-            if isinstance(word, Unset) and not all(re.fullmatch(r"\w+", one) for one in word.names):
+            if isinstance(word, Unset) and not all(map(str.isidentifier, word.names)):
                 word = Unset(word.text, (name,))  # for what a command's output would have been
             found = [word]
         if more and array is not None:
@@ -341,10 +339,11 @@ def command_line(script: Script, text: str, entry: str) -> list[Word]:
     """The arguments behind the word that starts the training: of the only command of the script that does."""
     found: list[list[Word]] = []
     for command in script.read(text).commands:
-        ends = [word[-LONGEST_PROGRAM:] if isinstance(word, str) else "" for word in command]
-        if places := [place for place, end in enumerate(ends) if re.search(entry, end)]:
-            started_by = ends[places[-1]].rsplit("/", 1)[-1]
-            found.append([f"started_by={started_by}", *command[places[-1] + 1 :]])
+        for place, word in reversed([*enumerate(command)]):
+            if isinstance(word, str) and re.search(entry, word[-LONGEST_PROGRAM:]):
+                started_by = word.rpartition("/")[2]
+                found.append([f"started_by={started_by}", *command[place + 1 :]])
+                break
     if len(found) != 1:
         which = f"{len(found) or 'no'} commands with a word like {entry}"
         raise TranslationError(f"{which}, which starts the training; leave one")

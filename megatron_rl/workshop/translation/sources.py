@@ -15,13 +15,13 @@ from megatron_rl.workshop.translation.reading import Reading
 from megatron_rl.workshop.translation.shell import Script, Word, command_line, commands_with
 from megatron_rl.workshop.translation.table import Table
 
-ASSIGNED = re.compile(r"^[+~]{0,2}([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
+ASSIGNED = re.compile(r"^(?:--+|[+~]{0,2})([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
 NUMBER = re.compile(r"^-[\d.]")
 FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell")
 
 
 def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dict[str, Any], set[str]]:
-    """What a file says, in the types of YAML, and the variables that a script in it sets or expands.
+    """What a file says, in the types of YAML, and the variables that a script in it expands.
 
     `given`: variables and keys of the command line.
     """
@@ -58,14 +58,14 @@ def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
     flag = ""
     for word in words:
         text = word if isinstance(word, str) else word.text
-        assigned = ASSIGNED.match(text.lstrip("-") if text.startswith("--") else text)
-        name, value = assigned.groups() if assigned else (text, "")
+        assigned = ASSIGNED.match(text)
+        name, value = assigned.groups() if assigned else (text.lstrip("-"), "")
         if not isinstance(word, str) and text.endswith("[@]}"):  # arguments that nobody knows
             found[text] = word
             flag = ""
         elif text.startswith("-") and not NUMBER.match(text):
-            flag = "" if assigned else text.lstrip("-")
-            found[name.lstrip("-")] = _value(word, value, reading) if assigned else True
+            flag = "" if assigned else name
+            found[name] = _value(word, value, reading) if assigned else True
         elif assigned and not flag:
             found[name] = _value(word, value, reading)
         elif flag:
@@ -109,7 +109,7 @@ def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, An
     found: dict[str, Any] = {}
     configured = False
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         if (section := rules.calls.get(name)) is None:
             continue
         if configured and not section:

@@ -62,12 +62,9 @@ class Row:
 
 def expected(key: str, value: Any) -> str:
     """The number that should have stood there for a key or a fact of ours; empty where one does, or none is needed."""
-    bounds = shared()["bounds"].get(key)
-    if bounds is None:
-        return ""
-    least, most = bounds
+    least, most = shared()["bounds"].get(key, (None, None))
     whole = isinstance(least, int)
-    if type(value) in ((int,) if whole else (int, float)) and least <= value <= most:
+    if least is None or (type(value) in (int, int if whole else float) and least <= value <= most):
         return ""
     return f"a {'whole ' * whole}number from {least:g} to {most:g}"
 
