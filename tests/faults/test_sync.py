@@ -1,5 +1,7 @@
 """Whole runs whose sync meets damage and strangers, and whose packs hold nothing."""
 
+import time
+
 import kills
 import pytest
 from box import PATIENCE_S, Box
@@ -24,3 +26,20 @@ def test_empty_packs_and_odd_files(box: Box) -> None:
     assert box.train(*settings).wait(PATIENCE_S) == 0, box.screen
     assert box.status()["state"] == "finished"
     assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.fault("an engine is killed while it gets patches of weights", "it returns with those of the last sync")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_killed_between_patches(box: Box, ranks: int) -> None:
+    """An engine of two ranks reads shards of its own; the probe looks at each version."""
+    settings = (f"sampler.tensor_parallel={ranks}", "sync.full_every=4", "sync.verify_every=1")
+    box.begin(*settings, steps=2)
+    for delay_s in (0.0, 0.4, 0.9):
+        time.sleep(delay_s)
+        (engine,) = box.processes("megatron_rl.engine.child")
+        engine.kill()
+        box.goes_on(2)
+    found = box.metrics()
+    assert sum(line["rollout/restarts"] for line in found) >= 3
+    assert all(line["sync/probe_abs_diff"] <= line["sync/probe_budget"] for line in found)

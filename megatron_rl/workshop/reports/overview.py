@@ -34,7 +34,8 @@ def describe(path: Path) -> str:
 
 
 def ended(path: Path) -> bool:
-    return load_run(path).status.get("state", "finished") in ENDED
+    """Whether nothing more will be written; a status that cannot be read now may be readable later."""
+    return load_run(path).status.get("state") in ENDED or not RunDir(path).status.exists()
 
 
 def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:

@@ -3,12 +3,15 @@
 import io
 import json
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 from helpers import Command
 from run_factory import make_run
 
+from megatron_rl.processes.threads import in_thread
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, now, read_status
 from megatron_rl.workshop.reports.overview import describe, watch
@@ -68,6 +71,25 @@ def test_watching_ends_with_the_last_run(run: Path, tmp_path: Path) -> None:
     stream = io.StringIO()
     watch([run], 0.01, stream)
     assert stream.getvalue().count("mine") >= 1
+
+
+@pytest.mark.fault("a watched run's files grow by torn pieces", "watching goes on to the run's end")
+def test_watching_a_run_whose_files_are_torn(run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(run, tmp_path / "mine")
+    stream = io.StringIO()
+    mark_status(run, "running", "")
+    watching = in_thread("watch", lambda: watch([run], 0.01, stream))
+    status = (run / "status.json").read_text()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        for number in range(40):
+            metrics.write('\n{"progress/step": 3, "rew' if number % 2 else 'ard/mean": 0.5}')
+            metrics.flush()
+            (run / "status.json").write_text(status[: number * len(status) // 40])
+            time.sleep(0.01)
+    assert not watching.done()
+    mark_status(run, "finished", "", step=STEPS, steps=STEPS)
+    watching.result(60)
+    assert "finished" in stream.getvalue().rpartition("mine")[2]
 
 
 def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -> None:
