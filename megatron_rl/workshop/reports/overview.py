@@ -44,13 +44,14 @@ def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -
     console, before = Console(file=stream), dict[Path, str]()
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
+            over = all(map(ended, paths))  # before they are shown, so that their end is
             if live is not None:
                 live.update(Text(printable("\n\n".join(map(describe, paths)))), refresh=True)
             for path in paths if live is None else ():
                 if (now := describe(path)) != before.get(path):
                     print(now, file=stream, flush=True)
                     before[path] = now
-            if all(map(ended, paths)):
+            if over:
                 return
             time.sleep(every_s)
 
