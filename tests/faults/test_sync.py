@@ -41,5 +41,5 @@ def test_an_engine_killed_between_patches(box: Box, ranks: int) -> None:
         engine.kill()
         box.goes_on(2)
     found = box.metrics()
-    assert sum(line["rollout/restarts"] for line in found) >= 3
+    assert sum(line.get("rollout/restarts", 0) for line in found) >= 3
     assert all(line["sync/probe_abs_diff"] <= line["sync/probe_budget"] for line in found)
