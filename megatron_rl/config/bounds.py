@@ -1,14 +1,15 @@
 """Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)] = 1`), also of keys
 in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value as messages show it."""
 
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 AUTO = "auto"
+LARGEST = sys.float_info.max
 LONGEST_NAME = 255  # bytes, of a file
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 WEEK_S = 7 * 24 * 3600
@@ -46,7 +47,7 @@ def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def is_weight(value: Any) -> bool:

@@ -180,7 +180,8 @@ def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
                 return
     try:
         OmegaConf.merge(_alone(schema, key.field.name), {key.field.name: value})
-    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping, or the other way round
+    # TypeError: a list for a mapping, or the other way round; OverflowError: a whole number that no float holds
+    except (OmegaConfBaseException, TypeError, OverflowError) as error:
         element = str(getattr(error, "full_key", None) or "").removeprefix(key.field.name)  # of a list or a mapping
         if element:
             yield f"{full}{element}: {str(getattr(error, 'msg', None) or error).splitlines()[0]}"

@@ -1,6 +1,6 @@
 """Bounds on what a translation reads, which are those of recipes; and a file's values, in the types of YAML.
 
-Of `${...}` other keys of the file, by their full name, and plain arithmetic are read. What asks for anything else
+Of `${...}` other keys of the file and plain arithmetic are read. What asks for anything else
 (`${oc.env:NAME}`), or comes to no value, is Unset.
 """
 
@@ -28,6 +28,8 @@ ARITHMETIC: dict[str, Any] = {
     "max": max,
     "min": min,
 }
+
+Place = tuple[Any, ...]  # keys and indices on the way to a value
 
 
 class Reading:
@@ -78,45 +80,49 @@ class Reading:
         except (ValueError, yaml.YAMLError):
             return text
 
-    def plain(self, node: Any, depth: int = 0) -> Any:
-        """A value in the types of YAML; what it leaves to others is Unset."""
+    def plain(self, node: Any, place: Place = (), depth: int = 0) -> Any:
+        """A value in the types of YAML; what it leaves to others is Unset. `depth`: of references that lead to it."""
         self.spend(values=1)
-        if depth > DEEPEST:
+        if len(place) + depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} deep")
         if isinstance(node, Mapping):
-            return {str(key): self.plain(value, depth + 1) for key, value in node.items()}
+            return {str(key): self.plain(value, (*place, key), depth) for key, value in node.items()}
         if isinstance(node, list | tuple):
-            return [self.plain(value, depth + 1) for value in node]
+            return [self.plain(value, (*place, index), depth) for index, value in enumerate(node)]
         if isinstance(node, Unset) or node is None:
             return node
         text = str(node)  # ValueError: a number of more digits than are ever meant
         if text == "???":  # OmegaConf's word for a value that has to be given
             return None
         if "${" in text:
-            return self._interpolated(text, depth + 1)
+            return self._interpolated(text, place, depth + 1)
         return node if isinstance(node, str | int | float) else Unset(text)
 
-    def _interpolated(self, text: str, depth: int) -> Any:
+    def _interpolated(self, text: str, place: Place, depth: int) -> Any:
         with suppress(LookupError, TypeError, ValueError, ArithmeticError):
             while found := INNERMOST.search(text):
-                value = self._value(found[1], depth)
+                value = self._value(found[1], place, depth)
                 if found[0] == text or isinstance(value, Unset):
                     return value
                 text = text.replace(found[0], str(value))
                 self.spend(len(text))
         return Unset(text) if "${" in text else text
 
-    def _value(self, inside: str, depth: int) -> Any:
+    def _value(self, inside: str, place: Place, depth: int) -> Any:
         name, _, words = inside.partition(":")
         if name in ARITHMETIC:
             number = ARITHMETIC[name](*map(float, words.split(",")))
             return int(number) if number.is_integer() else number
         if name != "oc.select":
-            return self._at(inside, depth)
+            return self._at(inside, place, depth)
         key, _, otherwise = words.partition(",")
         with suppress(LookupError):
-            return self._at(key.strip(), depth)
+            return self._at(key.strip(), place, depth)
         return self.scalar(otherwise)
 
-    def _at(self, key: str, depth: int) -> Any:
-        return self.plain(reduce(operator.getitem, key.split("."), self.root), depth)
+    def _at(self, key: str, place: Place, depth: int) -> Any:
+        """The value of a key; dots before it name the section of the place that refers to it, and those around."""
+        name = key.lstrip(".")
+        within = place[: len(name) - len(key)] if name != key else ()
+        path = (*within, *name.split("."))
+        return self.plain(reduce(operator.getitem, path, self.root), path, depth)

@@ -43,7 +43,7 @@ def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dic
     except (OSError, UnicodeDecodeError) as error:
         said = f"not readable as text: {error}"
     except TranslationError as error:
-        said = str(error)
+        said = str(error).removeprefix(f"{path}: ")
     except (RecursionError, MemoryError):
         said = "nested too deeply; leave out what the training does not need"
     except (yaml.YAMLError, ValueError, SyntaxError) as error:

@@ -112,14 +112,23 @@ def test_interpolations_of_a_file_s_own_keys(run: Any, tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", NEMO)
     text = """
     defaults: [ppo_trainer, base.yaml, _self_]
-    grpo: {num_prompts_per_step: "${mul:4,${other.eight}}", max_num_steps: "${oc.select:none.here, 12}"}
-    policy: {model_name: "${other.org}/Qwen3-8B", max_total_sequence_length: "${oc.select:other.long,1}"}
+    grpo:
+      num_prompts_per_step: ${mul:4,${other.eight}}
+      max_num_steps: ${oc.select:none.here, ${oc.select:other.dozen,1}}
+    policy: {model_name: "${other.org}/Qwen3-8B", max_total_sequence_length: "${..other.long}"}
     cluster: {num_nodes: 2}
-    other: {eight: 8, org: Qwen, long: 2048, all: "${grpo}", self: "${other.self}"}
+    other:
+      {eight: 8, org: Qwen, long: 2048, dozen: 12, all: "${grpo}", self: "${other.self}",
+       me: ["${..org}", "${.x}"]}
     """
     said = run("nemo_rl", "a.yaml", text, "-o", "-")[1]
     ours = ("model: Qwen3-8B", "steps: 12", "prompts_per_step: 32", "max_response_tokens: 1024")
-    unknown = ("defaults: ['ppo_trainer']", "other.all.max_num_steps: 12", "other.self: ${other.self}")
+    unknown = (
+        "defaults: ['ppo_trainer']",
+        "other.all.max_num_steps: 12",
+        "other.self: ${other.self}",
+        "me: ['Qwen', ${.x}]",
+    )
     assert all(part in said for part in (*ours, *unknown)), said
 
 
