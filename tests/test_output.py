@@ -98,7 +98,7 @@ def test_escape_sequences_of_a_run(tmp_path: Path, command: str, monkeypatch: py
     (run / "checkpoints" / "step_1").mkdir(parents=True)
     for name in ("checkpoints/step_1/checkpoint.json", "config.yaml"):
         (run / name).write_text(EVIL)
-    (run / "status.json").write_text(json.dumps({"reason": EVIL, "alarms": {EVIL: EVIL}}))
+    (run / "status.json").write_text(json.dumps({"state": "failed", "reason": EVIL, "alarms": {EVIL: EVIL}}))
     monkeypatch.setenv("TERM", "xterm")
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)

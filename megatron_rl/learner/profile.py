@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 MICRO_BATCHES = 2  # of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
 REMEMBERED = 100_000  # allocations and frees, of log.memory_history
 LARGEST = 40  # kinds of tensors that are listed
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 NO_FOLDER = Path()
 
 
@@ -108,11 +109,12 @@ def _left(folder: Path, rank: int, history: bool) -> str:
 
 def _largest() -> Iterator[str]:
     """Tensors that Python knows, alike ones together. What autograd alone keeps is not among them."""
-    held = {
-        one.untyped_storage().data_ptr(): (one.untyped_storage().nbytes(), one)
-        for one in gc.get_objects()
-        if issubclass(type(one), torch.Tensor) and one.layout is torch.strided
-    }
+    held: dict[int, tuple[int, torch.Tensor]] = {}
+    for one in gc.get_objects():
+        if type(one) in PLAIN and one.layout is torch.strided:  # others wrap such, or are a compiler's
+            storage = one.untyped_storage()
+            with suppress(RuntimeError):  # it has no memory
+                held[storage.data_ptr()] = storage.nbytes(), one
     alike: Counter[str] = Counter()
     bytes_of: Counter[str] = Counter()
     for nbytes, one in held.values():

@@ -126,6 +126,18 @@ def test_a_checkpoint_answers_in_another_format(place: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.fault("the reader of chat's answer is gone", "its engine ends, without a traceback")
+def test_chat_on_a_pipe(place: Path) -> None:
+    chat = f"printf '12+34=\\n' | {sys.executable} -m megatron_rl.cli chat runs/run"
+    shell = {"cwd": place, "capture_output": True, "text": True, "timeout": 300, "check": True}
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {chat} | cat"], **shell)
+    assert len(done.stdout.splitlines()) == 1
+    gone = subprocess.run(["bash", "-c", f"{chat} | true; echo ${{PIPESTATUS[1]}}"], **shell)
+    assert gone.stdout == "0\n"
+    assert "Traceback" not in gone.stderr + done.stderr
+
+
+@pytest.mark.engine
 def test_where_learner_and_sampler_of_a_run_differ(place: Path) -> None:
     """FP8, which is the engine's alone: what differs enters in its linear layers."""
     words = ["mismatch", "runs/run", "--format", "fp8", "--prompts", "toy/test.jsonl", "-n", "2", "--tokens", "16"]

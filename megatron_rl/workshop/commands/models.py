@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands import folder_name, rewards_beside
 from megatron_rl.config import ConfigError, load, recorded_config
+from megatron_rl.processes.process import printable
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
     from megatron_rl.workshop.evaluation.stored_model import StoredModel
 
 
+LONGEST_TEXT = 1 << 20  # of a text to answer, in characters: more than a context holds
 UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
 
 
@@ -120,10 +122,10 @@ def _chat(options: argparse.Namespace) -> int:
         from megatron_rl.workshop.evaluation.chat import Unanswered, begun
 
         once = options.prompt
-        if once is None and not sys.stdin.isatty():
-            once = sys.stdin.read().rstrip("\n")
-        if once == "":
-            raise ConfigError("-p: nothing to answer; give a text")
+        if once is None and not (sys.stdin and sys.stdin.isatty()):
+            once = _piped()
+        if once is not None:
+            _check_text(once)
         check_alone(config, stored.base)
         with begun(config, stored, options.row, note) as chat:
             if once is not None:
@@ -134,6 +136,23 @@ def _chat(options: argparse.Namespace) -> int:
                 return 0
             _talk(chat)
     return 0
+
+
+def _piped() -> str:
+    """The text that a pipe or a file gives as standard input, which may be closed."""
+    try:
+        return sys.stdin.read(LONGEST_TEXT + 1).rstrip("\n") if sys.stdin else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"standard input: {error}; give a text in UTF-8") from None
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise ConfigError("-p: nothing to answer; give a text")
+    if len(text) > LONGEST_TEXT:
+        raise ConfigError(f"-p: the text is longer than {LONGEST_TEXT} characters")
+    if any("\ud800" <= one <= "\udfff" for one in text):  # what Python makes of other bytes
+        raise ConfigError(f"-p: {text[:40]!a} is not UTF-8")
 
 
 def _talk(chat: Any) -> None:
@@ -149,10 +168,14 @@ def _talk(chat: Any) -> None:
         except EOFError:
             print()
             return
+        except UnicodeDecodeError as error:
+            print(f"error: {error}")
+            continue
         if text.strip():
             try:
-                print(chat.answer(text))
-            except Unanswered as error:
+                _check_text(text)
+                print(printable(chat.answer(text)))
+            except (ConfigError, Unanswered) as error:
                 print(f"error: {error}")
 
 

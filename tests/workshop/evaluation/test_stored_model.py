@@ -1,6 +1,8 @@
 """What MODEL may be, the settings it is asked with, and the weights that come of it."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +135,7 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
         (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
         (["chat", "nowhere", "-p", "1"], "nowhere: no such folder"),
         (["chat", "/root", "-p", "1"], "/root: neither a run"),
+        (["chat", "MODEL", "-p", "a\udcff"], "is not UTF-8"),
         (["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"], "'json:Nobody' cannot be imported"),
         (["mismatch", "nowhere"], "nowhere: no such folder"),
         (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
@@ -147,3 +150,18 @@ def test_the_commands_refuse_before_anything_starts(
     assert cli.main([str(model) if word == "MODEL" else word for word in words]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("chat is given a pipe without a text, of other bytes or without an end", "nothing starts")
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [("</dev/null", "nothing to answer"), ("<&-", "nothing to answer"), ("</dev/zero", "longer than 1048576"),
+     ("< <(printf '\\n \\n')", "nothing to answer"), ("< <(printf '\\377')", "UTF-8")],
+)  # fmt: skip
+def test_what_a_pipe_gives_is_refused_before_anything_starts(model: Path, redirection: str, said: str) -> None:
+    command = f'exec "$0" -m megatron_rl.cli chat "$1" {redirection}'
+    words = ["bash", "-c", command, sys.executable, str(model)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert done.stderr.startswith("error: ")
