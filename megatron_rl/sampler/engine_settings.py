@@ -7,6 +7,7 @@ An engine loads no checkpoint: it starts from dummy weights in the layout that t
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from megatron_rl.config import schema
 from megatron_rl.config.evaluation import longest_sequence
-from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, is_fleet, max_sequences, replica_formats
 from megatron_rl.engine.readiness import KEEPS_EXPERTS
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.formats import quantization_config
@@ -23,11 +24,7 @@ from megatron_rl.sampler.client.interface import SamplerError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
-# kernels that FlashInfer compiles, or downloads, when an engine starts: nodes may have no network and no compiler
-NOTHING_TO_FETCH = {
-    "kernel_config": {"enable_flashinfer_autotune": False},
-    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
-}
+GRAPH_SPACING = 16  # tokens between the largest CUDA graphs
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 HEAD = "head_dtype"  # read from the model's config.json, where vLLM looks for it
 VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
@@ -90,7 +87,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": sampler.tensor_parallel,
         "max_model_len": settings.max_tokens,
-        "max_num_seqs": MAX_SEQUENCES,
+        "max_num_seqs": max_sequences(sampler),
         "max_num_batched_tokens": max(settings.max_tokens, 4096),
         "seed": settings.seed,
         "disable_log_stats": True,
@@ -107,16 +104,30 @@ def engine_arguments(
         arguments["max_logprobs"] = settings.candidates
     if settings.quantization.kv_cache == schema.KvCache.fp8:
         arguments["kv_cache_dtype"] = "fp8"
-    if gpu:
-        arguments |= {"enable_sleep_mode": True, **NOTHING_TO_FETCH}
-    else:
-        arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
+    arguments |= gpu_arguments(sampler) if gpu else {"kv_cache_memory_bytes": HOST_CACHE_BYTES}
     if sampler.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
     given = dict(sampler.vllm)
     if settings.head is schema.Precision.fp32:
         given["hf_overrides"] = {**(given.get("hf_overrides") or {}), HEAD: "float32"}
     return arguments | given
+
+
+def gpu_arguments(sampler: schema.SamplerSection) -> dict[str, Any]:
+    """What an engine on GPUs is given beside the rest.
+
+    Nothing that FlashInfer compiles or downloads when an engine starts: nodes may have no network and no compiler.
+    CUDA graphs up to what is decoded at once: vLLM's own limits are twice that, and 512.
+    """
+    graphs = math.ceil(max_sequences(sampler) / GRAPH_SPACING) * GRAPH_SPACING
+    return {
+        "enable_sleep_mode": True,
+        "kernel_config": {"enable_flashinfer_autotune": False},
+        "compilation_config": {
+            "pass_config": {"fuse_allreduce_rms": False},
+            "max_cudagraph_capture_size": graphs,
+        },
+    }
 
 
 def write_engine_folder(hf_folder: Path, target: Path, quantization: schema.QuantizationSection) -> Path:

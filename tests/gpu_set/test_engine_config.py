@@ -48,7 +48,9 @@ def test_every_recipe_s_engine(recipe: Path, device: Device, tmp_path: Path, mon
     assert made.parallel_config.tensor_parallel_size == config.sampler.tensor_parallel
     assert made.model_config.quantization == (None if config.quantization.format == "none" else "compressed-tensors")
     assert made.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
-    assert made.scheduler_config.max_num_seqs == config.sampler.vllm.get("max_num_seqs")
+    most = config.sampler.vllm["max_num_seqs"]
+    assert made.scheduler_config.max_num_seqs == most
+    assert most <= made.compilation_config.max_cudagraph_capture_size < most + 16
     assert made.weight_transfer_config.backend == config.sync.transport
     assert made.cache_config.gpu_memory_utilization == config.sampler.vllm["gpu_memory_utilization"]
 

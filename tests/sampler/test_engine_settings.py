@@ -51,9 +51,11 @@ def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
     arguments = engine_arguments(settings, tmp_path)
     assert arguments["kernel_config"] == {"enable_flashinfer_autotune": False}
     assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
-    wished = {"kernel_config": {"enable_flashinfer_autotune": True}}
+    assert arguments["compilation_config"]["max_cudagraph_capture_size"] == arguments["max_num_seqs"]
+    wished = {"kernel_config": {"enable_flashinfer_autotune": True}, "max_num_seqs": 100}
     asked = engine_arguments(replace(settings, sampler=replace(settings.sampler, vllm=wished)), tmp_path)
     assert asked["kernel_config"] == wished["kernel_config"], "a recipe has the last word"
+    assert asked["compilation_config"]["max_cudagraph_capture_size"] == 112, "vLLM captures every 16th size"
 
 
 def test_each_server_of_a_mixed_fleet_gets_its_format():

@@ -37,7 +37,7 @@ from results import Results, demand_gpu
 from trace_summary import summarize
 
 RECIPE = "recipes/grpo-qwen3_0.6b-1n1g-int8.yaml"
-CARD = "conf/model/Qwen3-0.6B.json"
+CARD = Path("conf/model/Qwen3-0.6B.json")
 TINY = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -103,7 +103,7 @@ def make_learner(options: argparse.Namespace) -> Any:
     if options.fp8:
         overrides += ["learner.megatron.fp8=e4m3", f"learner.megatron.fp8_recipe={options.fp8}"]
     config = load(RECIPE, overrides)
-    card = json.loads(Path(CARD).read_text())
+    card = json.loads(options.card.read_text())
     if options.tiny:
         card |= TINY
     if options.device == "cuda":
@@ -354,6 +354,7 @@ def main() -> None:
     parser.add_argument("project", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--name", default="update")
+    parser.add_argument("--card", type=Path, default=CARD, help="config.json of another size")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--response", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
