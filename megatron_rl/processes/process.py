@@ -53,7 +53,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def collect_rarely() -> None:
-    """Let garbage wait for a million new objects, not 700: what imports make stays (tools/bench/imports.py)."""
+    """Let garbage wait for a million new objects, not 700: what imports make stays."""
     gc.set_threshold(1_000_000, 50, 50)
 
 

@@ -5,7 +5,7 @@
 One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and optimizer in
 megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics. *columns*: the update with no
 more than 1,024 columns of logits at a time (learner/modules/head.py). *padded*: every answer filled up to the longest.
-Answers are as long as those of tools/bench/packing.py, `--scale` times shorter.
+Answers are log-normal around a fifth of the longest and cut there, prompts have 200 tokens; `--scale` times shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from packing import lengths_of
 from step import SHAPES, Workload
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 
 LONGEST = 20480
+LONG_PROMPT = 200
 PROMPT = 8
 
 
@@ -51,6 +51,11 @@ def make_learner(work: Workload, budget: int) -> Learner:
     learner = Learner(Model.of(shape, Layout.from_config(config.learner)), Sections.of(config))
     learner.init_random(7)
     return learner
+
+
+def lengths_of(rows: int, longest: int, random: torch.Generator) -> list[int]:
+    drawn = torch.empty(rows).log_normal_(0.0, 0.9, generator=random) * longest / 5
+    return [LONG_PROMPT + int(length) for length in drawn.clamp(1, longest)]
 
 
 def make_batch(rows: int, scale: int, vocab: int, filled: bool = False) -> Batch:
