@@ -8,6 +8,9 @@ interpreter = $(firstword $(foreach p,python3 python3.12 python3.11 $(wildcard $
 PYTHON ?= $(call interpreter,$(if $(filter gpu,$(EXTRA)),12,11))
 BIN := .venv/bin
 
+# A file's tests stay on one worker. A worker that dies ends the session: another would begin with what has killed it.
+SPREAD := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
 .PHONY: quickstart test test-slow faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu check-gpu-set constraints clean help
 
 help:
@@ -27,16 +30,16 @@ quickstart: install
 # Everything that is no whole run and starts no engine. Three workers keep two cores busy, as many tests wait for what they
 # start; WORKERS chooses others.
 test: install-dev
-	@$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not slow" -n $(or $(WORKERS),3) $(SPREAD)
 
 # The rest: whole runs, and real engines.
 test-slow: install-dev
-	@$(BIN)/python -m pytest -m slow -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m slow -n $(or $(WORKERS),2) $(SPREAD)
 
 # What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end; an
 # hour on two cores. Without what the two targets below do.
 faults: install-dev
-	@$(BIN)/python -m pytest -vv --faults -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
+	@$(BIN)/python -m pytest -vv --faults -n $(or $(WORKERS),2) $(SPREAD) --ignore=tests/faults/test_rehearsals.py --ignore=tests/faults/test_kill.py
 
 # Every batch script on a Slurm cluster made for the occasion, and all that happens to jobs; about half an hour, as root.
 rehearse: install-dev

@@ -22,6 +22,7 @@ from megatron_rl.processes.interrupts import INTERRUPTED, leave_at_once
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+SIGACTION_BYTES = 1024  # more than any system's struct sigaction
 
 # How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier, and torch
 # runs 20 times slower where another process needs the core.
@@ -108,6 +109,22 @@ def hold(*numbers: signal.Signals) -> None:
 
 def release(*numbers: signal.Signals) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+class LastingHandler:
+    """The present handler of a signal, to be put back where native code has replaced it.
+
+    LLVM, with which Triton compiles kernels in this process, takes USR1 for itself and drops it.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self._action = ctypes.create_string_buffer(SIGACTION_BYTES)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.sigaction(number, None, self._action)
+
+    def put_back(self) -> None:
+        self._libc.sigaction(self._number, self._action, None)
 
 
 @contextmanager

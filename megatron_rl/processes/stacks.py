@@ -26,9 +26,9 @@ def show_on_request() -> None:
 def ask(pid: int, folder: Path) -> str:
     """The stacks of its threads, the main one's first; "" where it does not show them in the run's temporary folder."""
     path = path_of(folder, pid)
-    before = _size(path)
-    if not _listens(pid):
+    if not (path.exists() and _listens(pid)):
         return ""
+    before = _size(path)
     with suppress(OSError):
         os.kill(pid, SHOW_STACKS)
     deadline = time.monotonic() + WAIT_S
@@ -48,7 +48,7 @@ def path_of(folder: Path, pid: int) -> Path:
 
 
 def _listens(pid: int) -> bool:
-    """Whether the signal would not end it: it has a handler of its own."""
+    """Whether the signal would not end it: it has a handler, which may also be a library's that would (LLVM's)."""
     with suppress(OSError):
         found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         return found is not None and bool(int(found[1], 16) >> (SHOW_STACKS - 1) & 1)

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from megatron_rl.processes import job
-from megatron_rl.processes.process import STOP_AFTER_STEP, raise_interrupt, release
+from megatron_rl.processes.process import STOP_AFTER_STEP, LastingHandler, raise_interrupt, release
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import LAUNCHER
 from megatron_rl.runs.status import beat
@@ -74,6 +74,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         for number in (*ASKS, WAKE):
             signal.signal(number, self._on_signal)
+        self._handler = LastingHandler(STOP_AFTER_STEP)
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         self._thread.start()
         release(STOP_AFTER_STEP)
@@ -81,13 +82,13 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         """What comes now is too late to change anything but how long the last words take."""
+        os.write(self._wakeup_write, b"\0")
+        self._thread.join()
         signal.signal(STOP_AFTER_STEP, signal.SIG_IGN)
         signal.signal(WAKE, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, raise_interrupt)
         signal.set_wakeup_fd(-1)
-        os.write(self._wakeup_write, b"\0")
-        self._thread.join()
         os.close(self._wakeup_write)
         os.close(self._wakeup_read)
 
@@ -135,7 +136,8 @@ class StopRequest:
     def _listen(self) -> None:
         while True:
             undecided = self.reason is not None and self._given_up is None and self._end < math.inf
-            ready, _, _ = select.select([self._wakeup_read], [], [], LOOK_S if undecided else None)
+            self._handler.put_back()
+            ready, _, _ = select.select([self._wakeup_read], [], [], LOOK_S)
             for number in os.read(self._wakeup_read, 64) if ready else b"":
                 if number == 0:
                     return

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -71,6 +72,29 @@ def asked(run_folder: Path, handlers: None) -> Iterator[StopRequest]:
             yield request
     finally:
         hold(signal.SIGUSR1)
+
+
+LISTENS = """
+import os, signal, sys, time
+from pathlib import Path
+from compiled_kernel import compile_here
+from megatron_rl.runs.timeline import PhaseClock
+from megatron_rl.survival.stop_request import StopRequest
+with StopRequest(PhaseClock(), print, Path(sys.argv[1])) as request:
+    request.step = 1
+    compile_here()
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(1)
+    assert request.reason, "lost"
+"""
+
+
+@pytest.mark.fault("USR1 comes to a rank that has compiled Triton kernels", "the run stops after its step")
+def test_a_compiler_does_not_take_the_request(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LISTENS, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def said(run: Path, word: str) -> dict:

@@ -338,6 +338,13 @@ def test_who_goes_on_and_who_does_not(run: Run, capsys: pytest.CaptureFixture[st
     assert "rank 5 (process 4194305) goes on after 41 s" in capsys.readouterr().out
 
 
+COMPILES = """
+import time
+from compiled_kernel import compile_here
+compile_here()
+print("ready", flush=True)
+time.sleep(1000)
+"""
 SHOWS = """
 import time
 from megatron_rl.processes.stacks import show_on_request
@@ -363,3 +370,12 @@ def test_a_process_shows_where_it_stands(tmp_path: Path) -> None:
 def test_a_process_that_does_not_listen_is_left_alone(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
     assert ask(process.pid, tmp_path) == ""
     assert process.poll() is None
+
+
+def test_a_process_whose_compiler_takes_the_signal_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", COMPILES], cwd=Path(__file__).parent, stdout=subprocess.PIPE) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"ready\n"
+        assert ask(one.pid, tmp_path) == ""
+        assert one.poll() is None
+        one.kill()
