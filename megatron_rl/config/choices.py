@@ -45,9 +45,18 @@ KlOn = StrEnum("KlOn", ["trained", "counted"])
 KlTo = StrEnum("KlTo", ["reference", "sampler", "anchor"])
 Alarm = StrEnum(
     "Alarm",
-    "mismatch mismatch_jump mismatch_over_bf16 probe ess rejected non_finite entropy reward_errors no_spread truncated "
-    "aborted gradient sampler_worse replay_lost below_start half_of_best reward_falls clip_idle clip_always "
-    "failed_saves",
+    [
+        "mismatch",
+        "probe",
+        "ess",
+        "non_finite",
+        "entropy",
+        "reward_errors",
+        "truncated",
+        "length",
+        "accuracy",
+        "failed_saves",
+    ],
 )
 if TYPE_CHECKING:
     LossName = str

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
 from megatron_rl.runs import alarm_values as values
-from megatron_rl.runs.alarm_values import GRAD_NORM, K3, WINDOW, Line, Past, Value
+from megatron_rl.runs.alarm_values import K3, LENGTH, WINDOW, Line, Past, Value
 
 GATES = dict.fromkeys(Format, 0.02) | {Format.none: 0.005, Format.int4: 0.2}  # of K3, in nats
 Bound = float | Mapping[Format, float]
@@ -45,18 +45,6 @@ RULES = {
         "tokens out of the loss meanwhile.",
         *above(values.metric(K3), GATES, 5),
     ),
-    Alarm.mismatch_jump: Rule(
-        f"`{K3}` over its median of the last {WINDOW} steps",
-        "Something has changed, for the policy or the engine: look at the step before the first, at restarts of "
-        "servers, sync/quant_error_max and optim/grad_norm. Lower optim.lr where the policy itself moved too far.",
-        *above(values.over_median(K3), 10.0, 5),
-    ),
-    Alarm.mismatch_over_bf16: Rule(
-        "`rollout_corr/FORMAT/k3_kl` of the worst format over that of the fleet's BF16 servers",
-        "The format, not the engines' numerics, makes the difference: its scales are wrong, or the model does not "
-        "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",
-        *above(values.over_bf16, 300.0, 5),
-    ),
     Alarm.probe: Rule(
         "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
         "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
@@ -70,12 +58,6 @@ RULES = {
         "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
         "correction.weight.target_ess; the cause is the mismatch.",
         *below(values.metric("rollout_corr/rollout_is_eff_sample_size"), 0.5, 5),
-    ),
-    Alarm.rejected: Rule(
-        "`rollout_corr/rollout_rs_masked_fraction`: tokens that correction.reject keeps out",
-        "What is paid for is thrown away, and what is left is biased to short answers: widen the bounds of "
-        "correction.reject, or lower the mismatch.",
-        *above(values.metric("rollout_corr/rollout_rs_masked_fraction"), 0.3, 5),
     ),
     Alarm.non_finite: Rule(
         "tokens without a finite logprob, or updates that were skipped: the larger share",
@@ -96,76 +78,25 @@ RULES = {
         "what the function that reward.name names has printed is in the log of rank 0.",
         *above(values.share(("reward/errors",), "rollout/n"), 0.05, 3),
     ),
-    Alarm.no_spread: Rule(
-        "`rollout/groups_kept_fraction`: groups that can be learned from",
-        "Nearly all groups are all right or all wrong (rollout/groups_all_right, rollout/groups_all_wrong): the "
-        "problems of data.train are too easy or too hard by now. Change them, or raise rollout.samples_per_prompt.",
-        *below(values.metric("rollout/groups_kept_fraction"), 0.05, 10),
-    ),
     Alarm.truncated: Rule(
         "`rollout/truncated_fraction`: answers cut at the length limit",
         "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer before the limit, "
         "reward.overlong_filter keeps cut ones out of the loss.",
         *above(values.metric("rollout/truncated_fraction"), 0.5, 5),
     ),
-    Alarm.aborted: Rule(
-        "`rollout/aborted_fraction`: answers that the sampler gave up on",
-        "Read the engine's log. Its cache may be too small: raise sampler.vllm.gpu_memory_utilization (on hosts "
-        "sampler.vllm.kv_cache_memory_bytes), or lower sampler.vllm.max_num_seqs.",
-        *above(values.metric("rollout/aborted_fraction"), 0.05, 3),
+    Alarm.length: Rule(
+        f"`{LENGTH}` over its median of the last {WINDOW} steps",
+        "Responses grow fast. Read some in the report: where they repeat themselves or pad for the reward, change the "
+        "reward, lower optim.lr or set reward.overlong_buffer. Rollouts take longer, and truncated comes next.",
+        *above(values.length_growth, 2.0, 5),
     ),
-    Alarm.gradient: Rule(
-        f"`{GRAD_NORM}` over its median of the last {WINDOW} steps",
-        "Lower optim.lr or optim.megatron.clip_grad, and look at the mismatch of the same steps: a few tokens with "
-        "large ratios do this, which correction=icepop leaves out.",
-        *above(values.over_median(GRAD_NORM), 20.0, 3),
+    Alarm.accuracy: Rule(
+        "accuracy of a held-out set over its first or half of its best, whichever is higher; 1 unless it is below by "
+        "4 standard errors",
+        "The policy gets worse: lower optim.lr first, then look at mismatch, loss/entropy and reward/no_answer. "
+        "checkpoint.best=eval/accuracy keeps the best policy; go on from an earlier checkpoint.",
+        *below(values.lost_accuracy, 1.0, 1),
         always=True,
-    ),
-    Alarm.sampler_worse: Rule(
-        "minus `update/sampler_gain` over its standard error, where `update/learner_gain` is positive",
-        "The learner gains and the sampler, which answers, loses: steps are smaller than its format can show, or "
-        "outliers move its scales. quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8 make it "
-        "finer, learner.forward=as_sampler (hosts) trains what it computes; learner.update_check.refuse takes such "
-        "steps back.",
-        *above(values.sampler_loss, 1.0, 5),
-    ),
-    Alarm.replay_lost: Rule(
-        "`router/replayed`: share of tokens that went to the sampler's experts",
-        "An engine does not tell the experts that it has chosen: servers that were started by hand need "
-        "sampler.routed_experts=true, too. router/replayed/layer_N says whether it is all layers.",
-        *below(values.metric("router/replayed"), 0.999, 1),
-    ),
-    Alarm.below_start: Rule(
-        "accuracy of a held-out set over its first: 1 unless it is clearly below (3 standard errors)",
-        "The run unlearns what it began with: lower optim.lr first, then look at the mismatch, at loss/entropy and at "
-        "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy.",
-        *below(values.accuracy_over(lambda past: past.first, values.CLEARLY), 1.0, 2),
-        always=True,
-    ),
-    Alarm.half_of_best: Rule(
-        "the same over its best so far, by 4 standard errors",
-        "Most of what was learned is lost, which seldom comes back by itself: go on from an earlier checkpoint with a "
-        "lower optim.lr, or a KL to the start (loss.kl_coef). checkpoint.best=eval/accuracy keeps the best policy.",
-        *below(values.accuracy_over(lambda past: past.best, values.CHOSEN), 0.5, 1),
-        always=True,
-    ),
-    Alarm.reward_falls: Rule(
-        "mean `reward/sampler_mean` of 10 steps, below the best 10 before, in `reward/std`; 0 unless it is clear",
-        "The policy gets worse on its own prompts: lower optim.lr, and look at the mismatch and the sample size "
-        "(rollout_corr/rollout_is_eff_sample_size). Prompts that come in an order of growing difficulty do this too.",
-        *above(values.reward_fall, 0.25, 10),
-    ),
-    Alarm.clip_idle: Rule(
-        "the largest share of tokens so far that a clip of the loss acted on, in updates after a step's first",
-        "The clip is of another size than the ratios: with loss.name=gspo it is 3e-4 (conf/gspo.yaml), with a ratio of "
-        "tokens 0.2 (conf/dapo.yaml). Or the updates are too small for one: then it may stay.",
-        *below(values.most_clipped, 1e-6, 40),
-    ),
-    Alarm.clip_always: Rule(
-        "share of tokens that a clip of the loss acts on, in updates after a step's first",
-        "Most of the batch gives no gradient: loss.clip_low and clip_high are too small for loss.name (with a ratio of "
-        "tokens 0.2, conf/dapo.yaml), optim.lr is too high, or learner.n_minibatches.",
-        *above(values.clipped, 0.25, 5),
     ),
     Alarm.failed_saves: Rule(
         "`progress/failed_saves`: checkpoints in a row that were not saved",

@@ -183,6 +183,5 @@ def test_a_run_is_refused_whose_choices_are_wrong(fault: str, found: dict[str, A
 
 @pytest.mark.parametrize("fault", LOST)
 def test_a_run_says_which_choices_are_lost(fault: str, found: dict[str, Any]) -> None:
-    """The alarm `replay_lost` stands below 1."""
     step = found[f"fault_{fault}"]
     assert 0 < step["router/replayed"] < 1
