@@ -58,7 +58,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
     show_on_request()
     beats = Beats(run_dir, rank)
     launcher = int(os.environ.get(LAUNCHER, "0")) or None
-    beats.each.append(RankGuard(Watch(run_dir, config.run.patience_s, current(), launcher=launcher), rank))
+    beats.each.append(RankGuard(Watch(run_dir, config.run.hang_timeout_s, current(), launcher=launcher), rank))
     beats.start()
     with process.rare_collections(), process.hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait

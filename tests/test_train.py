@@ -127,9 +127,7 @@ def test_a_run_says_first_which_silence_ends_it(tmp_path: Path) -> None:
     driver._config, driver.recorder = Config(), SimpleNamespace(note=said.append)
     with pytest.raises(ConfigError):  # there is no model
         driver._open(tmp_path)
-    assert said[0].startswith(
-        "patience silence ends the run after 600 s, or 5 times the phase's longest, at most 1800 s"
-    )
+    assert said[0].startswith("timeouts the run ends after 1800 s without progress; ")
 
 
 def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step() -> None:

@@ -17,7 +17,16 @@ from megatron_rl.files import open_regular, replacing
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
     *("run.root", "run.steps", "run.stop", "run.stop.", "run.if_exists", "run.resume_allow", "run.device"),
-    *("run.patience_s", "log.", "checkpoint.", "eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s"),
+    *(
+        "run.hang_timeout_s",
+        "log.",
+        "checkpoint.",
+        "eval.",
+        "data.eval",
+        "sampler.",
+        "reward.workers",
+        "reward.timeout_s",
+    ),
     *("learner.tensor_parallel", "learner.offload"),
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     *("learner.context_parallel", "learner.recompute"),

@@ -49,9 +49,7 @@ class RunSection:
     # keys that may have changed when a run goes on, such as [data.train]
     resume_allow: list[str] = field(default_factory=list)
     device: Device = Device.auto  # of learner and engines; auto: GPUs where there are some
-    patience_s: Seconds = (
-        600.0  # seconds of silence that end the run, where nothing else has a limit (docs/survival.md)
-    )
+    hang_timeout_s: Seconds = 1800.0  # without progress end the run, where nothing else has a limit (docs/survival.md)
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
 

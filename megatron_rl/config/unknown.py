@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 VERY_CLOSE, CLOSE = 0.86, 0.6  # of two names, as difflib has it
 REMOVED = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
+    "run.patience_s": "set run.hang_timeout_s: there is one timeout now, 1800 s by default",
     "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "data.deduplicate": "a prompt that stands in a file several times counts once; leave it out",
     "sampler.max_sequences": "set sampler.vllm.max_num_seqs",

@@ -65,8 +65,8 @@ class Policy:
         host.require(sections.run.device)
         self.model, self.shape, self.layout = model, model.shape, model.layout
         self.run, self.learner, self.optim = sections.run, sections.learner, sections.optim
-        patience = collective_s(self.run.patience_s, sections.sampler)
-        self.ranks = LearnerRank(self.learner, model.layout, self.run.seed, patience)
+        timeout_s = collective_s(self.run.hang_timeout_s, sections.sampler)
+        self.ranks = LearnerRank(self.learner, model.layout, self.run.seed, timeout_s)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups

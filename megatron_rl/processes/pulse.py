@@ -1,8 +1,8 @@
 """Signs of life: of this process (phase, last mark, for whom it waits), which a rank writes to a file for watch.py; of
 an engine, for whoever asks its server.
 
-The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds, with
-what the kernel knows of its processes (read by watch.py). While the process is stopped, no time passes here.
+The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds (read by
+watch.py). While the process is stopped, no time passes here.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from megatron_rl.processes.process import birth_of, turns_of, work_below
+from megatron_rl.processes.process import birth_of, work_below
 
 FOLDER = "pulse"  # of the run's logs
 BEAT_S = 3.0
@@ -47,8 +47,6 @@ class Waits:
     whom: str  # processes whose names begin so
     limit_s: float  # that may pass between two marks
     key: str  # of the configuration, that says so
-    elsewhere: bool = False  # on machines whose work cannot be seen from here
-    steady: bool = False  # answers come all the time: a long silence says something even of those who work
 
 
 class Pulse:
@@ -60,7 +58,6 @@ class Pulse:
         self._behind = False
         self._phases: list[str] = []
         self._outside = START
-        self._over: set[str] = set()  # phases that have come to their end once
         self._owned: list[tuple[str, Process]] = []
         self._owning = threading.Lock()
 
@@ -78,14 +75,13 @@ class Pulse:
             yield
         finally:
             self._phases.pop()
-            self._over.add(name)
             self.marks += 1
 
     @contextmanager
-    def waiting(self, whom: str, limit_s: float, key: str, **more: bool) -> Iterator[None]:
+    def waiting(self, whom: str, limit_s: float, key: str) -> Iterator[None]:
         """Say for whom the process waits meanwhile, and how long it may: see `Waits`."""
         main = threading.current_thread() is threading.main_thread()
-        before, self._waits[main] = self._waits[main], Waits(whom, limit_s, key, **more)
+        before, self._waits[main] = self._waits[main], Waits(whom, limit_s, key)
         self.marks += 1
         try:
             yield
@@ -116,11 +112,6 @@ class Pulse:
         return self._phases[-1] if self._phases else self._outside
 
     @property
-    def seen(self) -> bool:
-        """Whether it has been in this phase before."""
-        return self.place in self._over
-
-    @property
     def owned(self) -> list[tuple[str, int]]:
         return [(name, one.pid) for name, one in self._owned if one.returncode is None]
 
@@ -135,8 +126,10 @@ class Beats:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.each: list[Callable[[], object]] = []  # also called at every beat
         self._path, self._rank = file_of(run_dir, rank), rank
-        self._now, self._count, self._marks, self._turns = time.monotonic(), 0, -1, 0
-        self._age_s = self._idle_s = self._work_s = 0.0
+        self._now = time.monotonic()
+        self._count = 0
+        self._marks = -1
+        self._age_s = 0.0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
@@ -163,22 +156,10 @@ class Beats:
         self._count += 1
         if self._marks != PULSE.marks:
             self._marks = PULSE.marks
-            self._age_s = self._idle_s = 0.0
-            self._work_s, self._turns = -1.0, 0
+            self._age_s = 0.0
         else:
             self._age_s += passed
-            self._idle_s = 0.0 if self._works(passed) else self._idle_s + passed
         self._write(self._about())
-
-    def _works(self, passed: float) -> bool:
-        """Whether this process, or one below it, has used the machine since the last beat, by the kernel's books."""
-        if PULSE.waits and PULSE.waits.elsewhere:
-            return True
-        below = work_below(os.getpid())
-        work_s, turns = time.process_time() + below.cpu_s, turns_of(os.getpid()) + below.turns
-        more_s, more_turns = abs(work_s - self._work_s), abs(turns - self._turns)  # less, where a process has ended
-        self._work_s, self._turns = work_s, turns
-        return more_s >= BUSY_SHARE * passed or more_turns >= BUSY_TURNS * passed
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -188,10 +169,8 @@ class Beats:
             "birth": birth_of(os.getpid()),
             "beat": self._count,
             "phase": PULSE.place,
-            "seen": PULSE.seen,
             "entered": PULSE.entered,
             "age_s": round(self._age_s, 1),
-            "idle_s": round(self._idle_s, 1),
             "waits": asdict(PULSE.waits) if PULSE.waits else None,
             "children": [{"name": name, "pid": pid} for name, pid in PULSE.owned],
             **(_stacks() if self._age_s else {}),

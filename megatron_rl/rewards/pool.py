@@ -81,7 +81,7 @@ class RewardPool:
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        waiting = pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s", steady=True)
+        waiting = pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s")
         with self._turn, waiting:
             done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
         return [done[index % count][index // count] for index in range(len(tasks))]

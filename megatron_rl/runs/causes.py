@@ -66,8 +66,8 @@ STUCK = Row(
     "stuck_process",
     "a process did not go on",
     "Its log and its stack say where it was. Where it was only slow, raise the time that the reason names: "
-    "run.patience_s, sampler.start_timeout_s, sampler.request_timeout_s or reward.timeout_s.",
-    says=r"nothing may be seen of a run|did not answer .* within|collective operation timeout|Timed out waiting \d+",
+    "run.hang_timeout_s, sampler.start_timeout_s, sampler.request_timeout_s or reward.timeout_s.",
+    says=r"no progress for|did not answer .* within|collective operation timeout|Timed out waiting \d+",
 )
 FOLLOWS_FROM_STUCK = ("unknown", "stuck_process", "dead_process", "lost_peer", "engine")
 UNKNOWN = Row("unknown", "no known cause", "The last lines of its log are all that is known.")

@@ -247,7 +247,7 @@ class Sampler:
         section, fleet = self._settings.sampler, self._settings.is_fleet
         limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
         try:
-            with waiting("server" if fleet else "engine", limit_s, key, elsewhere=bool(section.fleet.addresses)):
+            with waiting("server" if fleet else "engine", limit_s, key):
                 return loop.call(ask(replicas), self._pass_on_notes)
         finally:
             self._pass_on_notes()

@@ -52,7 +52,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
         run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
         if moved:
             print(moved, flush=True)
-        watch = Watch(run.path, config.run.patience_s, scratch.path)
+        watch = Watch(run.path, config.run.hang_timeout_s, scratch.path)
         ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch)
         try:
             status = ranks.wait()

@@ -1,7 +1,7 @@
-"""Trouble of a process (stopped, silent, stuck, slow), told from a rank's pulse; limits of silence, of collectives too.
+"""A process that is stopped, silent or hangs, from a rank's heartbeat; the timeouts of hangs and of collectives.
 
-A rank is silent while nothing can be seen of it: no new phase, no micro-batch done, no answer of an engine or a reward.
-Waits for those have limits of their own; everything else has `run.patience_s`.
+Progress of a rank is a new phase, a micro-batch, an answer of an engine or a reward. Waits for engines and rewards have
+timeouts of their own; everything else has `run.hang_timeout_s`.
 """
 
 import platform
@@ -12,8 +12,6 @@ from typing import Any
 from megatron_rl.config.schema import RewardSection, RunSection, SamplerSection
 from megatron_rl.processes.process import birth_of, work_below
 
-UNSEEN = 3.0  # times run.patience_s: a phase that has not been seen yet may compile, load, connect
-USUAL = 5.0  # times the longest silence that a phase has shown
 MARGIN_S = 60.0  # after a limit of its own, in which whoever waits ends the wait itself
 SHORT = 8  # lines of a stack in status.json, which fits into one block of a disk
 
@@ -40,9 +38,8 @@ class Trouble:
         who = f"{self.process} (process {self.pid} on {self.host})" if self.pid else self.process
         what = {
             "stopped": "is stopped (SIGSTOP, or a debugger)",
-            "silent": "gives no sign of life",
-            "stuck": "neither goes on nor works",
-            "slow": "has shown nothing, longer than ever before,",
+            "silent": "has no heartbeat",
+            "hangs": "hangs",
         }[self.how]
         return f"{who} {what} for {self.seconds:.0f} s{f' in `{self.phase}`' if self.phase else ''}{self.note}"
 
@@ -63,15 +60,6 @@ class Seen:
     @property
     def age_s(self) -> float:
         return self.pulse["age_s"] + self.quiet_s
-
-    @property
-    def idle_s(self) -> float:
-        return self.pulse["idle_s"] + self.quiet_s
-
-    @property
-    def place(self) -> tuple[str, str]:
-        waits = self.pulse["waits"]
-        return self.pulse["phase"], waits["whom"] if waits else ""
 
 
 def behind(ranks: list[Seen]) -> list[Seen]:
@@ -94,7 +82,7 @@ def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> T
     waits = one.pulse["waits"]
     blocks = bool(waits) and child["name"].startswith(waits["whom"])
     note = f"; rank {one.pulse['rank']} waits for it" if blocks else ""
-    if how == "stuck" and child["pid"] and here(one.pulse):
+    if how == "hangs" and child["pid"] and here(one.pulse):
         note += "".join(f"; its process {pid} is stopped" for pid in work_below(child["pid"]).stopped)
     return _trouble(one, how, child["name"], child["pid"], seconds, blocks=blocks, note=note)
 
@@ -109,24 +97,17 @@ def here(pulse: Mapping[str, Any]) -> bool:
     return bool(pulse["host"] == platform.node() and birth_of(pulse["pid"]) == pulse["birth"])
 
 
-def allowed_s(patience_s: float, longest_s: float | None) -> float:
-    """Seconds of silence allowed in a phase, given the longest that it has shown (None: not known)."""
-    most = UNSEEN * patience_s
-    return most if longest_s is None else min(most, max(patience_s, USUAL * longest_s))
-
-
-def collective_s(patience_s: float, sampler: SamplerSection) -> float:
+def collective_s(hang_timeout_s: float, sampler: SamplerSection) -> float:
     """torch's own limit: longer than any rank may be late, even where nobody watches. Rank 0 tells the others every now
     and then to wait on; in a sync they wait for three answers of the engines, and first for their start.
     """
     engines_s = sampler.start_timeout_s + 3 * sampler.request_timeout_s
-    return max(UNSEEN * patience_s, engines_s) + 2 * MARGIN_S
+    return max(hang_timeout_s, engines_s) + 2 * MARGIN_S
 
 
-def patience(run: RunSection, sampler: SamplerSection, reward: RewardSection) -> str:
-    """What ends a run by silence, as the console says it."""
+def timeouts(run: RunSection, sampler: SamplerSection, reward: RewardSection) -> str:
+    """The timeouts of hangs, as the console prints them."""
     return (
-        f"silence ends the run after {run.patience_s:g} s, or {USUAL:g} times the phase's longest, at most "
-        f"{UNSEEN * run.patience_s:g} s; an engine has {sampler.start_timeout_s:g} s to start and "
-        f"{sampler.request_timeout_s:g} s to answer, a reward {reward.timeout_s:g} s"
+        f"the run ends after {run.hang_timeout_s:g} s without progress; an engine has {sampler.start_timeout_s:g} s to "
+        f"start and {sampler.request_timeout_s:g} s to answer, a reward {reward.timeout_s:g} s"
     )

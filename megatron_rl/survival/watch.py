@@ -1,16 +1,15 @@
-"""Watch over a run's processes by pulses, in launcher or rank: names stopped and stuck ones, says when a run must end.
+"""Hang detection from the launcher or a rank: names processes that are stopped or silent, ends a run without progress.
 
-It reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows:
+It reads the heartbeats of the ranks (processes/pulse.py) and, of processes on this machine, their states in /proc:
 
-stopped   SIGSTOP or a debugger holds the process, by its state in /proc
-silent    a rank gives no sign of life, and is not seen to be stopped: something holds its interpreter, or its machine
-          is gone
-stuck     nothing is seen of the run, and none of its processes works: whoever is waited for, else the ranks that have
-          not come as far as the others, else those that are in no collective, else all of them
-slow      nothing is seen of the run for much longer than in this phase before, although somebody works: on a GPU, who
-          waits in a collective spins
+stopped   SIGSTOP or a debugger holds the process
+silent    a rank's heartbeat has not changed for a while, and it is not seen to be stopped: something holds its
+          interpreter, or its machine is gone
+hangs     no rank has made progress for `run.hang_timeout_s`, or, while rank 0 waits for an engine or a reward, for the
+          time that those have: whoever is waited for, else the ranks that have entered fewer phases than the others,
+          else those that are in no collective, else all of them
 
-To be in trouble ends nothing. The run is over when nothing has been seen of it for as long as its present phase allows.
+A process that is stopped or silent ends nothing by itself: the run ends when it has made no progress for as long.
 """
 
 import os
@@ -28,14 +27,12 @@ from megatron_rl.processes.pulse import FOLDER, PULSE, file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, mark_stuck
-from megatron_rl.survival.trouble import MARGIN_S, Seen, Trouble, allowed_s, behind, here, of_child, of_rank
+from megatron_rl.survival.trouble import MARGIN_S, Seen, Trouble, behind, here, of_child, of_rank
 
 LOOK_S = 1.0
 AWAKE_S = 10.0  # what is longer between two looks, this process has slept through
 STOPPED_S = 5.0  # a shorter pause is nobody's business
-NAME_S = 30.0  # without work, or without a sign of life
-UNSEEN_S = 300.0  # with work, in a phase that has not been seen before
-USUAL = 2.0  # times the longest that this phase has shown
+SILENT_S = 30.0  # without a heartbeat
 LINES = 40
 LAUNCHER = "the launcher"
 
@@ -45,19 +42,16 @@ class Watch:
     """`look` every now and then. Its time stands still while this process is stopped."""
 
     run_dir: Path
-    patience_s: float
+    timeout_s: float  # run.hang_timeout_s
     temporary: Path | None = None  # the folder in which processes of this machine show their stacks
     pids: Mapping[int, int] = field(default_factory=dict)  # of ranks, before they have a pulse
     launcher: int | None = None  # process id, where it is to be watched too
-    name_s: float = NAME_S
+    silent_s: float = SILENT_S
     stopped_s: float = STOPPED_S
     clock: Callable[[], float] = time.monotonic
     troubles: list[Trouble] = field(default_factory=list)
     _seen: dict[int, Seen] = field(default_factory=dict)
     _held: dict[int, float] = field(default_factory=dict)  # process id -> for how long it has been seen stopped
-    _usual: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)  # longest silence, idleness
-    _present: tuple[tuple[str, str], float, float] | None = None  # of the run: place, silence, idleness
-    _held_up: bool = False  # somebody was stopped in this silence, from which nothing is learnt
     _last: float | None = None
     _passed: float = 0.0
 
@@ -73,7 +67,6 @@ class Watch:
             return [], free
         paths = (self.run_dir / "logs" / FOLDER).glob("rank_*.json")
         self._read(path for path in paths if path not in {file_of(self.run_dir, one) for one in lower})
-        self._learn()
         before, self.troubles = {one.key: one for one in self.troubles}, list(self._find())
         new = [one for one in self.troubles if one.key not in before]
         kept = {one.key: one.stack for one in before.values()} | {one.key: self._stack(one) for one in new}
@@ -83,12 +76,11 @@ class Watch:
         return [present[one.key] for one in new], gone
 
     def over(self) -> str | None:
-        """Why the run has to end: it has waited for the first of `blocking` as long as it may."""
-        silence_s = min((one.age_s for one in self._present_ranks()), default=0.0)
+        """Why the run has to end: it has made no progress for as long as it may, because of the first of `blocking`."""
         for one in self.blocking[:1]:
             limit_s, key = self._limit(self._seen.get(one.rank or 0), one)
-            if silence_s >= limit_s:
-                return f"{one}; nothing may be seen of a run for {limit_s:g} s here: raise {key} where it was only slow"
+            if self._without_progress_s() >= limit_s:
+                return f"{one}; no progress for {limit_s:g} s: raise {key} if it was only slow"
         return None
 
     @property
@@ -100,18 +92,22 @@ class Watch:
         self._read([file_of(self.run_dir, rank)])
         return self._seen[rank].pulse["phase"] if rank in self._seen else None
 
-    def _limit(self, one: Seen | None, trouble: Trouble) -> tuple[float, str]:
-        """Seconds, and the key that says so. A rank that is stopped itself waits for nobody, whatever it said last."""
-        waits = one.pulse["waits"] if one and (trouble.how, trouble.pid) != ("stopped", one.pulse["pid"]) else None
+    def _without_progress_s(self) -> float:
+        return min((one.age_s for one in self._present_ranks()), default=0.0)
+
+    def _limit(self, one: Seen | None, trouble: Trouble | None = None) -> tuple[float, str]:
+        """Seconds without progress, and the key that sets them. A rank that is stopped itself waits for nobody."""
+        waits = one.pulse["waits"] if one else None
+        if one and trouble and (trouble.how, trouble.pid) == ("stopped", one.pulse["pid"]):
+            waits = None
         if waits:
             return waits["limit_s"] + MARGIN_S, waits["key"]
-        longest_s = self._usual.get(one.place, (0.0, 0.0))[0] if one and one.pulse["seen"] else None
-        return allowed_s(self.patience_s, longest_s), f"run.patience_s={self.patience_s:g}"
+        return self.timeout_s, f"run.hang_timeout_s={self.timeout_s:g}"
 
     def _is_alive(self, rank: int) -> bool:
         self._read([file_of(self.run_dir, rank)])
         one = self._seen.get(rank)
-        if one is None or one.quiet_s >= self.name_s or one.pulse.get("ended"):
+        if one is None or one.quiet_s >= self.silent_s or one.pulse.get("ended"):
             return False
         return not (here(one.pulse) and _held(one.pulse["pid"]))
 
@@ -127,20 +123,6 @@ class Watch:
     def _present_ranks(self) -> list[Seen]:
         return [one for _, one in sorted(self._seen.items()) if not one.pulse.get("ended")]
 
-    def _learn(self) -> None:
-        """How long each phase is silent, and idle, without being stuck: as long as it went on afterwards."""
-        ranks = self._present_ranks()
-        if not ranks:
-            return
-        silence_s, idle_s = min(one.age_s for one in ranks), min(one.idle_s for one in ranks)
-        self._held_up = self._held_up or any(one.how in ("stopped", "silent") for one in self.troubles)
-        goes_on = self._present is not None and silence_s < self._present[1]
-        if self._present and goes_on and not self._held_up:
-            place, *longest = self._present
-            self._usual[place] = tuple(map(max, self._usual.get(place, (0.0, 0.0)), longest))  # type: ignore[assignment]
-        self._held_up = self._held_up and not goes_on
-        self._present = ranks[0].place, silence_s, idle_s
-
     def _find(self) -> Iterator[Trouble]:
         held, alive = list(self._stopped()), []
         stopped = {one.pid for one in held}
@@ -149,12 +131,12 @@ class Watch:
             if one.pulse["pid"] in stopped:
                 continue
             alive.append(one)
-            if one.quiet_s >= self.name_s:
+            if one.quiet_s >= self.silent_s:
                 note = "; it is not stopped" if here(one.pulse) else "; it was ended or stopped, or its machine was"
                 held.append(of_rank(one, "silent", one.quiet_s, note))
                 yield held[-1]
         if alive and not any(one.blocks for one in held):
-            yield from self._unmoved(alive)
+            yield from self._hanging(alive)
 
     def _stopped(self) -> Iterator[Trouble]:
         before, self._held = self._held, {}
@@ -179,26 +161,18 @@ class Watch:
             self._held[pid] = before[pid] + self._passed if pid in before else 0.0
             yield self._held[pid]
 
-    def _unmoved(self, ranks: list[Seen]) -> Iterator[Trouble]:
-        """Nothing is seen of the run: because of whom?"""
-        silence_s, idle_s = min(one.age_s for one in ranks), min(one.idle_s for one in ranks)
+    def _hanging(self, ranks: list[Seen]) -> Iterator[Trouble]:
+        """Whoever a run without progress waits for."""
         waiting = next((one for one in ranks if one.pulse["waits"]), None)
-        silent_before_s, idle_before_s = self._usual.get(ranks[0].place, (0.0, 0.0))
-        seen = all(one.pulse["seen"] for one in ranks)
-        shows = waiting is None or waiting.pulse["waits"]["steady"]  # an engine says nothing while it generates
-        if idle_s >= max(self.name_s, USUAL * idle_before_s):
-            how = "stuck"
-        elif shows and silence_s >= (max(self.name_s, USUAL * silent_before_s) if seen else UNSEEN_S):
-            how = "slow"
-        else:
+        if self._without_progress_s() < self._limit(waiting)[0]:
             return
         if waiting is None:
-            yield from (of_rank(one, how, one.age_s) for one in behind(ranks))
+            yield from (of_rank(one, "hangs", one.age_s) for one in behind(ranks))
             return
         whom = waiting.pulse["waits"]["whom"]
         children = [child for child in waiting.pulse["children"] if child["name"].startswith(whom)]
         for child in children or [{"name": whom, "pid": None}]:
-            yield of_child(waiting, child, how, waiting.age_s)
+            yield of_child(waiting, child, "hangs", waiting.age_s)
 
     def _stack(self, one: Trouble) -> tuple[str, ...]:
         """What it has told by itself, else what it shows when it is asked."""

@@ -102,42 +102,29 @@ def test_a_stopped_server(box: Box) -> None:
     ends_well(box, process)
 
 
-@pytest.mark.fault("a reward of a whole run hangs", "its worker is named with its stack; it goes on; the run ends well")
-def test_a_stuck_reward(box: Box) -> None:
-    process = begun(box, "reward.timeout_s=1000")
-    (box.folder / "wait here").touch()
-    wait_for(lambda: "stuck    reward worker 0" in log(box), "it is named", NAMED_S)
-    said = log(box).partition("stuck    reward worker 0")[2]
-    assert "rank 0 waits for it" in said
-    assert "chance.py" in said
-    (box.folder / "wait here").unlink()
-    box.goes_on()
-    ends_well(box, process)
-
-
 @pytest.mark.fault("a rank of a whole run hangs in an update", "it alone is named, with its stack; the run ends")
 def test_a_stuck_rank(box: Box) -> None:
     (box.folder / "sitecustomize.py").write_text(SLEEPS)
     marker = box.folder / "sleep now"
     paths = [str(box.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     box.env |= {"PYTHONPATH": os.pathsep.join(paths), "SLEEPS_FROM": str(marker)}
-    process = begun(box, "run.patience_s=45")
+    process = begun(box, "run.hang_timeout_s=45")
     marker.touch()
-    wait_for(lambda: "stuck    rank 1" in log(box), "it is named", NAMED_S)
+    assert process.wait(STEP_S) == 1
+    assert "stuck    rank 1" in log(box)
     assert "in `update`" in log(box)
     assert "forget_to_come" in log(box)
     assert "stuck    rank 0" not in log(box)
-    assert process.wait(STEP_S) == 1
-    ended(box, "rank 1", "run.patience_s")
+    ended(box, "rank 1", "run.hang_timeout_s")
 
 
 @pytest.mark.fault("a rank of a whole run stays stopped", "the run ends in time: it is named last; nothing is left")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
-    process = begun(box, "run.patience_s=20", "sampler.request_timeout_s=20")
+    process = begun(box, "run.hang_timeout_s=20", "sampler.request_timeout_s=20")
     victim(box, f"rank {rank}", process.pid).suspend()
     assert process.wait(STEP_S) == 1, box.screen
-    ended(box, f"rank {rank}", "run.patience_s" if rank else "")
+    ended(box, f"rank {rank}", "run.hang_timeout_s" if rank else "")
 
 
 @pytest.mark.fault(

@@ -53,13 +53,13 @@ Launched = Callable[..., int]
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     """Launches ranks that do what a script says, whose head is that of a rank unless it has its own."""
 
-    def launched(script: str, ranks: int = 1, patience_s: float = 600.0) -> int:
+    def launched(script: str, ranks: int = 1, hang_timeout_s: float = 600.0) -> int:
         stand_in = tmp_path / "python"
         own = script.startswith("#!")
         stand_in.write_text(script if own else STAND_IN.format(python=sys.executable, body=script))
         stand_in.chmod(0o755)
         monkeypatch.setattr(launch.sys, "executable", str(stand_in))
-        run = RunSection(name="run", root=str(tmp_path), patience_s=patience_s)
+        run = RunSection(name="run", root=str(tmp_path), hang_timeout_s=hang_timeout_s)
         return launch.launch(Config(run=run, learner=LearnerSection(tensor_parallel=ranks)))
 
     return launched
@@ -165,17 +165,17 @@ with pulse.phase("update"):
 """
 
 
-@pytest.mark.fault("a rank is stopped for longer than run.patience_s", "the run ends, and names it")
+@pytest.mark.fault("a rank is stopped for longer than run.hang_timeout_s", "the run ends, and names it")
 def test_a_rank_that_stays_stopped_ends_the_run(
     run_folder: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launched(STOPS, ranks=2, patience_s=5.0) == 1
+    assert launched(STOPS, ranks=2, hang_timeout_s=5.0) == 1
     pid, status = int((run_folder / "stopped").read_text()), read_status(run_folder)
     assert status["state"] == "failed"
     assert status["reason"].startswith(f"rank 1 (process {pid} on ")
     assert "is stopped (SIGSTOP, or a debugger)" in status["reason"]
     assert "in `update`" in status["reason"]
-    assert "raise run.patience_s=5" in status["reason"]
+    assert "raise run.hang_timeout_s=5" in status["reason"]
     assert (status["stuck"]["process"], status["stuck"]["pid"]) == ("rank 1", pid)
     assert not state_of(pid)
     assert capsys.readouterr().err.rstrip().endswith(f"failed: {status['reason']}")

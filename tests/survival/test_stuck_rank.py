@@ -53,7 +53,7 @@ def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     file_of(tmp_path, 0).parent.mkdir(parents=True)
     ranks = [Process("torch", [sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
     try:
-        guard = Guard(Watch(tmp_path, 600, name_s=4.0))
+        guard = Guard(Watch(tmp_path, 4.0))
         deadline = time.monotonic() + PATIENCE_S
         while not guard.watch.blocking or guard.watch.blocking[0].phase != "update":
             assert time.monotonic() < deadline, "nobody was named"

@@ -188,7 +188,7 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout, format: st
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
     return {
-        "run": {"name": "ours", "root": str(folder), "steps": 1 << 20, "patience_s": 3600.0},
+        "run": {"name": "ours", "root": str(folder), "steps": 1 << 20, "hang_timeout_s": 3600.0},
         "model": {"path": str(model)},
         "data": {"train": str(folder / "train.jsonl")},
         "rollout": {

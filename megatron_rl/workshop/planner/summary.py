@@ -27,7 +27,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
-from megatron_rl.survival.trouble import patience
+from megatron_rl.survival.trouble import timeouts
 
 ANCHORS = {Anchor.sampler: "the sampler", Anchor.interpolated: "interpolated, by each token's staleness"}
 
@@ -47,7 +47,7 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
                  f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s){_prox(config)}"),
         *objective(config),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
-        ("patience", patience(config.run, config.sampler, config.reward)),
+        ("timeouts", timeouts(config.run, config.sampler, config.reward)),
         ("disk", _disk(config, checked)),
         *changed(changes),
         *(("to bring:", what) for what in checked.to_bring),
