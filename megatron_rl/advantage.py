@@ -1,5 +1,6 @@
-"""Advantages of rollouts, sessions, turns from rewards (GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL), rejected ones left
-out of the baseline; DAPO's penalty for overlong responses, and its test whether the rewards of a group differ.
+"""Advantages of rollouts, sessions, turns from rewards (GRPO, Dr. GRPO, RLOO, REINFORCE++, MaxRL),
+rejected ones left out of the baseline; DAPO's penalty for overlong responses, and its test whether
+the rewards of a group differ.
 
 Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).
 """
@@ -22,36 +23,51 @@ SPREAD = 1e-6  # rewards closer than this are the same
 
 
 def group_advantages(
-    rewards_N: Tensor, groups_N: Tensor, keep_N: Tensor, config: AdvantageConfig, masses_N: Tensor | None = None
+    rewards_N: Tensor,
+    groups_N: Tensor,
+    keep_N: Tensor,
+    config: AdvantageConfig,
+    masses_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Float32 advantages, 0 where `keep_N` is false: also of a group of one, if siblings are compared.
+    """Float32 advantages, 0 where `keep_N` is false: also of a group of one, if siblings are
+    compared.
 
     `masses_N` weigh the rewards in the mean that they are compared with.
     """
     keep_N = keep_N.bool()
     rewards = rewards_N.double()
     if not bool(torch.isfinite(rewards[keep_N]).all()):
-        raise ValueError("a kept rollout has no finite reward; leave it out of keep_N or give it a score")
+        raise ValueError(
+            "a kept rollout has no finite reward; leave it out of keep_N or give it a score"
+        )
     rewards = rewards.masked_fill(~keep_N, 0.0)
     if config.estimator == Estimator.none:
         return keep_N.float(), keep_N
     if config.estimator == Estimator.reinforce_pp:
         return _whiten(rewards, keep_N).float(), keep_N
     if config.estimator not in GROUP_ESTIMATORS:
-        raise ValueError(f"advantage.estimator is {config.estimator!r}; one of {', '.join(Estimator)}")
+        raise ValueError(
+            f"advantage.estimator is {config.estimator!r}; one of {', '.join(Estimator)}"
+        )
 
-    counts, sums = _group_sums(keep_N.double(), groups_N), _group_sums(rewards, groups_N)
+    counts = _group_sums(keep_N.double(), groups_N)
+    sums = _group_sums(rewards, groups_N)
     keep_N = keep_N & (counts >= 2)
     mean = sums / counts.clamp(min=1.0)
     centred = (rewards - mean).masked_fill(~keep_N, 0.0)
     if config.estimator == Estimator.maxrl and bool((rewards[keep_N] < 0).any()):
         lowest = float(rewards[keep_N].min())
-        raise ValueError(f"advantage.estimator maxrl needs rewards >= 0, the lowest is {lowest}; use grpo or rloo")
+        raise ValueError(
+            f"advantage.estimator maxrl needs rewards >= 0, the lowest is {lowest}; use grpo or "
+            "rloo"
+        )
     times, over = _scale(centred, mean, counts, groups_N, config)
     if masses_N is not None:
         masses_N = masses_N.double().masked_fill(~keep_N, 0.0)
         heavy = _group_sums(masses_N, groups_N)
-        weighed = _group_sums(masses_N * rewards, groups_N) / heavy.clamp(min=torch.finfo(heavy.dtype).tiny)
+        weighed = _group_sums(masses_N * rewards, groups_N) / heavy.clamp(
+            min=torch.finfo(heavy.dtype).tiny
+        )
         centred = rewards - torch.where(heavy > 0, weighed, mean)
     advantages = centred * times / over
     return advantages.masked_fill(~keep_N, 0.0).float(), keep_N
@@ -65,7 +81,9 @@ def session_advantages(
     config: AdvantageConfig,
     masses_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `group_advantages`, where a session may have several rows: in its group's baseline it counts once."""
+    """As `group_advantages`, where a session may have several rows: in its group's baseline it
+    counts once.
+    """
     if samples_N is None:
         return group_advantages(rewards_N, groups_N, keep_N, config, masses_N)
     keep_N = keep_N.bool()
@@ -81,10 +99,12 @@ def session_advantages(
 def turn_advantages(
     batch: Batch, advantages_B: Tensor, keep_B: Tensor, config: AdvantageConfig, credit: Credit
 ) -> Tensor | None:
-    """Advantages [B, T] of turns that have earned different returns; None: each row's are all its own.
+    """Advantages [B, T] of turns that have earned different returns; None: each row's are all its
+    own.
 
-    A turn's return takes the place of its session's reward. The baseline stays the group's mean of whole sessions,
-    which no turn's choice moves, nor that of when to stop. `keep_B`: the rows that count in it.
+    A turn's return takes the place of its session's reward. The baseline stays the group's mean of
+    whole sessions, which no turn's choice moves, nor that of when to stop. `keep_B`: the rows that
+    count in it.
     """
     if batch.credit_N is None or credit == Credit.outcome:
         return None
@@ -92,7 +112,9 @@ def turn_advantages(
         return batch.credit_BT
     assert batch.samples_B is not None
     counted_B = torch.isfinite(batch.rewards_B) & keep_B
-    stands_B = counted_B & (_first_rows(batch.groups_B, batch.samples_B, counted_B) == torch.arange(len(counted_B)))
+    stands_B = counted_B & (
+        _first_rows(batch.groups_B, batch.samples_B, counted_B) == torch.arange(len(counted_B))
+    )
     scale_B = _reward_scale(batch.rewards_B, batch.groups_B, stands_B, config)
     credit_BT = batch.matrix(batch.credit_N) * scale_B[:, None]
     return (advantages_B[:, None] + credit_BT).masked_fill(~counted_B[:, None], 0.0)
@@ -102,28 +124,41 @@ def _first_rows(groups_N: Tensor, samples_N: Tensor, keep_N: Tensor) -> Tensor:
     """For each row the first kept one of its session; itself, where there is none."""
     rows_N = torch.arange(len(groups_N))
     _, session_N = torch.stack((groups_N, samples_N), dim=1).unique(dim=0, return_inverse=True)
-    first = torch.full((len(groups_N),), len(groups_N)).scatter_reduce_(0, session_N[keep_N], rows_N[keep_N], "amin")
+    first = torch.full((len(groups_N),), len(groups_N)).scatter_reduce_(
+        0, session_N[keep_N], rows_N[keep_N], "amin"
+    )
     return torch.where(first[session_N] < len(groups_N), first[session_N], rows_N)
 
 
-def _reward_scale(rewards_N: Tensor, groups_N: Tensor, stands_N: Tensor, config: AdvantageConfig) -> Tensor:
-    """What turns a difference of rewards into one of advantages; 0 where that would divide by a spread or mean of 0."""
+def _reward_scale(
+    rewards_N: Tensor, groups_N: Tensor, stands_N: Tensor, config: AdvantageConfig
+) -> Tensor:
+    """What turns a difference of rewards into one of advantages; 0 where that would divide by a
+    spread or mean of 0.
+    """
     rewards = rewards_N.double().masked_fill(~stands_N, 0.0)
     if config.estimator == Estimator.reinforce_pp:
         kept = rewards[stands_N]
         spread = float(kept.std()) if len(kept) > 1 else 0.0
-        return torch.full_like(rewards, 1.0 / (spread + EPSILON) if spread > SPREAD else 0.0).float()
+        return torch.full_like(
+            rewards, 1.0 / (spread + EPSILON) if spread > SPREAD else 0.0
+        ).float()
     counts = _group_sums(stands_N.double(), groups_N)
     mean = _group_sums(rewards, groups_N) / counts.clamp(min=1.0)
-    times, over = _scale((rewards - mean).masked_fill(~stands_N, 0.0), mean, counts, groups_N, config)
+    times, over = _scale(
+        (rewards - mean).masked_fill(~stands_N, 0.0), mean, counts, groups_N, config
+    )
     return torch.where(over - EPSILON > SPREAD, times / over, 0.0).float()
 
 
 def _scale(
     centred_N: Tensor, mean_N: Tensor, counts_N: Tensor, groups_N: Tensor, config: AdvantageConfig
 ) -> tuple[Tensor, Tensor]:
-    """What an estimator multiplies a reward less its group's mean by, and what it divides that by."""
-    one_N, others_N = torch.ones_like(mean_N), (counts_N - 1.0).clamp(min=1.0)
+    """What an estimator multiplies a reward less its group's mean by, and what it divides that
+    by.
+    """
+    one_N = torch.ones_like(mean_N)
+    others_N = (counts_N - 1.0).clamp(min=1.0)
     if config.estimator == Estimator.grpo:
         return one_N, (_group_sums(centred_N.square(), groups_N) / others_N).sqrt() + EPSILON
     if config.estimator == Estimator.rloo:
@@ -153,8 +188,12 @@ def has_spread(rewards: Sequence[float]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
 
 
-def overlong_penalty(lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """What to add to the reward: 0 up to max_tokens - buffer, then linearly down to -penalty at max_tokens."""
+def overlong_penalty(
+    lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int, penalty: float = 1.0
+) -> Tensor:
+    """What to add to the reward: 0 up to max_tokens - buffer, then linearly down to -penalty at
+    max_tokens.
+    """
     lengths = torch.as_tensor(lengths_N, dtype=torch.float32)
     if buffer <= 0:
         return torch.zeros_like(lengths)

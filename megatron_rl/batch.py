@@ -1,8 +1,10 @@
-"""Batch of a step: scored rollouts as packed tensors, padded by its `*_BT` properties; and the dataclasses made of it:
-`Targets`, what an optimizer update is given, and `LossInputs`, what the policy loss of a micro-batch is given.
+"""Batch of a step: scored rollouts as packed tensors, padded by its `*_BT` properties; and the
+dataclasses made of it: `Targets`, what an optimizer update is given, and `LossInputs`, what the
+policy loss of a micro-batch is given.
 
-Shape suffixes: B sequences, T response positions, S positions of prompt + response (both right-padded), N response
-tokens of all rows, P tokens of all rows, L layers, K ids or experts. Of what has T, column 0 is the response's first.
+Shape suffixes: B sequences, T response positions, S positions of prompt + response (both
+right-padded), N response tokens of all rows, P tokens of all rows, L layers, K ids or experts. Of
+what has T, column 0 is the response's first.
 """
 
 from __future__ import annotations
@@ -38,17 +40,19 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences(Lengths):
-    """Prompts and answers as a forward pass reads them: rows of unlike lengths one after another, nothing between.
+    """Prompts and answers as a forward pass reads them: rows of unlike lengths one after another,
+    nothing between.
 
-    A column's last letters say what it holds of a row: one value (B), one for each response token (N) or for each token
-    (P), or as many ids as that row's tokens were drawn among (K).
+    A column's last letters say what it holds of a row: one value (B), one for each response token
+    (N) or for each token (P), or as many ids as that row's tokens were drawn among (K).
     """
 
     tokens_P: Tensor  # int32: of each row, prompt and then response
     # int32: how many tokens each was drawn among, and which; None: among all
     kept_counts_N: Tensor | None = None
     kept_ids_K: Tensor | None = None
-    experts_PLK: Tensor | None = None  # int8, int16: what the engine chose, -1 where not told; None: nowhere
+    # int8, int16: what the engine chose, -1 where not told; None: nowhere
+    experts_PLK: Tensor | None = None
 
     @property
     def bare(self) -> Sequences:
@@ -57,8 +61,11 @@ class Sequences(Lengths):
         return Sequences(**parts)
 
     def rows(self, index: Tensor) -> Self:
-        index = index.nonzero().flatten() if index.dtype == torch.bool else index
-        parts: dict[str, Any] = {one.name: self.taken(one.name, getattr(self, one.name), index) for one in fields(self)}
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        parts: dict[str, Any] = {
+            one.name: self.taken(one.name, getattr(self, one.name), index) for one in fields(self)
+        }
         return type(self)(**parts)
 
     def taken(self, name: str, column: Tensor | None, index: Tensor) -> Tensor | None:
@@ -83,17 +90,23 @@ class Sequences(Lengths):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Sequences):
-    """The global batch of a step. Rows of a group are neighbours. Matrices with T are made when they are asked for."""
+    """The global batch of a step. Rows of a group are neighbours. Matrices with T are made when
+    they are asked for.
+    """
 
     mask_N: Tensor  # bool: trained-on response tokens
     sampler_logprobs_N: Tensor  # float32
     rewards_B: Tensor  # float32, NaN where there is no score
     groups_B: Tensor  # int64
     versions_B: Tensor  # int64: policy version that sampled the row, its first token
-    formats_B: Tensor | None = None  # int64: place of the sampler's weight format in schema.Format; -1: unknown
-    versions_N: Tensor | None = None  # int32: of each token, where an update came between some; None: nowhere
-    samples_B: Tensor | None = None  # int64: which of its group's sessions a row is of; None: each row is its own
-    turns_N: Tensor | None = None  # int32: the turn that a token was sampled in, -1: in none; None: all in one
+    # int64: place of the sampler's weight format in schema.Format; -1: unknown
+    formats_B: Tensor | None = None
+    # int32: of each token, where an update came between some; None: nowhere
+    versions_N: Tensor | None = None
+    # int64: which of its group's sessions a row is of; None: each row is its own
+    samples_B: Tensor | None = None
+    # int32: the turn that a token was sampled in, -1: in none; None: all in one
+    turns_N: Tensor | None = None
     kinds_N: Tensor | None = None  # int8: see Rollout.kinds
     credit_N: Tensor | None = None  # float32: see Rollout.credit
 
@@ -115,7 +128,9 @@ class Batch(Sequences):
         lengths = {"prompt_lengths_B": prompt_lengths_B, "response_lengths_B": response_lengths_B}
         of_rows = {"rewards_B": rewards_B, "groups_B": groups_B, "versions_B": versions_B}
         tokens_P = flat_of(tokens_BS, prompt_lengths_B + response_lengths_B).int()
-        return cls(tokens_P=tokens_P, **lengths, **of_rows, **_without_padding(given, response_lengths_B))
+        return cls(
+            tokens_P=tokens_P, **lengths, **of_rows, **_without_padding(given, response_lengths_B)
+        )
 
     def with_matrices(self, **matrices: Tensor | None) -> Self:
         """The batch with other values of each response token."""
@@ -139,25 +154,35 @@ class Batch(Sequences):
 
     @property
     def versions_BT(self) -> Tensor | None:
-        return None if self.versions_N is None else self.matrix(self.versions_N).long()
+        if self.versions_N is None:
+            return None
+        return self.matrix(self.versions_N).long()
 
     @property
     def token_versions_BT(self) -> Tensor:
         if self.versions_N is not None:
             return self.matrix(self.versions_N).long()
-        return self.versions_B[:, None].expand(len(self), max((1, *self.response_lengths_B.tolist())))
+        return self.versions_B[:, None].expand(
+            len(self), max((1, *self.response_lengths_B.tolist()))
+        )
 
     @property
     def turns_BT(self) -> Tensor | None:
-        return None if self.turns_N is None else self.matrix(self.turns_N, -1).long()
+        if self.turns_N is None:
+            return None
+        return self.matrix(self.turns_N, -1).long()
 
     @property
     def kinds_BT(self) -> Tensor | None:
-        return None if self.kinds_N is None else self.matrix(self.kinds_N)
+        if self.kinds_N is None:
+            return None
+        return self.matrix(self.kinds_N)
 
     @property
     def credit_BT(self) -> Tensor | None:
-        return None if self.credit_N is None else self.matrix(self.credit_N)
+        if self.credit_N is None:
+            return None
+        return self.matrix(self.credit_N)
 
 
 def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
@@ -170,14 +195,20 @@ def matrix_of(values: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
 
 
 def sizes_of(name: str, prompt_lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
-    """How much of a column each row has, by the column's last letters; of ids, their counts tell."""
+    """How much of a column each row has, by the column's last letters; of ids, their counts
+    tell.
+    """
     if name.endswith(("_N", "_BT")):
         return response_lengths_B
-    return prompt_lengths_B + response_lengths_B if name.endswith(("_P", "_PLK")) else torch.ones_like(prompt_lengths_B)
+    if name.endswith(("_P", "_PLK")):
+        return prompt_lengths_B + response_lengths_B
+    return torch.ones_like(prompt_lengths_B)
 
 
 def flat_of(matrix: Tensor, lengths_B: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-    """The rows of a right-padded matrix one after another, without its padding; or some of them, with their lengths."""
+    """The rows of a right-padded matrix one after another, without its padding; or some of them,
+    with their lengths.
+    """
     chosen = matrix if rows is None else (matrix[row] for row in rows)
     parts = [row[:length] for row, length in zip(chosen, lengths_B.tolist(), strict=True)]
     return torch.cat([matrix.new_zeros(0, *matrix.shape[2:]), *parts])
@@ -186,7 +217,9 @@ def flat_of(matrix: Tensor, lengths_B: Tensor, rows: Sequence[int] | None = None
 def _without_padding(columns: Mapping[str, Tensor | None], lengths_B: Tensor) -> dict[str, Any]:
     """Columns of a batch, where some may be matrices with a value of each response token."""
     return {
-        name.replace("_BT", "_N"): flat_of(one, lengths_B) if one is not None and name.endswith("_BT") else one
+        name.replace("_BT", "_N"): flat_of(one, lengths_B)
+        if one is not None and name.endswith("_BT")
+        else one
         for name, one in columns.items()
     }
 
@@ -195,12 +228,20 @@ def collate(scored: Sequence[Scored]) -> Batch:
     """Rows of one batch."""
     rollouts = [one.rollout for one in scored]
     return Batch(
-        prompt_lengths_B=torch.tensor([len(one.prompt.token_ids) for one in rollouts], dtype=torch.int64),
-        response_lengths_B=torch.tensor([len(one.token_ids) for one in rollouts], dtype=torch.int64),
-        tokens_P=joined([part for one in rollouts for part in (one.prompt.token_ids, one.token_ids)], "int32"),
+        prompt_lengths_B=torch.tensor(
+            [len(one.prompt.token_ids) for one in rollouts], dtype=torch.int64
+        ),
+        response_lengths_B=torch.tensor(
+            [len(one.token_ids) for one in rollouts], dtype=torch.int64
+        ),
+        tokens_P=joined(
+            [part for one in rollouts for part in (one.prompt.token_ids, one.token_ids)], "int32"
+        ),
         mask_N=joined([one.loss_mask for one in rollouts], "int8").bool(),
         sampler_logprobs_N=joined([one.logprobs for one in rollouts], "float32"),
-        rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
+        rewards_B=torch.tensor(
+            [one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32
+        ),
         groups_B=torch.tensor([one.group for one in rollouts]),
         versions_B=torch.tensor([one.policy_version for one in rollouts]),
         formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
@@ -213,13 +254,18 @@ def collate(scored: Sequence[Scored]) -> Batch:
 
 def joined(parts: Sequence[Sequence[float]], kind: str) -> Tensor:
     """The parts one after another; arrays of that kind are copied once."""
-    return torch.from_numpy(np.concatenate([np.zeros(0, kind), *(np.asarray(part, kind) for part in parts)]))
+    return torch.from_numpy(
+        np.concatenate([np.zeros(0, kind), *(np.asarray(part, kind) for part in parts)])
+    )
 
 
 def _versions(rollouts: Sequence[Rollout]) -> Tensor | None:
     if all(one.versions is None for one in rollouts):
         return None
-    return joined([one.versions or array("i", [one.policy_version]) * len(one.token_ids) for one in rollouts], "int32")
+    return joined(
+        [one.versions or array("i", [one.policy_version]) * len(one.token_ids) for one in rollouts],
+        "int32",
+    )
 
 
 def _experts(rollouts: Sequence[Rollout]) -> Tensor | None:
@@ -228,7 +274,8 @@ def _experts(rollouts: Sequence[Rollout]) -> Tensor | None:
         return None
     lengths = [len(one.prompt.token_ids) + len(one.token_ids) for one in rollouts]
     small = all(one.max(initial=0) < 128 for one in told)
-    shape, kind = (sum(lengths), *told[0].shape[1:]), torch.int8 if small else torch.int16
+    shape = (sum(lengths), *told[0].shape[1:])
+    kind = torch.int8 if small else torch.int16
     chosen_PLK = torch.full(shape, NO_EXPERT, dtype=kind)
     for part, one in zip(chosen_PLK.split(lengths), rollouts, strict=True):
         if one.experts_SLK is not None:
@@ -241,8 +288,12 @@ def _sessions(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         return {}
     found = {
         "samples_B": torch.tensor([one.sample for one in rollouts]),
-        "kinds_N": joined([one.kinds or array("b", [0]) * len(one.token_ids) for one in rollouts], "int8"),
-        "turns_N": joined([one.turns or array("i", [-1]) * len(one.token_ids) for one in rollouts], "int32"),
+        "kinds_N": joined(
+            [one.kinds or array("b", [0]) * len(one.token_ids) for one in rollouts], "int8"
+        ),
+        "turns_N": joined(
+            [one.turns or array("i", [-1]) * len(one.token_ids) for one in rollouts], "int32"
+        ),
     }
     if any(one.credit is not None for one in rollouts):
         credit = [one.credit or array("f", [0.0]) * len(one.token_ids) for one in rollouts]
@@ -256,7 +307,10 @@ def _kept(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     counts = [one.kept_counts for one in rollouts if one.kept_counts is not None]
     ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
     if len(ids) < len(rollouts):
-        raise ValueError(f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were drawn among")
+        raise ValueError(
+            f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were "
+            "drawn among"
+        )
     return {"kept_counts_N": joined(counts, "int32"), "kept_ids_K": joined(ids, "int32")}
 
 
@@ -265,7 +319,8 @@ class LossInputs:
     """Everything a policy loss may look at; rows of one micro-batch."""
 
     logprobs_BT: Tensor  # pi, carries the gradient
-    anchor_logprobs_BT: Tensor | None  # p; mu where there was no prox pass for p; None: pi itself, a constant
+    # p; mu where there was no prox pass for p; None: pi itself, a constant
+    anchor_logprobs_BT: Tensor | None
     sampler_logprobs_BT: Tensor
     ref_logprobs_BT: Tensor | None
     entropy_BT: Tensor | None
@@ -282,13 +337,16 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the loss needs beside the policy's own forward pass: one optimizer update's worth, global.
+    """What the loss needs beside the policy's own forward pass: one optimizer update's worth,
+    global.
 
-    Rows match `batch`. Without an anchor, weights and masks are what is known before the loss, which completes them.
+    Rows match `batch`. Without an anchor, weights and masks are what is known before the loss,
+    which completes them.
     """
 
     batch: Batch
-    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward pass gives
+    # p; the sampler's mu where correction.anchor is not prox; None: what the update's own forward
+    # pass gives
     anchor_logprobs_BT: Tensor | None
     ref_logprobs_BT: Tensor | None
     advantages_B: Tensor
@@ -297,14 +355,19 @@ class Targets:
     denominator_mask_BT: Tensor
     selected_BT: Tensor | None = None
     advantages_BT: Tensor | None = None  # of each token; None: its row's
-    staleness_BT: Tensor | None = None  # updates since the token was sampled; for correction.anchor interpolated
+    # updates since the token was sampled; for correction.anchor interpolated
+    staleness_BT: Tensor | None = None
 
     def rows(self, index: Tensor) -> Targets:
         batch = self.batch.rows(index)
         width = max((1, *batch.response_lengths_B.tolist()))
         named = {name: value for name, value in vars(self).items() if name != "batch"}
         parts: dict[str, Any] = {
-            name: value if value is None else value[index, :width] if value.dim() == 2 else value[index]
+            name: value
+            if value is None
+            else value[index, :width]
+            if value.dim() == 2
+            else value[index]
             for name, value in named.items()
         }
         return Targets(batch, **parts)

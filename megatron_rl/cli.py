@@ -1,5 +1,6 @@
-"""The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of `commands/`,
-or of `workshop/commands/`."""
+"""The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of
+`commands/`, or of `workshop/commands/`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,9 @@ def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-rl", description="More of each: megatron-rl COMMAND --help")
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl", description="More of each: megatron-rl COMMAND --help"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     upstairs = workshop("commands")
     for command in (train, serve, *(upstairs.COMMANDS if upstairs else ())):

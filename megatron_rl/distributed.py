@@ -1,5 +1,6 @@
-"""Collectives between ranks without pickle: JSON from all to all, maxima and gathers of tensors over a group, and a way
-to keep ranks waiting while rank 0 does long work."""
+"""Collectives between ranks without pickle: JSON from all to all, maxima and gathers of tensors
+over a group, and a way to keep ranks waiting while rank 0 does long work.
+"""
 
 import json
 import threading
@@ -13,7 +14,9 @@ import torch.distributed as dist
 
 
 def exchange(value: Any) -> list[Any]:
-    """Every rank's JSON value, in rank order, on every rank. Tuples arrive as lists, on the sender too."""
+    """Every rank's JSON value, in rank order, on every rank. Tuples arrive as lists, on the sender
+    too.
+    """
     text = json.dumps(value)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(text)]
@@ -25,7 +28,10 @@ def exchange(value: Any) -> list[Any]:
     every = torch.zeros(world * width, dtype=torch.uint8)
     dist.all_gather_into_tensor(every, torch.cat((data, data.new_zeros(width - len(data)))))
     rows = every.view(world, width)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+    return [
+        json.loads(bytes(row[:size].tolist()))
+        for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]
 
 
 WAIT_ON = -1  # in the place of a size: what the others wait for is still to come
@@ -35,7 +41,9 @@ _open = False
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """Mark long work on rank 0 whose result the other ranks wait for, so that `tell_to_wait` keeps them waiting."""
+    """Mark long work on rank 0 whose result the other ranks wait for, so that `tell_to_wait` keeps
+    them waiting.
+    """
     global _open
     _open = True
     try:
@@ -46,7 +54,9 @@ def waited_for() -> Iterator[None]:
 
 
 def tell_to_wait() -> None:
-    """Called by another thread every now and then: no rank's patience with a collective ends while rank 0 lives."""
+    """Called by another thread every now and then: no rank's patience with a collective ends while
+    rank 0 lives.
+    """
     with _waited_for:
         if _open and dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(torch.tensor([WAIT_ON]), src=0)
@@ -67,7 +77,9 @@ class Group(Protocol):
         """Replace by the element-wise maximum over the group."""
 
     def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
-        """Fill `received` on the group's first rank with the tensors of the others, in order; empty elsewhere."""
+        """Fill `received` on the group's first rank with the tensors of the others, in order; empty
+        elsewhere.
+        """
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,8 @@ class TorchGroup:
             dist.send(tensor, group=self.handle, group_dst=0)
             return
         pending = [
-            dist.irecv(buffer, group=self.handle, group_src=source) for source, buffer in enumerate(received, start=1)
+            dist.irecv(buffer, group=self.handle, group_src=source)
+            for source, buffer in enumerate(received, start=1)
         ]
         for work in pending:
             if work is not None:

@@ -1,5 +1,7 @@
-"""Driver: rank 0's side of train.py's loop: sampling, scoring, evaluation, records, when to save and stop, samples that
-sampler and learner are compared by. Other ranks have a `Follower`, which answers None: they are told by the learner."""
+"""Driver: rank 0's side of train.py's loop: sampling, scoring, evaluation, records, when to save
+and stop, samples that sampler and learner are compared by. Other ranks have a `Follower`, which
+answers None: they are told by the learner.
+"""
 
 from __future__ import annotations
 
@@ -82,16 +84,26 @@ class Driver:
         self._formats = distinct_formats(config.sampler, config.quantization)
         sampled = not config.rollout.supervised
         alarms = Alarms(config.log.alarms, self._formats, sampled)
-        given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms, "sooner": bool(config.run.stop)}
-        machine, model = detect(config.run.device), Model.read(config.model.folder, config.learner)
+        given: dict[str, Any] = {
+            "if_exists": config.run.if_exists,
+            "alarms": alarms,
+            "sooner": bool(config.run.stop),
+        }
+        machine = detect(config.run.device)
+        model = Model.read(config.model.folder, config.learner)
         devices = roles(model.layout, config.sampler, machine.gpus).gpus
         given["rates"] = Achieved(model, devices, machine, sampled)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         try:
-            self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
+            self._stop = self._stack.enter_context(
+                StopRequest(recorder.clock, recorder.note, recorder.run.path)
+            )
             after = recorder.run.resumes_after
-            path = None if after is None else checkpoints.path_of(recorder.run.checkpoints, after)
+            if after is None:
+                path = None
+            else:
+                path = checkpoints.path_of(recorder.run.checkpoints, after)
             self.resumes = checkpoints.read(path) if path else None
             self._saves = SaveSchedule(config.checkpoint, self.resumes)
             self._open(run_dir)
@@ -100,32 +112,44 @@ class Driver:
             raise
 
     def _open(self, run_dir: Path) -> None:
-        config, folder = self._config, self._config.model.folder
+        config = self._config
+        folder = self._config.model.folder
         self.recorder.note(f"timeouts {timeouts(config.run, config.sampler, config.reward)}")
         tokenizer = FolderTokenizer(folder)
         wanted = {"needs_answer": config.reward.needs_answer or config.rollout.supervised}
-        train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
-        where, self._data = ", ".join(config.data.sources("train")), train.checksum
+        train = load_dataset(
+            "train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted
+        )
+        where = ", ".join(config.data.sources("train"))
+        self._data = train.checksum
         self.recorder.note(f"train    {where}: {train.describe()}")
         if self.resumes:
             refuse_other_data(self.resumes.driver.data, self._data, config.run.resume_allow, where)
-        after_all = self._stack.enter_context(ExitStack())  # once the sampler and the rewards are closed
+        # once the sampler and the rewards are closed
+        after_all = self._stack.enter_context(ExitStack())
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
         self._scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
-        self.sampler = Sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
+        self.sampler = Sampler(
+            EngineSettings.from_config(config), folder, log_dir, self.recorder.note
+        )
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         self.position = self.resumes.driver.position if self.resumes else 0
         self._sessions = self._open_sessions(tokenizer)
-        self._batches = self._open_batches(PromptOrder(train, config.run.seed, config.data.shuffle, self.position))
+        self._batches = self._open_batches(
+            PromptOrder(train, config.run.seed, config.data.shuffle, self.position)
+        )
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)
-        self.recorder.note(f"sampler  starting {describe_sampler(config.sampler, config.quantization)}; step 0 follows")
+        self.recorder.note(
+            f"sampler  starting {describe_sampler(config.sampler, config.quantization)}; step 0 "
+            "follows"
+        )
         # idle servers are given a prompt each, so that the probe meets every one
         engines = len(replica_formats(config.sampler, config.quantization))
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
@@ -133,7 +157,8 @@ class Driver:
         most = min(config.rollout.max_response_tokens, PROBE_TOKENS)
         short = replace(config.rollout, samples_per_prompt=PROBE_SAMPLES, max_response_tokens=most)
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
-        self._sleep_schedule.sleep()  # vLLM has measured what it may take: now the learner may take what it needs
+        # vLLM has measured what it may take: now the learner may take what it needs
+        self._sleep_schedule.sleep()
 
     def _open_sessions(self, tokenizer: FolderTokenizer) -> Sessions | None:
         """Who answers with whole conversations, where the recipe has an environment."""
@@ -144,14 +169,26 @@ class Driver:
         return self._stack.enter_context(opened(self._config, tokenizer, self.sampler))
 
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
-        config, scorer = self._config, self._scorer
-        given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
-        answers: Answers = DatasetAnswers(scorer.tokenizer) if config.rollout.supervised else self._answers
+        config = self._config
+        scorer = self._scorer
+        given: dict[str, Any] = {
+            "rebaseline": config.correction.rebaseline,
+            "seed": config.run.seed,
+        }
+        answers: Answers = (
+            DatasetAnswers(scorer.tokenizer) if config.rollout.supervised else self._answers
+        )
         gate = Gate(answers, config.rollout) if config.rollout.ahead else None
         self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
         if gate is None:
             return InTurn(self._collector)
-        return Ahead(self._collector, gate, config.rollout, config.run.steps, lambda: self.sampler.policy_version)
+        return Ahead(
+            self._collector,
+            gate,
+            config.rollout,
+            config.run.steps,
+            lambda: self.sampler.policy_version,
+        )
 
     @property
     def _answers(self) -> Sessions | Sampler:
@@ -159,7 +196,9 @@ class Driver:
 
     def _open_sets(self, tokenizer: FolderTokenizer, rewards: RewardPool) -> list[Evaluator]:
         """The held-out sets; those whose reward is the run's share its workers."""
-        config, evaluators, pools = self._config, [], {str(self._config.reward.name): rewards}
+        config = self._config
+        evaluators = []
+        pools = {str(self._config.reward.name): rewards}
         for one in held_out(config):
             found = load_held_out(one, config.data, tokenizer, config.rollout.max_prompt_tokens)
             self.recorder.note(f"{one.name or 'eval':<8} {one.path}: {found.describe()}")
@@ -173,17 +212,23 @@ class Driver:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a sync: an engine that sleeps wakes in the right order, answers in flight end where they have to."""
+        """Around a sync: an engine that sleeps wakes in the right order, answers in flight end
+        where they have to.
+        """
         with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
     def last_sync(self) -> dict[str, float]:
-        """For how long the last sync kept engines from answering, and what it made one of their ranks read."""
+        """For how long the last sync kept engines from answering, and what it made one of their
+        ranks read.
+        """
         told = self.sampler.last_sync
         return {"sync/pause_s": told["pause_s"], "sync/read_bytes": float(told["nbytes"])}
 
     def goes_on_without(self, step: int) -> bool:
-        """Whether there will be a batch for this step though the sampler refused the weights that it should have."""
+        """Whether there will be a batch for this step though the sampler refused the weights that
+        it should have.
+        """
         return self._batches.goes_on_without(step)
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
@@ -192,16 +237,21 @@ class Driver:
             self._sleep_schedule.wake()
             collected = self._batches.take(step)
             self._sleep_schedule.sleep()
-        self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
+        self._scored = collected.scored
+        self._drawn = collected.drawn
+        self._ordinals = collected.ordinals
         self.position = collected.ordinals[1]
         self.recorder.spans(collected.spans)
         batch = collate(collected.scored)
-        trained = {"rollout/trained_tokens": int((batch.prompt_lengths_B + batch.response_lengths_B).sum())}
+        trained = {
+            "rollout/trained_tokens": int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
+        }
         return batch, collected.metrics | trained | memory_peaks() | self._engine_news()
 
     def _engine_news(self) -> dict[str, float]:
         """What became of the engine, or of a fleet's servers, since the last step."""
-        before, self._seen = self._seen, self.sampler.stats
+        before = self._seen
+        self._seen = self.sampler.stats
         news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
         if is_fleet(self._config.sampler):
             news["rollout/retried"] = self._seen.retried - before.retried
@@ -213,27 +263,45 @@ class Driver:
 
     def prompt_batch(self) -> Batch:
         """The first prompts, as rows that hold no answer."""
-        rows = (Rollout(prompt, group, 0, (), (), (), "abort", 0) for group, prompt in enumerate(self._calibration))
+        rows = (
+            Rollout(prompt, group, 0, (), (), (), "abort", 0)
+            for group, prompt in enumerate(self._calibration)
+        )
         return collate([Scored(one, reward=0.0) for one in rows])
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
+            fresh = self.sampler.generate(
+                self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step
+            )
         return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
     def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
-        """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where it is silent."""
-        sequences = [tokens[:length].tolist() for tokens, length in zip(batch.tokens_BS, batch.lengths_B, strict=True)]
+        """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where
+        it is silent.
+        """
+        sequences = [
+            tokens[:length].tolist()
+            for tokens, length in zip(batch.tokens_BS, batch.lengths_B, strict=True)
+        ]
         with waited_for(), self._stop.waiting():
             told = self.sampler.routed_experts(sequences, layers)
-        return pad_sequence([torch.tensor(one) for one in told], batch_first=True, padding_value=-1) if told else None
+        if told:
+            return pad_sequence(
+                [torch.tensor(one) for one in told], batch_first=True, padding_value=-1
+            )
+        return None
 
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            return {name: value for each in self._evaluators for name, value in each.evaluate(step).items()}
+            return {
+                name: value
+                for each in self._evaluators
+                for name, value in each.evaluate(step).items()
+            }
 
     def check_time(self) -> None:
         """Gives the step up where the time that is left does not suffice for what follows."""
@@ -248,7 +316,9 @@ class Driver:
     def to_keep(
         self, progress: Progress, evaluated: Mapping[str, float], save_s: float | None, ending: bool
     ) -> dict[str, Any] | None:
-        """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`: what one takes."""
+        """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`:
+        what one takes.
+        """
         self._stop.save_s = save_s
         about = self._saves.due(progress.step, progress.kept(), evaluated, ending)
         if about:
@@ -256,11 +326,14 @@ class Driver:
         return about
 
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
-        self.recorder.ledger(step, self._ordinals, sorted({one.rollout.group for one in self._scored}))
+        self.recorder.ledger(
+            step, self._ordinals, sorted({one.rollout.group for one in self._scored})
+        )
         every = self._config.log.record_every
         if every == 0 or step % every:
             return
-        scored, prox_BT = self._scorer.whole(self._scored), correction.source.prox_logprobs_BT
+        scored = self._scorer.whole(self._scored)
+        prox_BT = correction.source.prox_logprobs_BT
         self.recorder.rollouts(
             step,
             scored,

@@ -1,4 +1,6 @@
-"""Evaluator of a held-out set: samples answers, scores them without a length penalty, gives accuracy, pass@k, maj@k."""
+"""Evaluator of a held-out set: samples answers, scores them without a length penalty, gives
+accuracy, pass@k, maj@k.
+"""
 
 import math
 from collections import Counter
@@ -17,14 +19,24 @@ class Generates(Protocol):
     """What evaluating needs of a Sampler."""
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        seed: int,
+        first_group: int,
+        step: int,
     ) -> list[Rollout]: ...
 
 
 class Evaluator:
-    """Evaluates a policy on one held-out set. Greedy answers repeat exactly; sampled ones have fixed seeds."""
+    """Evaluates a policy on one held-out set. Greedy answers repeat exactly; sampled ones have
+    fixed seeds.
+    """
 
-    def __init__(self, about: HeldOut, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer) -> None:
+    def __init__(
+        self, about: HeldOut, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer
+    ) -> None:
         self.about = about
         self.prompts = prompts[: about.max_prompts]
         self._sampler = sampler
@@ -41,16 +53,22 @@ class Evaluator:
         return self.metrics(self._answered(self.prompts, 0, step))
 
     def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
-        """Sample and score the set, about `answers` at a time; `done` is told the prompts finished after each part."""
-        size, groups = max(1, answers // self.about.samples), list[Group]()
+        """Sample and score the set, about `answers` at a time; `done` is told the prompts finished
+        after each part.
+        """
+        size = max(1, answers // self.about.samples)
+        groups = list[Group]()
         for start in range(0, len(self.prompts), size):
             groups += self._answered(self.prompts[start : start + size], start, 0)
             done(len(groups))
         return groups
 
     def _answered(self, prompts: Sequence[Prompt], first: int, step: int) -> list[Group]:
-        rollouts = self._sampler.generate(prompts, self._params, seed=0, first_group=first, step=step)
-        last = {(one.group, one.sample): one for one in rollouts}.values()  # of a session's branches, one
+        rollouts = self._sampler.generate(
+            prompts, self._params, seed=0, first_group=first, step=step
+        )
+        # of a session's branches, one
+        last = {(one.group, one.sample): one for one in rollouts}.values()
         return grouped(self._scorer.score(list(last), self._params.max_tokens))
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -60,7 +78,9 @@ class Evaluator:
             "reward_mean": fmean(one.reward for one in everything),
             "n": len(groups),
             "response_tokens_mean": fmean(len(one.rollout.token_ids) for one in everything),
-            "truncated_fraction": fmean(one.rollout.finish_reason == "length" for one in everything),
+            "truncated_fraction": fmean(
+                one.rollout.finish_reason == "length" for one in everything
+            ),
             "no_answer_fraction": verdicts[Verdict.no_answer] / len(everything),
             "errors": sum(one.error is not None for one in everything),
         }
@@ -82,20 +102,28 @@ class Evaluator:
                 yield f"{name}_stderr", error
 
     def _votes(self, groups: Sequence[Group]) -> bool:
-        """Whether the reward says what it has found in a response: verifiers do, functions of one's own may."""
+        """Whether the reward says what it has found in a response: verifiers do, functions of one's
+        own may.
+        """
         first = next(iter(self.about.reward.weights))
-        return first in VERIFIERS or any(one.answer is not None for group in groups for one in group)
+        return first in VERIFIERS or any(
+            one.answer is not None for group in groups for one in group
+        )
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Whether k answers hold a right one: the mean over all choices of k among the n that were drawn (unbiased)."""
+    """Whether k answers hold a right one: the mean over all choices of k among the n that were
+    drawn (unbiased).
+    """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Whether the most frequent answer is right; a tie is drawn, so that the share of its right answers counts.
+    """Whether the most frequent answer is right; a tie is drawn, so that the share of its right
+    answers counts.
 
-    None has no vote: nothing was found in the response, or it was cut off. Without any vote it is wrong.
+    None has no vote: nothing was found in the response, or it was cut off. Without any vote it is
+    wrong.
     """
     votes: dict[str, list[bool]] = {}
     for answer, is_right in zip(answers, right, strict=True):

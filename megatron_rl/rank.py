@@ -1,5 +1,6 @@
-"""Process of a learner rank: signals, secrets, watch, then train.py's loop; started by launch.py, srun or torchrun.
-`alone` prepares another command's process for a learner of one rank."""
+"""Process of a learner rank: signals, secrets, watch, then train.py's loop; started by launch.py,
+srun or torchrun. `alone` prepares another command's process for a learner of one rank.
+"""
 
 import faulthandler
 import os
@@ -26,7 +27,10 @@ from megatron_rl.survival.watch import RankGuard, Watch
 
 def main(run_dir: Path, parent: int) -> None:
     # whatever nohup has left
-    signal.signal(process.AT_ONCE, process.raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL)
+    signal.signal(
+        process.AT_ONCE,
+        process.raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL,
+    )
     process.die_with_parent(parent, by=process.AT_ONCE)
     for name, value in process.SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
@@ -34,7 +38,9 @@ def main(run_dir: Path, parent: int) -> None:
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
-    except ConfigError as error:  # its text is meant for the user; where it was raised says nothing more
+    except (
+        ConfigError
+    ) as error:  # its text is meant for the user; where it was raised says nothing more
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED)
 
@@ -43,7 +49,8 @@ def run_rank(config: Config, run_dir: Path) -> None:
     """Runs the loop as the rank that the environment says this process is."""
     _leave_out_advice()
     rank = int(os.environ["RANK"])
-    # Slurm and torchrun signal every task: the driver acts on it, and until there is one it ends; the others follow it
+    # Slurm and torchrun signal every task: the driver acts on it, and until there is one it ends;
+    # the others follow it
     if rank:
         process.leave_to_the_driver()
     else:
@@ -58,7 +65,9 @@ def run_rank(config: Config, run_dir: Path) -> None:
     show_on_request()
     beats = Beats(run_dir, rank)
     launcher = int(os.environ.get(LAUNCHER, "0")) or None
-    beats.each.append(RankGuard(Watch(run_dir, config.run.hang_timeout_s, current(), launcher=launcher), rank))
+    beats.each.append(
+        RankGuard(Watch(run_dir, config.run.hang_timeout_s, current(), launcher=launcher), rank)
+    )
     beats.start()
     with process.rare_collections(), process.hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait
@@ -76,7 +85,9 @@ def run_rank(config: Config, run_dir: Path) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Prepare this process for a learner of one rank, whatever job it is in; import the learner inside the block."""
+    """Prepare this process for a learner of one rank, whatever job it is in; import the learner
+    inside the block.
+    """
     _leave_out_advice()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_RL_RENDEZVOUS"):
         os.environ.pop(name, None)
@@ -90,16 +101,20 @@ def alone() -> Iterator[None]:
 
 
 def _leave_out_advice() -> None:
-    """Silence warnings of Megatron and torch.distributed that no user could act on and every rank repeats."""
+    """Silence warnings of Megatron and torch.distributed that no user could act on and every rank
+    repeats.
+    """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def force_exit_after_last_word() -> None:
-    """End the process whatever waits from here on. The thread that sees to it needs no Python, as what waits may hold
-    the interpreter, and writes nothing: the log shall end in the reason.
+    """End the process whatever waits from here on. The thread that sees to it needs no Python, as
+    what waits may hold the interpreter, and writes nothing: the log shall end in the reason.
     """
-    faulthandler.dump_traceback_later(process.LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    faulthandler.dump_traceback_later(
+        process.LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY)
+    )
 
 
 def end_on_sigterm(number: int, frame: FrameType | None) -> None:

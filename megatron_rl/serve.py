@@ -1,7 +1,9 @@
-"""Work of `megatron-rl serve`: runs one vLLM engine server for the fleet of a run elsewhere, until it is interrupted.
+"""Work of `megatron-rl serve`: runs one vLLM engine server for the fleet of a run elsewhere, until
+it is interrupted.
 
-The run names it under `sampler.fleet.addresses`; both sides have the key in the environment: MEGATRON_RL_FLEET_KEY.
-The weights come with the run's first sync: it holds none before. It ends with whoever started it, unless under nohup.
+The run names it under `sampler.fleet.addresses`; both sides have the key in the environment:
+MEGATRON_RL_FLEET_KEY. The weights come with the run's first sync: it holds none before. It ends
+with whoever started it, unless under nohup.
 """
 
 import asyncio
@@ -19,7 +21,11 @@ from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import EngineProcess, ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, SamplerError
 from megatron_rl.sampler.client.lines import SocketLine
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    write_engine_folder,
+)
 
 POLL_S = 1.0
 FOREVER_S = 1e9  # whoever started it has more patience, or ends it
@@ -29,9 +35,15 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
     """Returns the server's exit status; 0 where it was asked to end."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
-        raise ConfigError(f"{KEY_VARIABLE} is not set in the environment; export the key that the run will use")
+        raise ConfigError(
+            f"{KEY_VARIABLE} is not set in the environment; export the key that the run will use"
+        )
     _check_place(host, port)
-    starter = None if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else os.getppid()  # nohup: nobody's end is ours
+    # nohup: nobody's end is ours
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        starter = None
+    else:
+        starter = os.getppid()
     for number in (signal.SIGTERM, signal.SIGHUP) if starter else (signal.SIGTERM,):
         signal.signal(number, signal.default_int_handler)
     with Scratch() as scratch:
@@ -48,7 +60,9 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
         )
         server = EngineProcess(own, key)
         try:
-            return asyncio.run(_until_ended(server, starter, f"{hf_folder} in {settings.quantization.format}"))
+            return asyncio.run(
+                _until_ended(server, starter, f"{hf_folder} in {settings.quantization.format}")
+            )
         except KeyboardInterrupt:
             return 0
         finally:
@@ -60,10 +74,14 @@ def _check_place(host: str, port: int) -> None:
     if not 0 < port < 1 << 16:
         raise ConfigError(f"{place}: a port is a number from 1 to 65535")
     try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        with socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ):
             pass
     except OSError as error:
-        raise ConfigError(f"{place}: nobody can listen there ({error.strerror or error}); choose another") from None
+        raise ConfigError(
+            f"{place}: nobody can listen there ({error.strerror or error}); choose another"
+        ) from None
 
 
 async def _until_ended(server: EngineProcess, starter: int | None, what: str) -> int:
@@ -86,7 +104,9 @@ async def _until_ended(server: EngineProcess, starter: int | None, what: str) ->
                     print(error, file=sys.stderr)
                     continue
                 server.note_shared_memory()
-                print(f"ready: {server.address} serves {what} to the run that names it under", end=" ")
+                print(
+                    f"ready: {server.address} serves {what} to the run that names it under", end=" "
+                )
                 print("sampler.fleet.addresses", flush=True)
     finally:
         starting.cancel()
@@ -96,6 +116,10 @@ async def _until_ended(server: EngineProcess, starter: int | None, what: str) ->
 
 
 def own_devices(sampler: SamplerSection) -> str | None:
-    """The server's GPUs. A list in a fleet's recipe names those of the servers that the run itself starts."""
+    """The server's GPUs. A list in a fleet's recipe names those of the servers that the run itself
+    starts.
+    """
     of_replicas = is_fleet(sampler) and isinstance(sampler.devices, list)
-    return None if of_replicas else next(iter(devices(sampler)), None)
+    if of_replicas:
+        return None
+    return next(iter(devices(sampler)), None)

@@ -1,4 +1,5 @@
-"""One step's batch on the driver: its correction and advantages, the targets of its updates, its mismatch metrics.
+"""One step's batch on the driver: its correction and advantages, the targets of its updates, its
+mismatch metrics.
 
 Shape suffixes: B sequences, T response positions.
 """
@@ -13,7 +14,11 @@ from megatron_rl.advantage import turn_advantages
 from megatron_rl.batch import Batch, ReusedForward, Targets
 from megatron_rl.config.schema import Config
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format, mismatch_in_sessions
+from megatron_rl.rollout_correction.breakdown import (
+    mismatch_by_age,
+    mismatch_by_format,
+    mismatch_in_sessions,
+)
 from megatron_rl.rollout_correction.correction import Correction, completed, correct, staleness
 
 
@@ -29,13 +34,18 @@ class Step:
     advantages_B: torch.Tensor
 
     @classmethod
-    def corrected(cls, config: Config, batch: Batch, version: int, anchor_BT: torch.Tensor | None) -> Step:
+    def corrected(
+        cls, config: Config, batch: Batch, version: int, anchor_BT: torch.Tensor | None
+    ) -> Step:
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
         return cls(config, batch, version, anchor_BT, correction, advantages_B)
 
     def targets(self, reference_BT: torch.Tensor | None) -> Targets:
-        """All that the step's updates need. A covariance loss selects among the tokens that are trained on."""
-        config, correction = self.config, self.correction
+        """All that the step's updates need. A covariance loss selects among the tokens that are
+        trained on.
+        """
+        config = self.config
+        correction = self.correction
         seed = config.run.seed + self.version + 1
         chosen = self.anchor_BT, self.advantages_B, correction.mask_BT
         compared = self.batch, self.advantages_B, correction.baseline_keep_B(config.correction)
@@ -53,8 +63,11 @@ class Step:
         )
 
     def finished(self, own: ReusedForward | None) -> tuple[Step, dict[str, float]]:
-        """The step after its updates, whose own pass may complete the correction; metrics of the mismatch and of it."""
-        step, saved = self, {}
+        """The step after its updates, whose own pass may complete the correction; metrics of the
+        mismatch and of it.
+        """
+        step = self
+        saved = {}
         if own is not None:
             given = self.batch, self.config.correction, self.config.advantage
             step = replace(self, correction=completed(self.correction, own.logprobs_BT, *given))

@@ -1,7 +1,8 @@
-"""Training loop on every rank: rollouts, updates, weight sync, evaluation, checkpoints; rank 0 drives sampler, rewards.
+"""Training loop on every rank: rollouts, updates, weight sync, evaluation, checkpoints; rank 0
+drives sampler, rewards.
 
-prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage -> loss -> learner step
--> weight sync -> next rollout
+prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage ->
+loss -> learner step -> weight sync -> next rollout
 
 Shape suffixes: B sequences, T response positions.
 """
@@ -49,9 +50,15 @@ ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
 def train(
-    config: Config, resolved_yaml: str, run_dir: Path, rank: int, on_driver_closed: Callable[[], None] = lambda: None
+    config: Config,
+    resolved_yaml: str,
+    run_dir: Path,
+    rank: int,
+    on_driver_closed: Callable[[], None] = lambda: None,
 ) -> None:
-    """One run, from loaded weights to the last report; after the driver's last word, `on_driver_closed` is called."""
+    """One run, from loaded weights to the last report; after the driver's last word,
+    `on_driver_closed` is called.
+    """
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     explained = explained_when_full(run_dir / "dumps", rank, config.log.memory_history)
     with ExitStack() as after_driver, ExitStack() as driver_closed, driving as driver, explained:
@@ -64,11 +71,24 @@ def train(
         sync = WeightSync.from_config(learner, driver.sampler, config)
         learner.set_smoothing(sync.smoothing)
         with closing(sync):
-            saver = Saver(run_dir / "checkpoints", config.checkpoint, LearnerState(learner), sync, driver.recorder.note)
-            loop(config, driver, learner, sync, saver, load_or_resume(config, driver, learner, saver))
+            saver = Saver(
+                run_dir / "checkpoints",
+                config.checkpoint,
+                LearnerState(learner),
+                sync,
+                driver.recorder.note,
+            )
+            loop(
+                config, driver, learner, sync, saver, load_or_resume(config, driver, learner, saver)
+            )
             if config.log.export:
-                best, has_time = config.checkpoint.best, lambda: learner.broadcast(driver.has_time())
-                leave_models(learner, config.model.folder, run_dir, best, has_time, driver.recorder.note)
+                best, has_time = (
+                    config.checkpoint.best,
+                    lambda: learner.broadcast(driver.has_time()),
+                )
+                leave_models(
+                    learner, config.model.folder, run_dir, best, has_time, driver.recorder.note
+                )
 
 
 def load_or_resume(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Progress:
@@ -79,7 +99,8 @@ def load_or_resume(config: Config, driver: AnyDriver, learner: Learner, saver: S
         load_policy(learner, config.model, config.run.seed, config.loss.needs_reference)
     if folder is None:
         if config.quantization.smoothing or config.quantization.kv_cache != schema.KvCache.none:
-            learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
+            # both have to have seen a pass before a sync
+            learner.logprobs(learner.broadcast(driver.prompt_batch()))
             learner.take_replayed()  # of no sampler's
         return Progress()
     found = checkpoints.read(Path(folder))
@@ -96,7 +117,14 @@ def load_policy(learner: Learner, model: schema.ModelSection, seed: int, referen
         learner.keep_reference()
 
 
-def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, saver: Saver, at: Progress) -> None:
+def loop(
+    config: Config,
+    driver: AnyDriver,
+    learner: Learner,
+    sync: WeightSync,
+    saver: Saver,
+    at: Progress,
+) -> None:
     """Steps after `at` up to run.steps; the sampler starts with the policy that `at` has."""
     try:
         at, stop = sync_and_log(at, config, driver, learner, sync, saver, first=True)
@@ -104,7 +132,9 @@ def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, 
             with learner.profiler.step(at.step + 1):
                 at = train_step(at, config, driver, learner)
             at, stop = sync_and_log(at, config, driver, learner, sync, saver)
-    except StepGivenUp as given_up:  # by every rank: what the step has not changed is kept, unless it is already
+    except (
+        StepGivenUp
+    ) as given_up:  # by every rank: what the step has not changed is kept, unless it is already
         stop = str(given_up)
         with driver.recorder.phase("checkpoint"):
             saver.close()
@@ -118,22 +148,36 @@ def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, 
 
 def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner) -> Progress:
     """One step: rollouts, prox pass, correction, updates. Metrics are the driver's alone."""
-    recorder, step, plane = driver.recorder, at.step + 1, learner.plane
+    recorder = driver.recorder
+    step = at.step + 1
+    plane = learner.plane
     with recorder.phase("rollout"):
         held, drawn = collect(step, config, driver, learner)
         batch = plane.share(held)
     with recorder.phase("prox"):
         anchor_BT, batch = anchor_logprobs(learner, batch, config)
-        reference_BT = learner.reference_logprobs(batch) if config.loss.needs_reference else None
+        if config.loss.needs_reference:
+            reference_BT = learner.reference_logprobs(batch)
+        else:
+            reference_BT = None
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
-        work = None if batch.whole is None else Step.corrected(config, batch.whole, at.step, anchor_BT)
-        ask_driver(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
+        if batch.whole is None:
+            work = None
+        else:
+            work = Step.corrected(config, batch.whole, at.step, anchor_BT)
+        # the last moment in which the step can be given up without a trace
+        ask_driver(learner, driver.check_time)
     with recorder.phase("update"):
         targets = plane.share_targets(batch, None if work is None else work.targets(reference_BT))
         section = config.learner.update_check
-        check = UpdateCheck(learner, section, targets, at.step) if section.rows else None
-        parts = minibatches(batch.groups_B, config.learner.n_minibatches, f"{config.run.seed}/{step}")
+        if section.rows:
+            check = UpdateCheck(learner, section, targets, at.step)
+        else:
+            check = None
+        parts = minibatches(
+            batch.groups_B, config.learner.n_minibatches, f"{config.run.seed}/{step}"
+        )
         learner.take_replayed()  # of other weights: a reference's, the last sync's
         updates = combine([learner.update(targets, rows) for rows in parts])
         if config.learner.router is not schema.Router.own:
@@ -147,10 +191,14 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
     with recorder.phase("record"):
         driver.record(step, work.correction, work.advantages_B)
     seen = at.seen.after(work.batch)
-    return Progress(step, seen, driver.position, line=drawn | found | updates | seen.metrics(work.batch, step))
+    return Progress(
+        step, seen, driver.position, line=drawn | found | updates | seen.metrics(work.batch, step)
+    )
 
 
-def collect(step: int, config: Config, driver: AnyDriver, learner: Learner) -> tuple[Batch | None, dict[str, float]]:
+def collect(
+    step: int, config: Config, driver: AnyDriver, learner: Learner
+) -> tuple[Batch | None, dict[str, float]]:
     """The step's batch, on the driver."""
     held: list[Batch] = []
 
@@ -175,8 +223,12 @@ def sync_and_log(
     saver: Saver,
     first: bool = False,
 ) -> tuple[Progress, str | None]:
-    """Sync weights, evaluate, log the step's metrics, save a checkpoint where due; why the run ends here, if so."""
-    recorder, step, end = driver.recorder, at.step, config.run.steps
+    """Sync weights, evaluate, log the step's metrics, save a checkpoint where due; why the run ends
+    here, if so.
+    """
+    recorder = driver.recorder
+    step = at.step
+    end = config.run.steps
     saver.snapshot_rng_and_stats()
     ask_driver(learner, driver.check_time)
     synced = sync_weights(step, end, config.sync, driver, learner, sync, first)
@@ -195,9 +247,11 @@ def sync_and_log(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> tuple[torch.Tensor | None, Shared]:
-    """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time. With the
-    batch as the step goes on with it.
+def anchor_logprobs(
+    learner: Learner, batch: Shared, config: Config
+) -> tuple[torch.Tensor | None, Shared]:
+    """p: the policy's own logprobs before the update. None where the update's forward pass gives
+    them in time. With the batch as the step goes on with it.
     """
     if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
         if config.learner.router is schema.Router.replay_forward:
@@ -208,31 +262,49 @@ def anchor_logprobs(learner: Learner, batch: Shared, config: Config) -> tuple[to
     return batch.whole.sampler_logprobs_BT, batch
 
 
-def checked_update(check: UpdateCheck | None, work: Step | None, driver: AnyDriver, step: int) -> dict[str, float]:
-    """Metrics of the check of an update, where that is asked for; a refused update is undone by now."""
+def checked_update(
+    check: UpdateCheck | None, work: Step | None, driver: AnyDriver, step: int
+) -> dict[str, float]:
+    """Metrics of the check of an update, where that is asked for; a refused update is undone by
+    now.
+    """
     if check is None:
         return {}
     with driver.recorder.phase("update"):
         found = check.judged(None if work is None else work.correction)
     if found.get("update/refused"):
-        driver.recorder.note(f"update   step {step} is taken back: the sampler would be worse ({found})")
+        driver.recorder.note(
+            f"update   step {step} is taken back: the sampler would be worse ({found})"
+        )
     return found
 
 
-def learner_estimate(learner: Learner, driver: AnyDriver, reward: schema.RewardSection) -> dict[str, float]:
-    """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
+def learner_estimate(
+    learner: Learner, driver: AnyDriver, reward: schema.RewardSection
+) -> dict[str, float]:
+    """The mean reward under the learner, over everything that was drawn: a forward pass for dropped
+    groups too.
+    """
     if not reward.learner_estimate:
         return {}
     shared = learner.plane.share(driver.drawn_batch())
-    prox_BT, drawn = learner.logprobs(shared), shared.whole
+    prox_BT = learner.logprobs(shared)
+    drawn = shared.whole
     if drawn is None:
         return {}
-    sessions_B2 = None if drawn.samples_B is None else torch.stack((drawn.groups_B, drawn.samples_B), dim=1)
-    return learner_reward(drawn.rewards_B, prox_BT, drawn.sampler_logprobs_BT, drawn.mask_BT, sessions_B2)
+    if drawn.samples_B is None:
+        sessions_B2 = None
+    else:
+        sessions_B2 = torch.stack((drawn.groups_B, drawn.samples_B), dim=1)
+    return learner_reward(
+        drawn.rewards_B, prox_BT, drawn.sampler_logprobs_BT, drawn.mask_BT, sessions_B2
+    )
 
 
 def minibatches(groups_B: torch.Tensor, count: int, seed: str) -> Iterator[torch.Tensor]:
-    """The rows of the step's optimizer updates: whole groups, shuffled, in `count` nearly equal parts."""
+    """The rows of the step's optimizer updates: whole groups, shuffled, in `count` nearly equal
+    parts.
+    """
     groups = groups_B.unique().tolist()
     count = min(count, len(groups))
     if count > 1:
@@ -252,21 +324,27 @@ def sync_weights(
 ) -> dict[str, float]:
     """Sync weights to the sampler where that is due, and probe them where that is."""
     learner.make_room()  # without a sync the engine wakes for its next answers
-    if step % section.every and step != end and not first:  # the last evaluation is of the last policy
+    # the last evaluation is of the last policy
+    if step % section.every and step != end and not first:
         return {}
     with driver.recorder.phase("sync"):
         try:
             with driver.syncing():
                 report = sync.push(step)
         except UpdateRefused as refused:
-            if first or step == end or not learner.broadcast(driver.goes_on_without(min(step + section.every, end))):
+            if (
+                first
+                or step == end
+                or not learner.broadcast(driver.goes_on_without(min(step + section.every, end)))
+            ):
                 raise
             driver.recorder.note(f"sync     policy version {step} is left out: {refused}")
             return {"sync/refused": 1.0}
         metrics = report.metrics() | (driver.last_sync() or {})
         if report.first_failure:
             driver.recorder.note(
-                f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
+                f"sync     policy version {step} was sent twice; the first time: "
+                f"{report.first_failure}"
             )
         if due(step // section.every, section.verify_every):
             batch, formats = ask_driver(learner, lambda: driver.probe(step))
@@ -274,8 +352,12 @@ def sync_weights(
             expected_BT = learner.expected_logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT, expected_BT)
             metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
-            metrics |= probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch, expected_BT))
-            metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
+            metrics |= probe.above_floor(
+                batch, logprobs_BT, learner.estimate_bf16_floor(batch, expected_BT)
+            )
+            metrics |= flips(
+                batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner
+            )
     return metrics
 
 
@@ -287,19 +369,29 @@ def probe_of(
     logprobs_BT: torch.Tensor,
     expected_BT: torch.Tensor | None,
 ) -> probe.Probe:
-    """What may be found is measured first, without the sampler; the noise is that of these weights and tokens alone."""
+    """What may be found is measured first, without the sampler; the noise is that of these weights
+    and tokens alone.
+    """
     about = probe.Probe(
-        step, learner.shape.vocab, learner.shape.tied, section.budget, learner=_numerics(learner.learner)
+        step,
+        learner.shape.vocab,
+        learner.shape.tied,
+        section.budget,
+        learner=_numerics(learner.learner),
     )
     if expected_BT is not None:
         effect, left = (
             probe.compare(one_BT, expected_BT, batch.mask_BT, math.inf).mean_abs
             for one_BT in (logprobs_BT, batch.sampler_logprobs_BT)
         )
-        about = replace(about, expected=effect, unexplained=left if learner.mirrors_engine else None)
+        about = replace(
+            about, expected=effect, unexplained=left if learner.mirrors_engine else None
+        )
     if section.budget is not None:
         return about
-    return replace(about, noise=probe.noise(logprobs_BT, learner.logprobs_rounded_again(batch), batch.mask_BT))
+    return replace(
+        about, noise=probe.noise(logprobs_BT, learner.logprobs_rounded_again(batch), batch.mask_BT)
+    )
 
 
 def _numerics(learner: schema.LearnerSection) -> Numerics:
@@ -307,18 +399,26 @@ def _numerics(learner: schema.LearnerSection) -> Numerics:
         return Numerics.fp8
     if learner.forward is schema.Forward.as_sampler:
         return Numerics.sampler
-    return Numerics.fp32 if learner.precision is schema.Precision.fp32 else Numerics.bf16
+    if learner.precision is schema.Precision.fp32:
+        return Numerics.fp32
+    return Numerics.bf16
 
 
 def flips(batch: Batch, driver: AnyDriver, learner: Learner) -> dict[str, float]:
-    """MoE metrics: how often the learner's routers choose other experts than the engine's, where it reports its own."""
+    """MoE metrics: how often the learner's routers choose other experts than the engine's, where it
+    reports its own.
+    """
     if not learner.shape.experts:
         return {}
     chosen = ask_driver(learner, lambda: driver.routed(batch, learner.shape.layers))
-    return {} if chosen is None else learner.router_flips(batch, chosen)
+    if chosen is None:
+        return {}
+    return learner.router_flips(batch, chosen)
 
 
-def evaluate(step: int, end: int, section: schema.EvalSection, driver: AnyDriver, learner: Learner) -> dict[str, float]:
+def evaluate(
+    step: int, end: int, section: schema.EvalSection, driver: AnyDriver, learner: Learner
+) -> dict[str, float]:
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
@@ -326,7 +426,12 @@ def evaluate(step: int, end: int, section: schema.EvalSection, driver: AnyDriver
 
 
 def save_if_due(
-    at: Progress, evaluated: dict[str, float], ending: bool, driver: AnyDriver, learner: Learner, saver: Saver
+    at: Progress,
+    evaluated: dict[str, float],
+    ending: bool,
+    driver: AnyDriver,
+    learner: Learner,
+    saver: Saver,
 ) -> None:
     """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
     saver.settle()

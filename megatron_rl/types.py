@@ -1,4 +1,6 @@
-"""Data types passed between all parts: prompts, sampling parameters, sessions, rollouts, scored answers, verdicts."""
+"""Data types passed between all parts: prompts, sampling parameters, sessions, rollouts, scored
+answers, verdicts.
+"""
 
 from __future__ import annotations
 
@@ -65,18 +67,22 @@ class Session:
 
     turns: Sequence[SessionTurn]
     rows: int = 1  # branches: 1 where it never forked
-    reward: float | None = None  # the sum of its turns'; None: the recipe's reward judges the last answer
+    # the sum of its turns'; None: the recipe's reward judges the last answer
+    reward: float | None = None
     error: str | None = None  # why it has no reward
     end: str = "done"  # done | turns | length | refused | error
     numbers: Mapping[str, float] = field(default_factory=dict)  # the environment's, for the metrics
-    counts: Mapping[str, float] = field(default_factory=dict)  # failed calls, cut observations, restarts, ...
+    # failed calls, cut observations, restarts, ...
+    counts: Mapping[str, float] = field(default_factory=dict)
     answer: str = ""  # the last answer's text
     conversation: str = ""  # what was asked in the last branch, as JSON, for the record
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer. Whatever it is made of, it holds arrays: a step of DAPO's has a hundred million tokens."""
+    """One answer. Whatever it is made of, it holds arrays: a step of DAPO's has a hundred million
+    tokens.
+    """
 
     prompt: Prompt
     group: int  # unique within a run: rollouts of one prompt in one draw share it
@@ -87,22 +93,39 @@ class Rollout:
     finish_reason: str  # stop | length | abort
     policy_version: int  # of its first token, the oldest one
     format: str = ""  # weight format of the engine that answered; empty where there was none
-    # int32: which tokens each was drawn among, one position after the other, and how many at each; None: among all
+    # int32: which tokens each was drawn among, one position after the other, and how many at each;
+    # None: among all
     kept_ids: Sequence[int] | None = None
     kept_counts: Sequence[int] | None = None
-    versions: Sequence[int] | None = None  # int32: of each token, where an update came between them; None: all one
-    turns: Sequence[int] | None = None  # int32: the turn that each token was sampled in, -1: in none; None: all in one
+    # int32: of each token, where an update came between them; None: all one
+    versions: Sequence[int] | None = None
+    # int32: the turn that each token was sampled in, -1: in none; None: all in one
+    turns: Sequence[int] | None = None
     kinds: Sequence[int] | None = None  # int8: of each token, its place in KINDS; None: all text
-    # float32: what each token's return differs from the reward, or its advantage: environment.credit; None: the reward
+    # float32: what each token's return differs from the reward, or its advantage:
+    # environment.credit; None: the reward
     credit: Sequence[float] | None = None
-    # [S, L, K] uint8 or int16: of the tokens that the engine has read, from the prompt's first on; None: not told
+    # [S, L, K] uint8 or int16: of the tokens that the engine has read, from the prompt's first on;
+    # None: not told
     experts_SLK: np.ndarray | None = None
     session: Session | None = None  # None: a single answer
     row: int = 0  # which branch of the session
 
     def __post_init__(self) -> None:
-        kinds = {"token_ids": "i", "logprobs": "f", "loss_mask": "b", "kept_ids": "i", "kept_counts": "i"}
-        for name, kind in {**kinds, "versions": "i", "turns": "i", "kinds": "b", "credit": "f"}.items():
+        kinds = {
+            "token_ids": "i",
+            "logprobs": "f",
+            "loss_mask": "b",
+            "kept_ids": "i",
+            "kept_counts": "i",
+        }
+        for name, kind in {
+            **kinds,
+            "versions": "i",
+            "turns": "i",
+            "kinds": "b",
+            "credit": "f",
+        }.items():
             values = getattr(self, name)
             if values is not None and (not isinstance(values, array) or values.typecode != kind):
                 object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
@@ -135,7 +158,8 @@ class Verdict(StrEnum):
 class Scored:
     rollout: Rollout
     reward: float  # 0 where there is no score
-    error: str | None = None  # why there is none (a timeout, an exception): the answer is not trained on
+    # why there is none (a timeout, an exception): the answer is not trained on
+    error: str | None = None
     text: str = ""
     verdict: Verdict | None = None  # None: nobody has judged it
     details: Mapping[str, float] = field(default_factory=dict)  # what else the reward measured

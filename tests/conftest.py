@@ -1,6 +1,8 @@
-"""Before anything loads torch: threads that wait let others run, so that the tests bear a busy machine.
+"""Before anything loads torch: threads that wait let others run, so that the tests bear a busy
+machine.
 
-`make test` runs two workers, and gives each the cores' fair share of threads; a file's tests stay on one worker.
+`make test` runs two workers, and gives each the cores' fair share of threads; a file's tests stay
+on one worker.
 """
 
 import os
@@ -25,25 +27,54 @@ hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end
-    *("test_asked_to_stop.py", "test_endings.py", "test_ahead.py", "test_leftovers.py", "test_stopped.py"),
+    *(
+        "test_asked_to_stop.py",
+        "test_endings.py",
+        "test_ahead.py",
+        "test_leftovers.py",
+        "test_stopped.py",
+    ),
     *("test_layouts.py", "test_converter.py", "test_sync.py", "test_slurm_signals.py"),
-    "test_end_to_end.py", "test_kills.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
-    "test_engine_cases.py", "test_tensor_parallel_engine.py", "test_slurm.py", "test_child_engine.py",
-    "test_sampler_shards.py", "test_architecture.py", "test_compare_corrections.py", "test_layout_matrix.py",
-)  # fmt: skip
+    "test_end_to_end.py",
+    "test_kills.py",
+    "test_fleet.py",
+    "test_learner.py",
+    "test_loop.py",
+    "test_live_updates.py",
+    "test_engine_cases.py",
+    "test_tensor_parallel_engine.py",
+    "test_slurm.py",
+    "test_child_engine.py",
+    "test_sampler_shards.py",
+    "test_architecture.py",
+    "test_compare_corrections.py",
+    "test_layout_matrix.py",
+)
 SESSION = ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--faults", action="store_true", help="only what is marked as a fault, tests/faults/ included")
-    parser.addoption("--recipes", action="store_true", help="whole runs of every recipe, made small")
-    parser.addoption("--gpu-set", action="store_true", help="tests/gpu_set too, one file at a time: .ci/gpu-set")
+    parser.addoption(
+        "--faults",
+        action="store_true",
+        help="only what is marked as a fault, tests/faults/ included",
+    )
+    parser.addoption(
+        "--recipes", action="store_true", help="whole runs of every recipe, made small"
+    )
+    parser.addoption(
+        "--gpu-set", action="store_true", help="tests/gpu_set too, one file at a time: .ci/gpu-set"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whole runs under faults take minutes each: `make faults`. The gpu set is an environment of its own."""
+    """Whole runs under faults take minutes each: `make faults`. The gpu set is an environment of
+    its own.
+    """
     wanted = {"faults": config.getoption("--faults"), "gpu_set": config.getoption("--gpu-set")}
-    skipped = collection_path.parent == ROOT / "tests" and not wanted.get(collection_path.name, True)
+    skipped = collection_path.parent == ROOT / "tests" and not wanted.get(
+        collection_path.name, True
+    )
     return True if skipped else None
 
 
@@ -52,7 +83,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     workers = len(config.getoption("tx", None) or [])
     if workers > 1:  # torch's, in the workers and what they start; an engine takes its own
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers))
+        )
     SESSION.enter_context(preloaded.parents())
 
 
@@ -79,11 +112,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if not config.getoption("--faults"):
         return
     verdicts: dict[tuple[str, str], str] = {}
-    for verdict in ("passed", "skipped", "failed", "error"):  # the worst of a case's tests speaks last
+    # the worst of a case's tests speaks last
+    for verdict in (
+        "passed",
+        "skipped",
+        "failed",
+        "error",
+    ):
         for report in terminalreporter.stats.get(verdict, []):
             for name, case in getattr(report, "user_properties", []):
                 if name == "fault":

@@ -1,4 +1,6 @@
-"""What tests of several rooms ask: the command line in this process, a program in another one, a refusal's words."""
+"""What tests of several rooms ask: the command line in this process, a program in another one, a
+refusal's words.
+"""
 
 import json
 import os
@@ -49,7 +51,9 @@ class Command:
 
 def _elsewhere(said: str) -> str:
     """What is said on any host: one without BF16 instructions is told so."""
-    return "".join(line for line in said.splitlines(keepends=True) if "this host multiplies BF16" not in line)
+    return "".join(
+        line for line in said.splitlines(keepends=True) if "this host multiplies BF16" not in line
+    )
 
 
 def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
@@ -62,7 +66,9 @@ def program(code: str, *words: object, **environment: str) -> str:
     """What an interpreter of its own prints, which finds what this one finds and ends well."""
     around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(command, env=around, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+    return subprocess.run(
+        command, env=around, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    ).stdout
 
 
 def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 400) -> None:
@@ -77,7 +83,9 @@ def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 40
 def http_status(port: int, key: str, path: str = "/health", method: str = "GET") -> int:
     """Of an answer; with an empty key nothing is said of one."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers, method=method)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", headers=headers, method=method
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status
@@ -105,7 +113,9 @@ def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:
 def file_system(path: Path, size: str) -> Iterator[Path]:
     """One of its own that is soon full; an ordinary folder where none can be made."""
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True
+    )
     try:
         yield path
     finally:
@@ -127,9 +137,12 @@ log: {{record_every: 1}}
 def dapo_row(question: str, answer: str, index: int = 7) -> dict[str, object]:
     """A row of DAPO's table."""
     return {
-        "data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": str(index)},
-    }  # fmt: skip
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": str(index)},
+    }
 
 
 def small_recipes(folder: Path, **samples: int) -> None:
@@ -147,21 +160,34 @@ def block(page: Path, language: str, number: int = 0) -> str:
 def typed(place: Path, line: str) -> str:
     """What a line of a page says, in a shell that finds this environment's programs."""
     around = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", line], cwd=place, env=around, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=place, env=around, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 
 
 # what puts a one-node recipe that learns and samples in turns on four GPUs and four
 APART = (
-    "sampler.tensor_parallel=4", 'sampler.devices="4,5,6,7"', "sampler.sleep=none",
-    "sampler.vllm.gpu_memory_utilization=0.9", "learner.pipeline_parallel=1", "learner.offload=none",
-    "learner.tokens_per_microbatch=24576", "learner.recompute=full",
-)  # fmt: skip
+    "sampler.tensor_parallel=4",
+    'sampler.devices="4,5,6,7"',
+    "sampler.sleep=none",
+    "sampler.vllm.gpu_memory_utilization=0.9",
+    "learner.pipeline_parallel=1",
+    "learner.offload=none",
+    "learner.tokens_per_microbatch=24576",
+    "learner.recompute=full",
+)
 
 
 def lone_rank() -> Any:
     """What a learner's data plane looks at, of a rank that is the only one."""
     layout = Layout()
-    about = {"is_driver": True, "world_size": 1, "rank": 0, "layout": layout, "place": layout.place(0)}
+    about = {
+        "is_driver": True,
+        "world_size": 1,
+        "rank": 0,
+        "layout": layout,
+        "place": layout.place(0),
+    }
     return SimpleNamespace(**about, broadcast=lambda value: value)

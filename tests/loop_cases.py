@@ -1,7 +1,8 @@
-"""Runs the real loop for a list of cases on one learner rank and one engine: `python loop_cases.py FOLDER CASES_JSON`.
+"""Runs the real loop for a list of cases on one learner rank and one engine: `python loop_cases.py
+FOLDER CASES_JSON`.
 
-A case is a list of overrides of sections that the loop reads at every step (correction, loss, advantage).
-Prints one JSON line per case: the metrics of its steps, and how far the policy moved.
+A case is a list of overrides of sections that the loop reads at every step (correction, loss,
+advantage). Prints one JSON line per case: the metrics of its steps, and how far the policy moved.
 """
 
 import json
@@ -54,7 +55,11 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         sync = WeightSync.from_config(learner, driver.sampler, base)
         saver = Saver(
-            folder / "run" / "checkpoints", CheckpointSection(), LearnerState(learner), sync, driver.recorder.note
+            folder / "run" / "checkpoints",
+            CheckpointSection(),
+            LearnerState(learner),
+            sync,
+            driver.recorder.note,
         )
         try:
             for number, (name, overrides) in enumerate(cases.items()):
@@ -71,7 +76,11 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
                     float((parameter.detach() - old).abs().sum())
                     for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)
                 )
-                print("CASE " + json.dumps({"name": name, "moved": moved, "lines": driver.recorder.lines}), flush=True)
+                print(
+                    "CASE "
+                    + json.dumps({"name": name, "moved": moved, "lines": driver.recorder.lines}),
+                    flush=True,
+                )
         finally:
             sync.close()
             learner.close()

@@ -16,7 +16,13 @@ sys.exit(0 if rows else 9)
 
 def nvidia_smi(folder: Path, gpus: int, driver: str = "580.95.05", used: int = 561) -> None:
     """Written to `folder`. The last GPU has so many MiB in use, the others none to speak of."""
-    row = {"name": H100, "compute_cap": "9.0", "memory.total": "81559", "memory.used": "561", "driver_version": driver}
+    row = {
+        "name": H100,
+        "compute_cap": "9.0",
+        "memory.total": "81559",
+        "memory.used": "561",
+        "driver_version": driver,
+    }
     rows = [row] * (gpus - 1) + [row | {"memory.used": str(used)}] * (gpus > 0)
     tool = folder / "nvidia-smi"
     tool.write_text(SCRIPT.format(python=sys.executable, rows=rows))

@@ -1,9 +1,11 @@
-"""Python processes that start with their imports done: forks of a parent that has imported vLLM or megatron.
+"""Python processes that start with their imports done: forks of a parent that has imported vLLM or
+megatron.
 
-A fresh engine spends 14 seconds of a core on imports and one on everything else. The session owns one parent of each
-kind, for all of its workers; a parent imports at its first request, makes no thread pool and no process group, and
-only ever forks. Each fork runs a program as `python` would, with its own arguments, environment and streams, and ends
-with whoever asked for it. Tests of the start itself, and of what a user types, start real interpreters instead.
+A fresh engine spends 14 seconds of a core on imports and one on everything else. The session owns
+one parent of each kind, for all of its workers; a parent imports at its first request, makes no
+thread pool and no process group, and only ever forks. Each fork runs a program as `python` would,
+with its own arguments, environment and streams, and ends with whoever asked for it. Tests of the
+start itself, and of what a user types, start real interpreters instead.
 
 `python preloaded.py KIND SOCKET_FD` is a parent.
 """
@@ -36,10 +38,25 @@ from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.survival import launch
 
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
-QUANTIZATIONS = ("compressed_tensors.compressed_tensors", "quark.quark", "inc", "online.base", "auto_gptq", "modelopt")
+QUANTIZATIONS = (
+    "compressed_tensors.compressed_tensors",
+    "quark.quark",
+    "inc",
+    "online.base",
+    "auto_gptq",
+    "modelopt",
+)
 MODULES = {
-    "torch": ("torch.distributed", "megatron_rl.weight_sync.push", "megatron_rl.workshop.conversion.quantized"),
-    "megatron": ("megatron_rl.learner.modules.host", "megatron_rl.train", "megatron_rl.learner.learner"),
+    "torch": (
+        "torch.distributed",
+        "megatron_rl.weight_sync.push",
+        "megatron_rl.workshop.conversion.quantized",
+    ),
+    "megatron": (
+        "megatron_rl.learner.modules.host",
+        "megatron_rl.train",
+        "megatron_rl.learner.learner",
+    ),
     "vllm": (
         "vllm.entrypoints.llm",
         "vllm.entrypoints.openai.models.protocol",
@@ -66,7 +83,9 @@ STARTED = {"megatron_rl.rank": "megatron", "megatron_rl.engine.child": "vllm"}
 
 
 class Process:
-    """A fork of a parent, with as much of subprocess.Popen's surface as the tests and the package use."""
+    """A fork of a parent, with as much of subprocess.Popen's surface as the tests and the package
+    use.
+    """
 
     def __init__(
         self,
@@ -81,7 +100,8 @@ class Process:
         pass_fds: Sequence[int] = (),
         start_new_session: bool = False,
     ) -> None:
-        self.args, self.returncode = args, None
+        self.args = args
+        self.returncode = None
         request = {
             "arguments": [str(word) for word in args[1:]],  # the first is the interpreter
             "environment": dict(os.environ if env is None else env),
@@ -122,7 +142,8 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # its keeper may just have seen its end, and says so next
+            # its keeper may just have seen its end, and says so next
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -159,7 +180,9 @@ def said(kind: str, words: Sequence[str | Path], *, timeout: float = 400, **opti
     return done.stdout
 
 
-def run(kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """subprocess.run, of a fork: until its end, or its time is over; what it has said is text."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = Process(kind, args, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
@@ -181,7 +204,9 @@ def run(kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any
 
 
 def start(args: Sequence[str], **options: Any) -> Process | subprocess.Popen[Any]:
-    """In the place of subprocess.Popen: a fork where a parent has imported the program, else a fresh process."""
+    """In the place of subprocess.Popen: a fork where a parent has imported the program, else a
+    fresh process.
+    """
     kind = STARTED.get(args[2]) if args[1] == "-m" else None
     return Process(kind, args, **options) if kind else subprocess.Popen(args, **options)
 
@@ -190,7 +215,10 @@ def start(args: Sequence[str], **options: Any) -> Process | subprocess.Popen[Any
 def forking() -> Iterator[None]:
     """The package starts its engines and ranks as forks, and so do those."""
     forks = SimpleNamespace(**vars(subprocess) | {"Popen": start})
-    with mock.patch.object(engine_process, "subprocess", forks), mock.patch.object(launch, "subprocess", forks):
+    with (
+        mock.patch.object(engine_process, "subprocess", forks),
+        mock.patch.object(launch, "subprocess", forks),
+    ):
         yield
 
 
@@ -198,17 +226,29 @@ def forking() -> Iterator[None]:
 def parents() -> Iterator[None]:
     """The parents of a session. They wait, empty, for their first request."""
     processes = []
-    helpers = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parent.iterdir()) if folder.is_dir()]
+    helpers = [
+        str(folder)
+        for folder in (Path(__file__).parent, *Path(__file__).parent.iterdir())
+        if folder.is_dir()
+    ]
     with tempfile.TemporaryDirectory(prefix="megatron-rl-tests-") as folder:
         for kind in MODULES:
             environment = dict(engine_environment() if kind == "vllm" else os.environ) | SHORT_SPIN
-            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking the driver would spoil GPUs for every fork
-            environment["PYTHONPATH"] = os.pathsep.join([*helpers, os.environ.get("PYTHONPATH", "")])
-            with socket.socket(socket.AF_UNIX) as door, Path(folder, f"{kind}.log").open("wb") as log:
+            # asking the driver would spoil GPUs for every fork
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+            environment["PYTHONPATH"] = os.pathsep.join(
+                [*helpers, os.environ.get("PYTHONPATH", "")]
+            )
+            with (
+                socket.socket(socket.AF_UNIX) as door,
+                Path(folder, f"{kind}.log").open("wb") as log,
+            ):
                 door.bind(f"{folder}/{kind}")
                 door.listen(64)
                 command = [sys.executable, "-W", "ignore", __file__, kind, str(door.fileno())]
-                parent = subprocess.Popen(command, env=environment, pass_fds=[door.fileno()], stdout=log, stderr=log)
+                parent = subprocess.Popen(
+                    command, env=environment, pass_fds=[door.fileno()], stdout=log, stderr=log
+                )
             processes.append(parent)
         try:
             with mock.patch.dict(os.environ, {VARIABLE: folder}):
@@ -268,7 +308,9 @@ def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
     if request["session"]:
         os.setsid()
     above = max(descriptors) + 1
-    for wanted, moved in [(n, fcntl.fcntl(received, fcntl.F_DUPFD, above)) for n, received in descriptors.items()]:
+    for wanted, moved in [
+        (n, fcntl.fcntl(received, fcntl.F_DUPFD, above)) for n, received in descriptors.items()
+    ]:
         os.dup2(moved, wanted)
         os.close(moved)
     os.environ.clear()

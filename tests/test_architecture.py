@@ -1,7 +1,9 @@
-"""docs/architecture.md: every "how to add" is carried out, in a copy of the tree, as it is written there.
+"""docs/architecture.md: every "how to add" is carried out, in a copy of the tree, as it is written
+there.
 
-A section is an example. Its blocks are edits, by what follows the word python (or yaml) on their first line: new=PATH,
-append=PATH, after="LINE" in=PATH, replace="LINE" in=PATH. The one called `try` fails before the edits and passes after.
+A section is an example. Its blocks are edits, by what follows the word python (or yaml) on their
+first line: new=PATH, append=PATH, after="LINE" in=PATH, replace="LINE" in=PATH. The one called
+`try` fails before the edits and passes after.
 """
 
 import json
@@ -35,11 +37,15 @@ def examples() -> list[Example]:
         touches = re.search(r"^Touches (.*?)\n\n", text, re.M | re.S)
         assert touches, f"{title}: no line 'Touches ...'"
         example = Example(title, set(re.findall(r"`([\w./-]+)`", touches[1])))
-        for info, content in re.findall(r"^```(?:python|yaml|json) (.*?)\n(.*?)^```$", text, re.M | re.S):
+        for info, content in re.findall(
+            r"^```(?:python|yaml|json) (.*?)\n(.*?)^```$", text, re.M | re.S
+        ):
             if info == "try":
                 example.attempt = content
             else:
-                example.edits.append((dict(word.split("=", 1) for word in shlex.split(info)), content))
+                example.edits.append(
+                    (dict(word.split("=", 1) for word in shlex.split(info)), content)
+                )
         found.append(example)
     return found
 
@@ -60,7 +66,9 @@ def apply(place: dict[str, str], content: str, root: Path) -> None:
         return
     anchor = place.get("after") or place["replace"]
     lines = [
-        line for line in text.splitlines(keepends=True) if anchor in (line.strip(), line.partition("  # ")[0].strip())
+        line
+        for line in text.splitlines(keepends=True)
+        if anchor in (line.strip(), line.partition("  # ")[0].strip())
     ]
     assert len(lines) == 1, f"{path}: {anchor!r} stands there {len(lines)} times"
     before, after = text.split(lines[0])
@@ -91,21 +99,32 @@ def copied(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def works_already(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Titles of the examples whose last block passes in the tree as it is."""
-    command = [sys.executable, "-c", ATTEMPTS, json.dumps({one.title: one.attempt for one in examples()})]
+    command = [
+        sys.executable,
+        "-c",
+        ATTEMPTS,
+        json.dumps({one.title: one.attempt for one in examples()}),
+    ]
     place = copied(tmp_path_factory.mktemp("as_it_is"))
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(
+        command, cwd=place, capture_output=True, text=True, timeout=600, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
-def test_the_worked_example_works(example: Example, tmp_path: Path, works_already: list[str]) -> None:
+def test_the_worked_example_works(
+    example: Example, tmp_path: Path, works_already: list[str]
+) -> None:
     copied(tmp_path)
     assert example.attempt, "no block that tries it"
     assert example.title not in works_already, "it works without the edits"
     for place, content in example.edits:
         apply(place, content, tmp_path)
     command = [sys.executable, "-c", example.attempt]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert {path_of(place) for place, _ in example.edits} == example.touches
 
@@ -117,7 +136,11 @@ def test_every_kind_has_its_example() -> None:
 
 
 def test_the_rooms_on_the_page_are_those_of_the_tree() -> None:
-    rooms = {path.name + "/" for path in (ROOT / "megatron_rl").iterdir() if (path / "__init__.py").is_file()}
+    rooms = {
+        path.name + "/"
+        for path in (ROOT / "megatron_rl").iterdir()
+        if (path / "__init__.py").is_file()
+    }
     table = PAGE.partition("| room |")[2].partition("\n\n")[0]
     assert rooms == set(re.findall(r"^\| `(\w+/)`", table, re.M))
     for room, names in re.findall(r"^\| `(\w+/)` \|.*\| (.*) \|$", table, re.M):

@@ -1,4 +1,6 @@
-"""The command line refuses what cannot run: by key, with the way out, before anything is started or written."""
+"""The command line refuses what cannot run: by key, with the way out, before anything is started or
+written.
+"""
 
 import os
 from pathlib import Path
@@ -19,20 +21,35 @@ ROOT = Path(__file__).parent.parent
     ("override", "words"),
     [
         ("model.init=pretrained", ["model.path", ".safetensors", "model.init=random"]),
-        ("learner.tensor_parallel=3", ["learner.tensor_parallel=3", "4 attention heads", "nearest valid"]),
+        (
+            "learner.tensor_parallel=3",
+            ["learner.tensor_parallel=3", "4 attention heads", "nearest valid"],
+        ),
         ("learner.pipeline_parallel=3", ["learner.pipeline_parallel=3", "2 layers"]),
         ("rollout.max_response_tokens=60", ["rollout.max_response_tokens", "72", "context is 64"]),
-        ("rollout.max_prompt_tokens=3", ["rollout.max_prompt_tokens: 3", "longer", "data.long_prompts=drop"]),
+        (
+            "rollout.max_prompt_tokens=3",
+            ["rollout.max_prompt_tokens: 3", "longer", "data.long_prompts=drop"],
+        ),
         ("quantization=fp8_block", ["quantization", "no preset"]),
         ("quantization.format=fp8_block", ["quantization.format", "no CPU kernel", "fp8"]),
         ("quantization.smoothing=1.5", ["quantization.smoothing: 1.5", "0 < alpha < 1", "null"]),
-        ("quantization={preset: fp8, smoothing: 0.5}", ["quantization.smoothing: 0.5", "int8", "null"]),
+        (
+            "quantization={preset: fp8, smoothing: 0.5}",
+            ["quantization.smoothing: 0.5", "int8", "null"],
+        ),
         ("run.device=cuda", ["run.device", "cuda", "cpu or auto"]),
-        ("learner.megatron.num_moe_expert=2", ["learner.megatron.num_moe_expert", "num_moe_experts"]),
+        (
+            "learner.megatron.num_moe_expert=2",
+            ["learner.megatron.num_moe_expert", "num_moe_experts"],
+        ),
         ("learner.megatron.fp8=hybrid", ["learner.megatron.fp8", "GPU", "leave it out"]),
         ("loss.name=ppo", ["loss.name", "rollout.source=dataset"]),
         ("optim.lr=0", ["optim.lr", "above 0"]),
-        ("learner.megatron.virtual_pipeline_model_parallel_size=2", ["pipeline_model_parallel_size: 2", "null"]),
+        (
+            "learner.megatron.virtual_pipeline_model_parallel_size=2",
+            ["pipeline_model_parallel_size: 2", "null"],
+        ),
         ("eval.max_response_tokens=0", ["eval.max_response_tokens", "null"]),
         ("model=foo", ["model", "foo", "path"]),
         ("optim.decay=step", ["optim.decay", "step", "cosine"]),
@@ -75,16 +92,21 @@ def test_formats_by_machine() -> None:
 def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, command: Command) -> None:
     before = sorted(place.rglob("*"))
     said = command.dry_run("run.name=other")
-    assert all(word in said for word in ("runs/other", "TP2", "int8", "2 ranks", "nothing was written"))
+    assert all(
+        word in said for word in ("runs/other", "TP2", "int8", "2 ranks", "nothing was written")
+    )
     assert sorted(place.rglob("*")) == before
 
 
 def test_a_grid_of_runs_names_the_tool_that_makes_them(command: Command) -> None:
-    for path in [path for path in (ROOT / "recipes").glob("*.yaml") if "\naxes:" in path.read_text()]:
+    for path in [
+        path for path in (ROOT / "recipes").glob("*.yaml") if "\naxes:" in path.read_text()
+    ]:
         for words in (["train", path], ["train", path, "--dry-run"], ["plan", path]):
             (line,) = command(*words, status=2).splitlines()
             assert line.endswith(
-                f"`axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
+                "`axes` make it a grid of runs, started by python tools/compare_corrections.py "
+                f"{path}"
             )
 
 
@@ -94,10 +116,16 @@ def test_a_grid_of_runs_names_the_tool_that_makes_them(command: Command) -> None
 )
 @pytest.mark.usefixtures("place")
 def test_what_is_recomputed_is_decided_before_the_ranks_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], machine: str | None, planner: bool, level: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machine: str | None,
+    planner: bool,
+    level: str,
 ) -> None:
     started: list[Config] = []
-    monkeypatch.setattr("megatron_rl.survival.launch.launch", lambda config, report: started.append(config) or 0)
+    monkeypatch.setattr(
+        "megatron_rl.survival.launch.launch", lambda config, report: started.append(config) or 0
+    )
     if machine:
         monkeypatch.setattr("megatron_rl.preflight.checks.detect", lambda wanted: named(machine))
     if not planner:
@@ -113,20 +141,27 @@ def test_print_config_is_a_recipe(place: Path, command: Command) -> None:
     assert command("train", "again.yaml", "--print-config") == printed
 
 
-@pytest.mark.parametrize("arguments", [["train", "mine.yaml", "--dryrun"], ["toy", "folder", "a=b", "--c"], []])
+@pytest.mark.parametrize(
+    "arguments", [["train", "mine.yaml", "--dryrun"], ["toy", "folder", "a=b", "--c"], []]
+)
 def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("words", [["train", "x" * 300], ["toy", f"{__file__}/x"], ["status", "x" * 300]])
+@pytest.mark.parametrize(
+    "words", [["train", "x" * 300], ["toy", f"{__file__}/x"], ["status", "x" * 300]]
+)
 def test_a_path_that_cannot_be_is_named(words: list[str], command: Command) -> None:
     assert words[1] in command(*words, status=2)
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.fault("a job's number of tasks is not the recipe's number of ranks", "its check says so, before the ranks")
+@pytest.mark.fault(
+    "a job's number of tasks is not the recipe's number of ranks",
+    "its check says so, before the ranks",
+)
 def test_the_number_of_tasks_is_checked(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--ranks", "slurm", "learner.tensor_parallel=2"]
     monkeypatch.setenv("SLURM_NTASKS", "4")
@@ -144,7 +179,8 @@ def test_a_reward_is_checked_with_what_it_will_see(
     text = "import os\nKEY = os.environ['JUDGE_KEY']\ndef judge(row, key, text): return 1.0\n"
     (place / "judging.py").write_text(text)
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    judge, given = "reward.name=judging:judge", "reward.environment=[JUDGE_KEY{}]"
+    judge = "reward.name=judging:judge"
+    given = "reward.environment=[JUDGE_KEY{}]"
     assert "KeyError: 'JUDGE_KEY'" in command.refused(judge)
     command.dry_run(judge, given.format(""))
     assert "reward.environment: OTHER not set" in command.refused(judge, given.format(", OTHER"))

@@ -1,4 +1,6 @@
-"""No test is decided by how fast something is: it waits for what happens, with a bound that only a hang reaches."""
+"""No test is decided by how fast something is: it waits for what happens, with a bound that only a
+hang reaches.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ def calls(node: ast.AST, names: set[str]) -> Iterator[ast.Call]:
 
 def timed(tree: ast.Module) -> Iterator[int]:
     """Lines that assert how long something took; a loop's own deadline is none of them."""
-    loops = {inner for loop in ast.walk(tree) if isinstance(loop, ast.While) for inner in ast.walk(loop)}
+    loops = {
+        inner for loop in ast.walk(tree) if isinstance(loop, ast.While) for inner in ast.walk(loop)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and node not in loops and any(calls(node.test, CLOCKS)):
             yield node.lineno
@@ -29,7 +33,11 @@ def timed(tree: ast.Module) -> Iterator[int]:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         limits += call.args[:1] if name in WAITS - {"get"} and len(call.args) == 1 else []
         for limit in limits:
-            if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and limit.value < LEAST_S:
+            if (
+                isinstance(limit, ast.Constant)
+                and isinstance(limit.value, int | float)
+                and limit.value < LEAST_S
+            ):
                 yield call.lineno
 
 
@@ -41,8 +49,14 @@ def test_it_finds_them() -> None:
 def test_nothing_is_decided_by_the_clock() -> None:
     """A timeout that is to be missed has these words on its line."""
     found = []
-    for file in sorted(path for path in TESTS.rglob("*.py") if path.parent.name not in ("gpu", "gpu_set")):
+    for file in sorted(
+        path for path in TESTS.rglob("*.py") if path.parent.name not in ("gpu", "gpu_set")
+    ):
         text = file.read_text()
         lines = text.splitlines()
-        found += [f"{file.relative_to(TESTS)}:{at}" for at in timed(ast.parse(text)) if MISSED not in lines[at - 1]]
+        found += [
+            f"{file.relative_to(TESTS)}:{at}"
+            for at in timed(ast.parse(text))
+            if MISSED not in lines[at - 1]
+        ]
     assert found == []

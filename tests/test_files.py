@@ -1,4 +1,6 @@
-"""A file or a folder is there as a whole, or as it was before; what is no regular file is neither replaced nor read."""
+"""A file or a folder is there as a whole, or as it was before; what is no regular file is neither
+replaced nor read.
+"""
 
 import os
 from collections.abc import Callable

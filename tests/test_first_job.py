@@ -19,7 +19,16 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.files import read_card
 
 ROOT = Path(__file__).parent.parent
-HERE = ("conf", "recipes", "slurm", "tools", "megatron_rl", "pyproject.toml", "constraints", "Makefile")
+HERE = (
+    "conf",
+    "recipes",
+    "slurm",
+    "tools",
+    "megatron_rl",
+    "pyproject.toml",
+    "constraints",
+    "Makefile",
+)
 ASKED = "Solve step by step. Answer: $Answer last.\n\n"
 SHELL = re.compile(r"^```sh\n(make install\n.*?)^```$", re.DOTALL | re.MULTILINE)
 # says that it was called, and does what the job does first: its check, without the nodes
@@ -31,7 +40,9 @@ recipe=$(bash -c "$(grep '^RECIPE=' "$1"); echo \\$RECIPE")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A clone, as far as the commands can tell, with three downloads; `make` finds everything installed."""
+    """A clone, as far as the commands can tell, with three downloads; `make` finds everything
+    installed.
+    """
     for name in HERE:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").mkdir()
@@ -40,11 +51,14 @@ def place(tmp_path: Path) -> Path:
             (tmp_path / ".venv" / path.name).symlink_to(path)
     for extra in ("cpu", "gpu"):
         (tmp_path / ".venv" / f".installed-{extra}").touch()
-    downloads, model = tmp_path / "downloads", tmp_path / "models" / "Qwen3-8B"
+    downloads = tmp_path / "downloads"
+    model = tmp_path / "models" / "Qwen3-8B"
     downloads.mkdir()
     rows = [dapo_row(f"{ASKED}What is {n} + {n}?", str(2 * n), n) for n in range(1, 40)]
     pq.write_table(pa.Table.from_pylist(rows * 3), downloads / "dapo-math-17k.parquet")
-    pq.write_table(pa.Table.from_pylist([dapo_row(f"{ASKED}1 + 2?", "003")]), downloads / "aime-2024.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([dapo_row(f"{ASKED}1 + 2?", "003")]), downloads / "aime-2024.parquet"
+    )
     write_chat_tokenizer(model, iter(["What is 1 + 2?"]))
     (model / "config.json").write_text(json.dumps(read_card("Qwen3-8B")))
     write_weights(model)
@@ -57,10 +71,12 @@ def place(tmp_path: Path) -> Path:
 
 def write_weights(model: Path) -> None:
     """Names and shapes of all tensors, and a hole where their 16 GB would be."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for param in params(Model.of(json.loads((model / "config.json").read_text()), Layout()).shape):
         for name, shape in param.sizes.items():
-            begun, end = end, end + 2 * prod(shape)
+            begun = end
+            end = end + 2 * prod(shape)
             header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begun, end]}
     text = json.dumps(header).encode()
     with (model / "model.safetensors").open("wb") as file:
@@ -77,7 +93,9 @@ def test_the_five_commands(place: Path) -> None:
     said = []
     for command in commands:
         words = ["bash", "-c", command]
-        done = subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            words, cwd=place, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         said.append(done.stdout)
     assert "39" in said[1]

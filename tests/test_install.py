@@ -1,4 +1,6 @@
-"""What installs and starts the GPU set: facts about its files that no machine without a GPU would notice."""
+"""What installs and starts the GPU set: facts about its files that no machine without a GPU would
+notice.
+"""
 
 import os
 import re
@@ -17,7 +19,9 @@ GPU_PINS = dict(line.split("==") for line in (ROOT / "constraints" / "gpu.txt").
 
 
 def test_cuda_s_bindings_are_of_one_release() -> None:
-    """An older cuda-python is one wheel that overwrites files of cuda-bindings: then nothing imports."""
+    """An older cuda-python is one wheel that overwrites files of cuda-bindings: then nothing
+    imports.
+    """
     python, bindings = (GPU_PINS[name].split(".")[:2] for name in ("cuda-python", "cuda-bindings"))
     assert python == bindings
     assert int(python[0]) >= 13
@@ -37,7 +41,9 @@ def test_transformer_engine_s_binding_compiles_against_the_wheels_headers() -> N
 
 @pytest.mark.parametrize("extra", ["gpu", "gpu,dev", "cpu"])
 @pytest.mark.parametrize("release", [(3, 10), (3, 11), (3, 13)])
-def test_an_interpreter_without_the_set_is_told_so(extra: str, release: tuple[int, int], tmp_path: Path) -> None:
+def test_an_interpreter_without_the_set_is_told_so(
+    extra: str, release: tuple[int, int], tmp_path: Path
+) -> None:
     if extra == "cpu" and release == (3, 11):
         pytest.skip("has it")
     pretended = tmp_path / "python"
@@ -46,16 +52,26 @@ def test_an_interpreter_without_the_set_is_told_so(extra: str, release: tuple[in
     pretended.chmod(0o755)
     environment = {**os.environ, "VENV": str(tmp_path / "venv"), "PYTHON": str(pretended)}
     done = subprocess.run(
-        ["bash", "tools/install.sh", extra], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        ["bash", "tools/install.sh", extra],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 2
-    assert "Python 3.12 (packages of the gpu set have no release for 3.11)" in done.stderr or extra == "cpu"
+    assert (
+        "Python 3.12 (packages of the gpu set have no release for 3.11)" in done.stderr
+        or extra == "cpu"
+    )
     assert f"found '{pretended}'; choose one with: make PYTHON=" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
 def test_pins_suit_every_interpreter_that_the_readme_names() -> None:
-    """The set that is installed here says for which releases of Python it is; the gpu set is for 3.12 alone."""
+    """The set that is installed here says for which releases of Python it is; the gpu set is for
+    3.12 alone.
+    """
     pins = dict(line.split("==") for line in (ROOT / "constraints" / "cpu.txt").read_text().split())
     line = re.search(r"^Python (.*), make", (ROOT / "README.md").read_text(), re.M)
     named = line[1].split(" or ") if line else []
@@ -66,7 +82,10 @@ def test_pins_suit_every_interpreter_that_the_readme_names() -> None:
         except metadata.PackageNotFoundError:
             continue
         if about["Version"] == version and (needs := about["Requires-Python"]):
-            assert all(SpecifierSet(needs).contains(f"{release}.9") for release in named), (name, needs)
+            assert all(SpecifierSet(needs).contains(f"{release}.9") for release in named), (
+                name,
+                needs,
+            )
 
 
 def test_srun_is_told_how_many_cores_a_task_has() -> None:
@@ -77,6 +96,8 @@ def test_srun_is_told_how_many_cores_a_task_has() -> None:
     assert all("--cpus-per-task=" in line for line in starts)
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("dapo_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes").glob("dapo_*.yaml")), ids=lambda path: path.stem
+)
 def test_a_real_run_leaves_weights(recipe: Path) -> None:
     assert load(recipe).log.export

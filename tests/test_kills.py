@@ -1,4 +1,5 @@
-"""Four moments of the kill test (tests/faults/test_kill.py): everything, rank 0, SIGTERM, the engine.
+"""Four moments of the kill test (tests/faults/test_kill.py): everything, rank 0, SIGTERM, the
+engine.
 
 Processes are forks here, which are known by the run's files that they hold open.
 """
@@ -24,18 +25,45 @@ from megatron_rl.data.toy import write_toy
 STEPS = 6
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
 RECIPE = (
-    *(f"run.steps={STEPS}", "run.name=run", "run.if_exists=resume", "checkpoint.every=1", "log.export=true"),
-    *("model.path=data/toy/model", "model.init=random", "reward.name=chance:score", "learner.tensor_parallel=1"),
+    *(
+        f"run.steps={STEPS}",
+        "run.name=run",
+        "run.if_exists=resume",
+        "checkpoint.every=1",
+        "log.export=true",
+    ),
+    *(
+        "model.path=data/toy/model",
+        "model.init=random",
+        "reward.name=chance:score",
+        "learner.tensor_parallel=1",
+    ),
 )
 PATIENCE_S = 400
 
 
 class Forks(Box):
     def train(self, *overrides: str, **options: Any) -> Any:
-        command = ["python", "-m", "megatron_rl.cli", "train", QUICKSTART, *SMALL, *RECIPE, *overrides]
+        command = [
+            "python",
+            "-m",
+            "megatron_rl.cli",
+            "train",
+            QUICKSTART,
+            *SMALL,
+            *RECIPE,
+            *overrides,
+        ]
         with (self.folder / "screen").open("a") as screen:
             environment = os.environ | {"TMPDIR": str(self.tmp)}
-            return Process("torch", command, cwd=self.folder, env=environment, stdout=screen, stderr=subprocess.STDOUT)
+            return Process(
+                "torch",
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+            )
 
     def holders(self) -> dict[int, set[str]]:
         """Process -> the run's files that it has open."""
@@ -55,7 +83,9 @@ class Forks(Box):
 
     def step(self) -> int:
         """The last one that the latest attempt has made."""
-        logs = sorted(self.run.glob("logs/attempt_*/driver.log"), key=lambda path: int(path.parent.name[8:]))
+        logs = sorted(
+            self.run.glob("logs/attempt_*/driver.log"), key=lambda path: int(path.parent.name[8:])
+        )
         found = re.findall(r"^step\s+(\d+)/", logs[-1].read_text(), re.M) if logs else []
         return int(found[-1]) if found else 0
 
@@ -69,7 +99,9 @@ class Forks(Box):
         super().close()
 
 
-MOMENTS: list[tuple[int, int, Callable[[Forks], list[int]]]] = [  # after which step, the signal, to whom
+MOMENTS: list[
+    tuple[int, int, Callable[[Forks], list[int]]]
+] = [  # after which step, the signal, to whom
     (1, signal.SIGKILL, lambda box: list(box.holders())),
     (2, signal.SIGKILL, lambda box: box.first("rank_0.log")),
     (3, signal.SIGTERM, lambda box: box.first("owner.lock")),
@@ -92,7 +124,9 @@ def boxes(tmp_path: Path) -> Iterator[tuple[Forks, Forks]]:
 
 @pytest.mark.engine
 @pytest.mark.ranks
-@pytest.mark.fault("everything, rank 0 or the engine is killed, or SIGTERM comes", "it ends as a run left alone")
+@pytest.mark.fault(
+    "everything, rank 0 or the engine is killed, or SIGTERM comes", "it ends as a run left alone"
+)
 def test_a_killed_run_goes_on(boxes: tuple[Forks, Forks]) -> None:
     box, alone = boxes
     assert alone.train().wait(PATIENCE_S) == 0, alone.screen[-3000:]
@@ -109,7 +143,8 @@ def test_a_killed_run_goes_on(boxes: tuple[Forks, Forks]) -> None:
     wait_for(lambda: box.step() >= 4 or process.poll() is not None, "step 4")
     for pid in box.first("sampler.log"):
         os.kill(pid, signal.SIGKILL)
-    if process.wait(PATIENCE_S):  # where the run ends with its engine, the next attempt does the rest
+    # where the run ends with its engine, the next attempt does the rest
+    if process.wait(PATIENCE_S):
         assert box.train().wait(PATIENCE_S) == 0, box.screen[-3000:]
     assert len(list((box.run / "logs").iterdir())) >= 4
     assert not kills.differences(box.run, alone.run)

@@ -1,4 +1,6 @@
-"""Every correction preset and every loss trains the toy for a few steps, with the real learner and the real engine."""
+"""Every correction preset and every loss trains the toy for a few steps, with the real learner and
+the real engine.
+"""
 
 import json
 import math
@@ -15,9 +17,14 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))
 LOSSES = [name.value for name in LossName]
-BYPASS_ONLY = {"rollout_is", "vespo"}  # anchored to the sampler, a ratio and a weight exclude each other
+# anchored to the sampler, a ratio and a weight exclude each other
+BYPASS_ONLY = {
+    "rollout_is",
+    "vespo",
+}
 
-FAR = "[{level: token, stat: ratio, high: 1e8}]"  # rejects nothing; with renormalize it reads the proximal logprobs
+# rejects nothing; with renormalize it reads the proximal logprobs
+FAR = "[{level: token, stat: ratio, high: 1e8}]"
 
 RECIPE = """
 base: {root}/recipes/quickstart.yaml
@@ -32,7 +39,8 @@ loss: {{kl_coef: 0.1}}  # so that the learner keeps a reference; the cases switc
 eval: {{every: 0}}
 log: {{record_every: 0}}
 """
-# a policy that knows nothing is right too rarely: this reward differs within a group without being noise
+# a policy that knows nothing is right too rarely: this reward differs within a group without being
+# noise
 REWARD = """
 def by_answer(row, answer_key, response):
     return (sum(map(ord, response)) % 3) / 2
@@ -49,9 +57,18 @@ def cases() -> dict[str, list[str]]:
     once = ["learner.n_minibatches=1", "loss.kl_coef=0", f"correction.reject={FAR}"]
     wanted["one update"] = [*once, "correction.rebaseline=false", "correction.renormalize=false"]
     wanted["one update, scored before"] = [*once, "correction.rebaseline=false"]
-    wanted["top_k and top_p"] = ["rollout.top_k=4", "rollout.top_p=0.8", "sync.verify_every=1", "loss.kl_coef=0.1"]
+    wanted["top_k and top_p"] = [
+        "rollout.top_k=4",
+        "rollout.top_p=0.8",
+        "sync.verify_every=1",
+        "loss.kl_coef=0.1",
+    ]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
-    wanted["gains of an update"] = [*once, "learner.update_check.rows=64", "learner.update_check.refuse=50"]
+    wanted["gains of an update"] = [
+        *once,
+        "learner.update_check.rows=64",
+        "learner.update_check.refuse=50",
+    ]
     wanted |= {
         f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
         for name in Estimator
@@ -67,7 +84,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     (folder / "loop.yaml").write_text(RECIPE.format(root=ROOT, folder=folder))
     (folder / "uneven_reward.py").write_text(REWARD)
     words = [ROOT / "tests" / "loop_cases.py", folder, json.dumps(cases())]
-    printed = said("megatron", words, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, timeout=500)
+    printed = said(
+        "megatron", words, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, timeout=500
+    )
     found = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("CASE ")]
     return {case["name"]: case for case in found}
 
@@ -103,7 +122,9 @@ def test_the_reference_and_the_estimate_are_measured(results: dict[str, dict]) -
     assert line["reward/learner_estimate_stderr"] > 0
 
 
-def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results: dict[str, dict]) -> None:
+def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(
+    results: dict[str, dict],
+) -> None:
     own, scored = (results[f"one update{how}"]["lines"][1:] for how in ("", ", scored before"))
     for line, other in zip(own, scored, strict=True):
         names = [{name for name in one if not name.startswith("sync/")} for one in (line, other)]
@@ -115,11 +136,17 @@ def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results
 
 
 def test_what_an_update_gains_is_measured_beside_the_same_things(results: dict[str, dict]) -> None:
-    checked, scored = (results[name]["lines"][1:] for name in ("gains of an update", "one update, scored before"))
+    checked, scored = (
+        results[name]["lines"][1:] for name in ("gains of an update", "one update, scored before")
+    )
     for line, other in zip(checked, scored, strict=True):
         names = {name for name in line.keys() - other.keys() if not name.startswith("sync/")}
         assert names - {"perf/prox_saved_s"} == {
-            *(f"update/{whose}_gain{what}" for whose in ("sampler", "learner") for what in ("", "_stderr")),
+            *(
+                f"update/{whose}_gain{what}"
+                for whose in ("sampler", "learner")
+                for what in ("", "_stderr")
+            ),
             "update/refused",
         }
         assert line["update/learner_gain"] > 0
@@ -128,7 +155,9 @@ def test_what_an_update_gains_is_measured_beside_the_same_things(results: dict[s
 
 
 def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[str, dict]) -> None:
-    """Without, every logprob would be off by what the filters cut: far more than the probe allows."""
+    """Without, every logprob would be off by what the filters cut: far more than the probe
+    allows.
+    """
     for line in results["top_k and top_p"]["lines"][1:]:
         assert line["rollout/logprobs_missing"] == 0
         assert line["sync/probe_abs_diff"] < 0.02 < 0.2 < -line["rollout_corr/kept_log_mass"]
@@ -139,5 +168,9 @@ def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[
 
 def test_every_step_was_sampled_by_the_policy_before_it(results: dict[str, dict]) -> None:
     for number, case in enumerate(results.values()):
-        assert [line["sync/version"] for line in case["lines"]] == [3 * number, 3 * number + 1, 3 * number + 2]
+        assert [line["sync/version"] for line in case["lines"]] == [
+            3 * number,
+            3 * number + 1,
+            3 * number + 2,
+        ]
         assert all(line["rollout/staleness_max"] == 0 for line in case["lines"][1:])

@@ -1,4 +1,6 @@
-"""docs/lora.md: its commands, run as they stand on the page; and what else looks at a run, of one with adapters."""
+"""docs/lora.md: its commands, run as they stand on the page; and what else looks at a run, of one
+with adapters.
+"""
 
 import json
 import re
@@ -15,7 +17,12 @@ from megatron_rl.runs.metrics_file import read_metrics
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "lora.md"
 REWARD = "def by_answer(row, answer_key, response):\n    return sum(map(ord, response)) % 3 / 2\n"
-PATCHES = ("sync/bytes", "sync/read_bytes", "sync/changed_fraction")  # the first version of a start is a whole one
+# the first version of a start is a whole one
+PATCHES = (
+    "sync/bytes",
+    "sync/read_bytes",
+    "sync/changed_fraction",
+)
 
 
 @pytest.mark.engine
@@ -35,17 +42,26 @@ def test_the_commands(empty: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", PAGE.read_text().replace("@120", "@2"), re.DOTALL)
     said = [typed(empty, f"set -e\n{block}") for block in blocks]
     assert "Qwen3-32B" in said[0]
-    assert read_metrics(empty / "runs" / "quickstart_lora" / "metrics.jsonl")[-1]["progress/step"] == 2
+    assert (
+        read_metrics(empty / "runs" / "quickstart_lora" / "metrics.jsonl")[-1]["progress/step"] == 2
+    )
     merged, again, base = (
-        HfFolder(empty / name) for name in ("exported/merged", "exported/again", "runs/toy_sft/model")
+        HfFolder(empty / name)
+        for name in ("exported/merged", "exported/again", "runs/toy_sft/model")
     )
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert bool((merged.get(name) == again.get(name)).all()) and bool((merged.get(name) != base.get(name)).any())
+    assert bool((merged.get(name) == again.get(name)).all()) and bool(
+        (merged.get(name) != base.get(name)).any()
+    )
 
 
 def _repeated(lines: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
-        {key: one for key, one in line.items() if not key.startswith(("time/", "perf/", *PATCHES)) and key[-2:] != "_s"}
+        {
+            key: one
+            for key, one in line.items()
+            if not key.startswith(("time/", "perf/", *PATCHES)) and key[-2:] != "_s"
+        }
         for line in lines
     ]
 
@@ -59,25 +75,34 @@ def test_a_run_whose_updates_are_checked_goes_on_and_is_looked_into(empty: Path)
     write_toy(empty / "data" / "toy")
     small_recipes(empty, quickstart_lora=8)
     (empty / "uneven.py").write_text(REWARD)
-    toy, run = empty / "data" / "toy" / "model", empty / "runs" / "quickstart_lora"
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy)).save_pretrained(empty / "weights")
+    toy = empty / "data" / "toy" / "model"
+    run = empty / "runs" / "quickstart_lora"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(toy)).save_pretrained(
+        empty / "weights"
+    )
     shutil.copy(empty / "weights" / "model.safetensors", toy)
     train = (
-        "megatron-rl train recipes/quickstart_lora.yaml model.path=data/toy/model reward.name=uneven.py:by_answer "
-        "run.steps=3 run.if_exists=resume checkpoint.every=2 sync.full_every=3 learner.n_minibatches=2 "
-        "learner.update_check.rows=8 learner.update_check.refuse=2"
+        "megatron-rl train recipes/quickstart_lora.yaml model.path=data/toy/model "
+        "reward.name=uneven.py:by_answer run.steps=3 run.if_exists=resume checkpoint.every=2 "
+        "sync.full_every=3 learner.n_minibatches=2 learner.update_check.rows=8 "
+        "learner.update_check.refuse=2"
     )
     typed(empty, train)
     whole = read_metrics(run / "metrics.jsonl")
     for line in whole[1:]:
-        assert line["update/sampler_gain"] == pytest.approx(line["update/learner_gain"], rel=0.5, abs=0.01)
+        assert line["update/sampler_gain"] == pytest.approx(
+            line["update/learner_gain"], rel=0.5, abs=0.01
+        )
         assert line["update/refused"] == 0.0 and line["update/learner_gain"] > 0
     typed(empty, "megatron-rl mismatch runs/quickstart_lora -n 2 -o found")
     assert json.loads((empty / "found" / "mismatch.json").read_text())["kl"] < 1e-4
     shutil.rmtree(run / "checkpoints" / "step_3")
     typed(empty, train)
     assert _repeated(read_metrics(run / "metrics.jsonl")) == _repeated(whole)
-    huge = "optim.lr=1e20 optim.min_lr=1e20"  # the second minibatch meets adapters whose products are infinite
+    # the second minibatch meets adapters whose products are infinite
+    huge = "optim.lr=1e20 optim.min_lr=1e20"
     typed(empty, f"{train} {huge} run.steps=4 'run.resume_allow=[optim.lr, optim.min_lr]' || true")
     said = typed(empty, "megatron-rl rerun-step runs/quickstart_lora/dumps/nonfinite_*")
-    assert re.search(r"first: +the output of decoder\.layers\.0\.\S+\.lora holds .*repeats +yes", said, re.S)
+    assert re.search(
+        r"first: +the output of decoder\.layers\.0\.\S+\.lora holds .*repeats +yes", said, re.S
+    )

@@ -1,4 +1,6 @@
-"""Output that is cut off, and output of what others have written: escape sequences are shown, not obeyed."""
+"""Output that is cut off, and output of what others have written: escape sequences are shown, not
+obeyed.
+"""
 
 import io
 import json
@@ -38,35 +40,55 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs"), "run", steps=10)
 
 
-@pytest.mark.fault("the reader of a command's output is gone", "the command ends without a traceback")
+@pytest.mark.fault(
+    "the reader of a command's output is gone", "the command ends without a traceback"
+)
 @pytest.mark.parametrize(
     "words",
     [
-        ["--help"], ["train", "--help"], ["plan", "conf/model/Qwen3-8B.json"], ["train", "RECIPE", "--print-config"],
-        ["report", "RUN"], ["replay", "RUN", "--corrections", "none"], ["train", "RECIPE", "optim.lr=x"],
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "conf/model/Qwen3-8B.json"],
+        ["train", "RECIPE", "--print-config"],
+        ["report", "RUN"],
+        ["replay", "RUN", "--corrections", "none"],
+        ["train", "RECIPE", "optim.lr=x"],
     ],
-)  # fmt: skip
+)
 def test_a_closed_pipe_is_no_error(run: Path, words: list[str]) -> None:
     names = {"RECIPE": str(ROOT / "recipes" / "quickstart.yaml"), "RUN": str(run)}
     reader, writer = os.pipe()
     os.close(reader)
     command = [*MEGATRON_RL, *(names.get(word, word) for word in words)]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run(
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
     os.close(writer)
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
     assert done.returncode == (2 if "optim.lr=x" in words else 0)
 
 
-@pytest.mark.fault("a terminal is closed while SIGHUP is ignored", "what runs there goes on to its end")
+@pytest.mark.fault(
+    "a terminal is closed while SIGHUP is ignored", "what runs there goes on to its end"
+)
 def test_a_closed_terminal_is_no_error(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", SPEAKER, str(tmp_path / "end")],
-        stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
         env=os.environ | {"TERM": "xterm"},
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )  # fmt: skip
+    )
     os.close(theirs)
     os.close(ours)
     process.communicate(b"\n", timeout=120)
@@ -93,12 +115,17 @@ def test_control_characters_are_shown(text: str, shown: str) -> None:
 
 @pytest.mark.fault("a run of another's holds escape sequences", "none of them reaches the terminal")
 @pytest.mark.parametrize("command", ["status", "report", "checkpoints", "replay", "watch"])
-def test_escape_sequences_of_a_run(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, terminal = tmp_path / f"run{EVIL}", Terminal()
+def test_escape_sequences_of_a_run(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / f"run{EVIL}"
+    terminal = Terminal()
     (run / "checkpoints" / "step_1").mkdir(parents=True)
     for name in ("checkpoints/step_1/checkpoint.json", "config.yaml"):
         (run / name).write_text(EVIL)
-    (run / "status.json").write_text(json.dumps({"state": "failed", "reason": EVIL, "alarms": {EVIL: EVIL}}))
+    (run / "status.json").write_text(
+        json.dumps({"state": "failed", "reason": EVIL, "alarms": {EVIL: EVIL}})
+    )
     monkeypatch.setenv("TERM", "xterm")
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)

@@ -1,4 +1,6 @@
-"""docs/own_task.md: its ten commands, run as they stand on the page, and what was measured there."""
+"""docs/own_task.md: its ten commands, run as they stand on the page, and what was measured
+there.
+"""
 
 import json
 import re
@@ -27,7 +29,9 @@ TASKS = re.findall(r"^def (\w+)\(draw\)", block(PAGE, "python"), re.M)
 
 @pytest.fixture
 def place(empty: Path) -> Path:
-    """The repository's folder, as far as the commands can tell, with what the page has one write."""
+    """The repository's folder, as far as the commands can tell, with what the page has one
+    write.
+    """
     small_recipes(empty, sft=1, own=4)
     (empty / "tools").symlink_to(ROOT / "tools")
     (empty / "own.py").write_text(block(PAGE, "python"))
@@ -64,4 +68,5 @@ def test_the_ten_commands(place: Path) -> None:
     assert (place / "exported/own/model.safetensors").is_file()
     assert json.loads((place / "served/own/config.json").read_text())["quantization_config"]
     answer = json.loads(typed(place, ASKED.format(serve=serve, ask=block(PAGE, "sh"))))
-    assert answer["usage"]["prompt_tokens"] == len("Reverse: stressed") + 8  # as the page says of the template
+    # as the page says of the template
+    assert answer["usage"]["prompt_tokens"] == len("Reverse: stressed") + 8

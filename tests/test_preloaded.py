@@ -36,19 +36,25 @@ def test_how_a_program_ends(text: str, code: int, words: str) -> None:
 def test_its_imports_are_done_and_its_state_is_its_own() -> None:
     text = "import sys; print('torch' in sys.modules); import megatron_rl; print(hasattr(megatron_rl, 'mark'))"
     for _ in range(2):
-        assert run("torch", program(f"{text}; megatron_rl.mark = 1"), timeout=LIMIT_S).stdout == "True\nFalse\n"
+        assert (
+            run("torch", program(f"{text}; megatron_rl.mark = 1"), timeout=LIMIT_S).stdout
+            == "True\nFalse\n"
+        )
 
 
 def test_a_program_that_takes_too_long_is_ended_and_shown() -> None:
     with pytest.raises(AssertionError, match=r"timed out after 5 seconds: begun"):
-        run("torch", program("print('begun', flush=True); import time; time.sleep(999)"), timeout=5)  # is to be missed
+        sleeps = program("print('begun', flush=True); import time; time.sleep(999)")
+        run("torch", sleeps, timeout=5)  # is to be missed
 
 
 def test_it_ends_with_whoever_asked_for_it() -> None:
     text = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     asker = "import sys; from preloaded import Process; Process('torch', sys.argv[1:], start_new_session=True).wait()"
     command = program(asker, *program(text))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}) as one:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    ) as one:
         assert one.stdout
         end = os.pidfd_open(int(one.stdout.readline()))
         one.kill()

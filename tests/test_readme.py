@@ -23,6 +23,8 @@ def test_every_page_begins_with_whom_it_is_for(page: str) -> None:
     assert re.match(r"# .+\n\n\*For .+\.\*\n", (ROOT / "docs" / page).read_text())
 
 
-@pytest.mark.parametrize("words", [one for one in STARTS if not re.search("--dry-run|--print-config", one)])
+@pytest.mark.parametrize(
+    "words", [one for one in STARTS if not re.search("--dry-run|--print-config", one)]
+)
 def test_what_follows_the_quickstart_does_not_want_its_folder(words: str) -> None:
     assert re.search(r"run\.name=(?!quickstart\b)\w+|run\.if_exists=(resume|archive)", words)

@@ -1,6 +1,8 @@
-"""Every recipe: fits its own cluster, opens with what it is, and takes two steps where everything is small.
+"""Every recipe: fits its own cluster, opens with what it is, and takes two steps where everything
+is small.
 
-Whole runs of all of them take half an hour: `make test-recipes`; the suite has one for each family and precision.
+Whole runs of all of them take half an hour: `make test-recipes`; the suite has one for each family
+and precision.
 """
 
 import json
@@ -22,7 +24,9 @@ from megatron_rl.preflight.machine import named
 from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[1]
-ALL = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path) and cluster(path)[0])
+ALL = sorted(
+    path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path) and cluster(path)[0]
+)
 IN_THE_SUITE = {  # qwen2 in BF16, qwen3 in FP8, llama in INT8, and both kinds of experts
     *("dapo-qwen2.5_7b-1n8g-bf16", "dapo_fp8", "grpo-llama3.1_8b-1n8g-int8"),
     *("gspo-qwen3_30b_a3b-4n32g-fp8", "grpo-mixtral_8x7b-4n32g-int8"),
@@ -44,7 +48,10 @@ def recipe(request: pytest.FixtureRequest) -> Path:
 def tiny(recipe: Path, folder: Path) -> list[str]:
     """Overrides that make a recipe small, with a model of the same family in `folder`."""
     write_toy(folder, like=read_card(load(recipe).model.path))
-    data = {key: f"data.{key}={folder}/{name}.jsonl" for key, name in (("train", "train"), ("eval", "test"))}
+    data = {
+        key: f"data.{key}={folder}/{name}.jsonl"
+        for key, name in (("train", "train"), ("eval", "test"))
+    }
     return ["cluster=cpu", f"model.path={folder}/model", *data.values()]
 
 
@@ -63,10 +70,14 @@ def test_a_recipe_fits_the_memory_of_its_cluster(recipe):
 
 def test_a_recipe_is_called_what_it_is(recipe):
     config, (name, _) = load(recipe), cluster(recipe)
-    if match := re.fullmatch(r"([a-z_]+)-([a-z0-9._]+)-(\d+n\d+g)-(bf16|int8|fp8)(-\w+)?", recipe.stem):
+    if match := re.fullmatch(
+        r"([a-z_]+)-([a-z0-9._]+)-(\d+n\d+g)-(bf16|int8|fp8)(-\w+)?", recipe.stem
+    ):
         _, model, place, precision, _ = match.groups()
         assert place == name
-        assert re.sub(r"\W", "", Path(config.model.path).name.lower()) == re.sub(r"[\W_]", "", model)
+        assert re.sub(r"\W", "", Path(config.model.path).name.lower()) == re.sub(
+            r"[\W_]", "", model
+        )
         assert config.quantization.format == precision.replace("bf16", "none")
     else:
         assert recipe.stem in ("dapo_int8", "dapo_fp8")
@@ -97,10 +108,15 @@ def test_a_recipe_takes_two_small_steps_and_leaves_a_model(whole, tmp_path, requ
     else:
         done = run("torch", command, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["progress/step"] for line in lines] == [0, 1, 2]
     assert "eval/accuracy" in lines[-1]
     folder = tmp_path / "run" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
-    assert model.config.model_type == json.loads((tmp_path / "tiny/model/config.json").read_text())["model_type"]
+    assert (
+        model.config.model_type
+        == json.loads((tmp_path / "tiny/model/config.json").read_text())["model_type"]
+    )
     assert AutoTokenizer.from_pretrained(folder)("1+1=").input_ids

@@ -1,7 +1,9 @@
-"""A run whose engine shares devices with the learner: who takes memory when, on two real ranks and a real engine.
+"""A run whose engine shares devices with the learner: who takes memory when, on two real ranks and
+a real engine.
 
-`python test_sleeping_engine.py RECIPE RUN_DIR` is one of them, and prints what it does, and when. Hosts have no sleep:
-vLLM's engine takes the calls there and frees nothing, the order is the one of GPUs.
+`python test_sleeping_engine.py RECIPE RUN_DIR` is one of them, and prints what it does, and when.
+Hosts have no sleep: vLLM's engine takes the calls there and frees nothing, the order is the one of
+GPUs.
 """
 
 import os
@@ -62,7 +64,9 @@ def main(recipe: Path, run_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["discard", "offload"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[list[Done]]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, list[list[Done]]]:
     """vLLM's level of sleep, and what each rank did."""
     folder = tmp_path_factory.mktemp(request.param)
     write_toy(folder / "toy")
@@ -79,12 +83,17 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         found = list(threads.map(rank, range(2)))
     for one in found:
         assert one.returncode == 0, one.stdout[-2000:] + one.stderr[-4000:]
-    words = [[line.split(maxsplit=2) for line in one.stdout.splitlines() if line.startswith("DID ")] for one in found]
+    words = [
+        [line.split(maxsplit=2) for line in one.stdout.splitlines() if line.startswith("DID ")]
+        for one in found
+    ]
     level = {"offload": 1, "discard": 2}[request.param]
     return level, [[(float(when), what) for _, when, what in one] for one in words]
 
 
-def test_the_engine_sleeps_before_any_rank_touches_its_device(ranks: tuple[int, list[list[Done]]]) -> None:
+def test_the_engine_sleeps_before_any_rank_touches_its_device(
+    ranks: tuple[int, list[list[Done]]],
+) -> None:
     level, (driver, follower) = ranks
     begins = ["launch", f"sleep {level}", "device", "build", "wake ['weights']"]
     assert [what for _, what in driver[:5]] == begins
@@ -93,7 +102,9 @@ def test_the_engine_sleeps_before_any_rank_touches_its_device(ranks: tuple[int, 
     assert all(when > asleep for when, _ in follower)
 
 
-def test_it_wakes_for_each_sync_and_sleeps_while_the_learner_works(ranks: tuple[int, list[list[Done]]]) -> None:
+def test_it_wakes_for_each_sync_and_sleeps_while_the_learner_works(
+    ranks: tuple[int, list[list[Done]]],
+) -> None:
     level, (driver, _) = ranks
     sync = ["wake ['weights']", "finish_weight_update", "wake ['kv_cache']"]
     calls = [what for _, what in driver[4:] if what != "generate"]

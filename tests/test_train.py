@@ -1,4 +1,6 @@
-"""The loop's frame: what is closed, in which order, when a step fails, and what its updates are handed."""
+"""The loop's frame: what is closed, in which order, when a step fails, and what its updates are
+handed.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,8 +19,15 @@ from megatron_rl.batch import collate
 from megatron_rl.config import ConfigError, load, to_yaml
 
 from megatron_rl.config.schema import (  # isort: skip
-    CheckpointSection, Config, CorrectionConfig, EvalSection, LossConfig, RejectRule, Router, SyncSection,
-)  # fmt: skip
+    CheckpointSection,
+    Config,
+    CorrectionConfig,
+    EvalSection,
+    LossConfig,
+    RejectRule,
+    Router,
+    SyncSection,
+)
 from megatron_rl.driver import Driver
 from megatron_rl.learner.modules import router_replay
 from megatron_rl.learner.shares import DataPlane
@@ -33,14 +42,22 @@ from megatron_rl.weight_sync.manifest import UpdateRefused
 ROOT = Path(__file__).parent.parent
 
 
-def answer(sample: int, logprobs: Sequence[float] = (-0.5,) * 3, versions: list[int] | None = None) -> Rollout:
-    ones, version = [1] * len(logprobs), versions[0] if versions else 0
-    return Rollout(Prompt(0, (1,), "", {}), 0, sample, ones, logprobs, ones, "stop", version, versions=versions)
+def answer(
+    sample: int, logprobs: Sequence[float] = (-0.5,) * 3, versions: list[int] | None = None
+) -> Rollout:
+    ones = [1] * len(logprobs)
+    version = versions[0] if versions else 0
+    return Rollout(
+        Prompt(0, (1,), "", {}), 0, sample, ones, logprobs, ones, "stop", version, versions=versions
+    )
 
 
 class Part:
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.sampler, self.smoothing = name, log, None, None
+        self.name = name
+        self.log = log
+        self.sampler = None
+        self.smoothing = None
         self.recorder: Any = SimpleNamespace(note=log.append)
 
     def set_smoothing(self, smoothing: None) -> None:
@@ -56,7 +73,9 @@ class Part:
         self.log.append(f"{self.name} ended: {kind.__name__ if kind else None}")
 
 
-def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_driver_says_how_it_ended_before_the_ranks_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     log: list[str] = []
 
     def fails(*_: Any) -> None:
@@ -98,7 +117,9 @@ def test_what_stands_is_kept_of_a_step_that_is_given_up(
 
 def test_a_checkpoint_has_the_place_of_its_step_and_not_of_the_one_that_is_given_up() -> None:
     driver = Driver.__new__(Driver)
-    driver._stop, driver._saves, driver._data = Any, SaveSchedule(CheckpointSection(every=1), None), "rows"
+    driver._stop = Any
+    driver._saves = SaveSchedule(CheckpointSection(every=1), None)
+    driver._data = "rows"
     driver.position = 24  # behind the batch of step 2, which nothing was made of
     about = driver.to_keep(Progress(1, position=16), {}, None, ending=True)
     assert about is not None and about["driver"]["position"] == 16
@@ -112,7 +133,9 @@ def test_a_run_that_an_alarm_ends_has_time_to_leave_its_model() -> None:
     assert driver.has_time()
 
 
-def test_a_driver_that_cannot_begin_closes_its_record(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_cannot_begin_closes_its_record(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A torn checkpoint, say."""
     config = load("mine.yaml")
     monkeypatch.setattr(driver, "SaveSchedule", lambda *_: 1 / 0)
@@ -124,7 +147,8 @@ def test_a_driver_that_cannot_begin_closes_its_record(place: Path, monkeypatch: 
 def test_a_run_says_first_which_silence_ends_it(tmp_path: Path) -> None:
     driver: Any = Driver.__new__(Driver)
     said: list[str] = []
-    driver._config, driver.recorder = Config(), SimpleNamespace(note=said.append)
+    driver._config = Config()
+    driver.recorder = SimpleNamespace(note=said.append)
     with pytest.raises(ConfigError):  # there is no model
         driver._open(tmp_path)
     assert said[0].startswith("timeouts the run ends after 1800 s without progress; ")
@@ -135,13 +159,19 @@ def test_a_refused_version_is_left_out_where_there_is_a_batch_for_the_next_step(
         raise UpdateRefused("corrupt tensor")
 
     recorder = SimpleNamespace(phase=lambda _: nullcontext(), note=lambda _: None)
-    driver: Any = SimpleNamespace(recorder=recorder, syncing=nullcontext, goes_on_without=lambda step: step == 4)
+    driver: Any = SimpleNamespace(
+        recorder=recorder, syncing=nullcontext, goes_on_without=lambda step: step == 4
+    )
     learner: Any = SimpleNamespace(broadcast=lambda value: value, make_room=lambda: None)
     given: Any = SyncSection(), driver, learner, SimpleNamespace(push=push)
     assert train.sync_weights(3, 7, *given) == {"sync/refused": 1.0}
     with pytest.raises(UpdateRefused):
         train.sync_weights(4, 7, *given)
-    seldom: Any = SyncSection(every=3), *given[1:]  # then all batches up to the next sync have to be there
+    # then all batches up to the next sync have to be there
+    seldom: Any = (
+        SyncSection(every=3),
+        *given[1:],
+    )
     assert train.sync_weights(3, 4, *seldom) == {"sync/refused": 1.0}
     with pytest.raises(UpdateRefused):
         train.sync_weights(3, 7, *seldom)
@@ -151,9 +181,14 @@ def test_when_to_evaluate_and_to_publish() -> None:
     recorder = SimpleNamespace(phase=lambda _: Part("phase", []))
     log: list[str] = []
     driver: Any = SimpleNamespace(
-        recorder=recorder, evaluate=lambda step: {"at": step}, syncing=lambda: Part("awake", log), last_sync=dict
+        recorder=recorder,
+        evaluate=lambda step: {"at": step},
+        syncing=lambda: Part("awake", log),
+        last_sync=dict,
     )
-    learner: Any = SimpleNamespace(broadcast=lambda value: value, make_room=lambda: log.append("room made"))
+    learner: Any = SimpleNamespace(
+        broadcast=lambda value: value, make_room=lambda: log.append("room made")
+    )
 
     def push(step: int) -> Any:
         log.append(f"push {step}")
@@ -162,12 +197,18 @@ def test_when_to_evaluate_and_to_publish() -> None:
     sync: Any = SimpleNamespace(push=push)
 
     def evaluated(every: int) -> list[int]:
-        return [step for step in range(8) if train.evaluate(step, 7, EvalSection(every=every), driver, learner)]
+        return [
+            step
+            for step in range(8)
+            if train.evaluate(step, 7, EvalSection(every=every), driver, learner)
+        ]
 
     assert evaluated(3) == [0, 3, 6, 7]
     assert evaluated(0) == []
     section = SyncSection(every=3, verify_every=0)
-    assert [step for step in range(1, 8) if train.sync_weights(step, 7, section, driver, learner, sync)] == [3, 6, 7]
+    assert [
+        step for step in range(1, 8) if train.sync_weights(step, 7, section, driver, learner, sync)
+    ] == [3, 6, 7]
     # also where the engine wakes without a sync
     assert log[:6] == [*["room made"] * 3, "push 3", "awake ended: None", "room made"]
 
@@ -187,7 +228,10 @@ def test_experts_are_gathered_and_those_of_a_silent_engine_are_marked() -> None:
     ("found", "said"),
     [
         ({"router/replayed": 0.0, "router/flips": 0.0}, "has gone to an expert that was told"),
-        ({"router/replayed": 1.0, "router/flips": 0.6}, "would have sent 60% of the tokens elsewhere"),
+        (
+            {"router/replayed": 1.0, "router/flips": 0.6},
+            "would have sent 60% of the tokens elsewhere",
+        ),
     ],
 )
 def test_a_replay_that_is_none_ends_the_run(found: dict[str, float], said: str) -> None:
@@ -199,15 +243,23 @@ def test_a_replay_that_is_none_ends_the_run(found: dict[str, float], said: str) 
 
 @pytest.mark.parametrize("preset", ["tis", "bypass"])
 def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
-    """Not the sampler's own logprobs, which would show as perfect agreement in replay and report."""
+    """Not the sampler's own logprobs, which would show as perfect agreement in replay and
+    report.
+    """
     written: dict[str, Any] = {}
-    recorder = SimpleNamespace(rollouts=lambda step, scored, **columns: written.update(columns), ledger=lambda *_: None)
+    recorder = SimpleNamespace(
+        rollouts=lambda step, scored, **columns: written.update(columns), ledger=lambda *_: None
+    )
     correction = load(ROOT / "recipes" / "quickstart.yaml", [f"correction={preset}"]).correction
     config = replace(Config(), correction=correction)
     batch = collate([Scored(answer(at), float(at)) for at in range(2)])
-    correction, advantages_B = correct(torch.full((2, 3), -0.1), batch, config.correction, config.advantage)
+    correction, advantages_B = correct(
+        torch.full((2, 3), -0.1), batch, config.correction, config.advantage
+    )
     scorer = SimpleNamespace(whole=list)
-    driver: Any = SimpleNamespace(_config=config, _scored=[], _scorer=scorer, _ordinals=(0, 1), recorder=recorder)
+    driver: Any = SimpleNamespace(
+        _config=config, _scored=[], _scorer=scorer, _ordinals=(0, 1), recorder=recorder
+    )
     Driver.record(driver, 10, correction, advantages_B)
     assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")
 
@@ -217,11 +269,17 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
     rule = "correction.reject=[{level: token, stat: staleness, high: 1}]"
     config = load(ROOT / "recipes" / "quickstart.yaml", [rule])
     versions = ([4, 5, 6], [6, 6, 6])
-    batch = collate([Scored(answer(at, versions=each), float(at)) for at, each in enumerate(versions)])
+    batch = collate(
+        [Scored(answer(at, versions=each), float(at)) for at, each in enumerate(versions)]
+    )
     trained: list[Any] = []
     recorder = SimpleNamespace(phase=lambda _: nullcontext())
     driver: Any = SimpleNamespace(
-        recorder=recorder, collect=lambda _: (batch, {}), check_time=lambda: None, record=lambda *_: None, position=0
+        recorder=recorder,
+        collect=lambda _: (batch, {}),
+        check_time=lambda: None,
+        record=lambda *_: None,
+        position=0,
     )
     learner: Any = SimpleNamespace(
         broadcast=lambda value: value,
@@ -253,7 +311,9 @@ def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> Non
     mu_BT = anchor_BT - torch.tensor([[0.0], [0.0], [0.0], [5.0]])
     batch = collate([Scored(answer(at, [float(mu)]), 0.0) for at, mu in enumerate(mu_BT)])
     rule = RejectRule(stat="ratio", reduce="max", high=2.0)
-    correction = rollout_correction(anchor_BT, mu_BT, batch.mask_BT, CorrectionConfig(reject=[rule]))
+    correction = rollout_correction(
+        anchor_BT, mu_BT, batch.mask_BT, CorrectionConfig(reject=[rule])
+    )
     assert correction.mask_BT[:, 0].tolist() == [True, True, True, False]
     advantages_B = torch.tensor([2.0, -1.0, -1.0, -50.0])
     config = replace(Config(), loss=LossConfig(name="kl_cov"))

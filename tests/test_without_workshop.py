@@ -1,4 +1,6 @@
-"""The lower storey by itself: a run whose workshop is deleted trains, checkpoints, resumes, writes its metrics."""
+"""The lower storey by itself: a run whose workshop is deleted trains, checkpoints, resumes, writes
+its metrics.
+"""
 
 import os
 import shutil
@@ -13,26 +15,44 @@ from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import read_status
 
 ROOT = Path(__file__).parents[1]
-# of every process: what an editable installation would find of the package elsewhere is not looked for
-ALONE = (
-    "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'Editable' not in getattr(one, '__name__', '')]\n"
-)
+# of every process: what an editable installation would find of the package elsewhere is not looked
+# for
+ALONE = """import sys
+sys.meta_path[:] = [one for one in sys.meta_path if 'Editable' not in getattr(one, '__name__', '')]
+"""
 SMALL = (
-    *("rollout.prompts_per_step=8", "eval.every=0", "checkpoint.every=1", "learner.tensor_parallel=1"),
+    *(
+        "rollout.prompts_per_step=8",
+        "eval.every=0",
+        "checkpoint.every=1",
+        "learner.tensor_parallel=1",
+    ),
     *("learner.data_parallel=1", "run.name=below"),
 )
 
 
 @pytest.mark.slow
 def test_a_run_without_a_workshop(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "megatron_rl", tmp_path / "megatron_rl", ignore=shutil.ignore_patterns("workshop", "*.pyc"))
+    shutil.copytree(
+        ROOT / "megatron_rl",
+        tmp_path / "megatron_rl",
+        ignore=shutil.ignore_patterns("workshop", "*.pyc"),
+    )
     (tmp_path / "sitecustomize.py").write_text(ALONE)
     for name in ("conf", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)
     write_toy(tmp_path / "data" / "toy")
 
     def train(*words: str) -> str:
-        command = [sys.executable, "-m", "megatron_rl.cli", "train", "recipes/toy_sft.yaml", *SMALL, *words]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_rl.cli",
+            "train",
+            "recipes/toy_sft.yaml",
+            *SMALL,
+            *words,
+        ]
         env = os.environ | {"PYTHONPATH": str(tmp_path)}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,23 +1,27 @@
-"""Runs one recipe under several corrections, one after the other, and says which is best beyond the noise of the seeds.
+"""Runs one recipe under several corrections, one after the other, and says which is best beyond the
+noise of the seeds.
 
     python tools/compare_corrections.py recipes/quickstart.yaml --corrections none tis icepop \
         --steps 40 --seeds 1 2 quantization.format=fp8
     python tools/compare_corrections.py recipes/evidence.yaml [--subset | --full] [--write-docs]
     python tools/compare_corrections.py
 
-The last is recipes/first_comparison.yaml, the smallest grid in which corrections differ: a few minutes on two cores. A
-grid (docs/evidence.md) is a file that names a recipe, axes of overrides, and seeds. Its runs go on where they stand:
-those that have finished are not run again.
+The last is recipes/first_comparison.yaml, the smallest grid in which corrections differ: a few
+minutes on two cores. A grid (docs/evidence.md) is a file that names a recipe, axes of overrides,
+and seeds. Its runs go on where they stand: those that have finished are not run again.
 
-Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are checked before the
-first starts. A run that fails does not stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C
-stops the runs in progress and still writes the report of what there is; after USR1 the runs in progress finish their
-step, and none follows. With `--jobs N` so many run at a time on a host, each on its share of the cores.
+Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are
+checked before the first starts. A run that fails does not stop the next ones: it is named at the
+end, and the exit status is 1. Ctrl-C stops the runs in progress and still writes the report of what
+there is; after USR1 the runs in progress finish their step, and none follows. With `--jobs N` so
+many run at a time on a host, each on its share of the cores.
 
-    python tools/compare_corrections.py recipes/dapo_int8.yaml --corrections none tis --slurm slurm/dapo_int8.sbatch
+    python tools/compare_corrections.py recipes/dapo_int8.yaml --corrections none tis --slurm
+    slurm/dapo_int8.sbatch
 
-Each run is a job then, queued by slurm/submit, which checks all of them first; a last job writes the report, once all
-others have ended. `--summary` does what that job does: the table and the report of the runs that are there.
+Each run is a job then, queued by slurm/submit, which checks all of them first; a last job writes
+the report, once all others have ended. `--summary` does what that job does: the table and the
+report of the runs that are there.
 """
 
 from __future__ import annotations
@@ -64,9 +68,12 @@ TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
 
 def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
-    """`train`: the command that runs one experiment; the settings of another one than ours are its own affair."""
+    """`train`: the command that runs one experiment; the settings of another one than ours are its
+    own affair.
+    """
     options = parse(argv)
-    grid, ours = options.grid, train is TRAIN
+    grid = options.grid
+    ours = train is TRAIN
     try:
         check_pages(options.write_docs or (), grid.group)
     except ConfigError as error:
@@ -74,7 +81,10 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
         return 2
     experiments = grid.experiments(options.size)
     if options.summary:
-        states = {each: str(known_status(options.root / each.name).get("state", NOT_STARTED)) for each in experiments}
+        states = {
+            each: str(known_status(options.root / each.name).get("state", NOT_STARTED))
+            for each in experiments
+        }
         summarize(grid, states, options)
         return int(any(state != FINISHED for state in states.values()))
     starts.write_data(grid)
@@ -89,7 +99,11 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
         return 2
     left = [each for each in experiments if each not in done]
     if options.dry_run:
-        print("\n".join(f"{each.name}  {FINISHED if each in done else 'to run'}" for each in experiments))
+        print(
+            "\n".join(
+                f"{each.name}  {FINISHED if each in done else 'to run'}" for each in experiments
+            )
+        )
         return 0
     os.environ["WANDB_RUN_GROUP"] = grid.group  # which W&B reads in every run
     seeds = list(dict.fromkeys(each.seed for each in left))
@@ -115,7 +129,8 @@ def run_all(
     axes: Mapping[str, object],
 ) -> dict[Experiment, str]:
     """In turn, as many at a time as the runner takes; how each has ended."""
-    total, taken = done + len(left), list[float]()
+    total = done + len(left)
+    taken = list[float]()
     places = {each.name: f"[{done + number}/{total}]" for number, each in enumerate(left, start=1)}
 
     def ended(job: Job, outcome: str, seconds: float) -> None:
@@ -127,33 +142,50 @@ def run_all(
         print(f"{places[job.name]} {which}{outcome} in {duration(seconds)}{after}", flush=True)
 
     jobs = [Job(each.name, runs[each], tags(each, axes)) for each in left]
-    outcomes = runner.run(jobs, lambda job: print(f"{places[job.name]} {runner.told(job)}", flush=True), ended)
+    outcomes = runner.run(
+        jobs, lambda job: print(f"{places[job.name]} {runner.told(job)}", flush=True), ended
+    )
     return {each: outcomes[each.name] for each in left}
 
 
-def arguments_of(experiment: Experiment, options: argparse.Namespace, model: Sequence[str] = ()) -> list[str]:
+def arguments_of(
+    experiment: Experiment, options: argparse.Namespace, model: Sequence[str] = ()
+) -> list[str]:
     """`model`: in the place of the warm start's."""
     grid = options.grid
     if grid.task is not None and not model:
         model = [f"model.path={starts.model_of(grid, options.root, experiment.seed)}"]
-    arguments = [str(grid.recipe), *options.first, *model, *experiment.overrides, f"run.name={experiment.name}"]
+    arguments = [
+        str(grid.recipe),
+        *options.first,
+        *model,
+        *experiment.overrides,
+        f"run.name={experiment.name}",
+    ]
     arguments.append(f"run.root={options.root}")
     if options.steps is not None:
         arguments.append(f"run.steps={options.steps}")
     return arguments + list(options.overrides)
 
 
-def is_done(experiment: Experiment, arguments: Sequence[str], options: argparse.Namespace, ours: bool) -> bool:
+def is_done(
+    experiment: Experiment, arguments: Sequence[str], options: argparse.Namespace, ours: bool
+) -> bool:
     """Whether a run that may go on has finished; raises where its folder is taken."""
     given = [word.partition("=")[2] for word in arguments if word.startswith("run.if_exists=")]
     if_exists = next((one for one in IfExists if given and one == given[-1]), IfExists.refuse)
     path = options.root / experiment.name
-    config = _loaded(arguments) if ours and if_exists is IfExists.resume else None
+    if ours and if_exists is IfExists.resume:
+        config = _loaded(arguments)
+    else:
+        config = None
     check_run_dir(path, if_exists, to_yaml(config) if config else "")
     if if_exists is not IfExists.resume:
         return False
     status = known_status(path)
-    return status.get("state") == FINISHED and (config is None or status.get("steps") == config.run.steps)
+    return status.get("state") == FINISHED and (
+        config is None or status.get("steps") == config.run.steps
+    )
 
 
 def _loaded(arguments: Sequence[str]) -> Config | None:
@@ -165,14 +197,22 @@ def _loaded(arguments: Sequence[str]) -> Config | None:
 
 
 def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
-    """What would end one of the runs at its start, a warm start included. Machine and files are looked at where the
-    runs are to be `here`, the data once: it is the same for all."""
-    grid, found = options.grid, dict[str, None]()
+    """What would end one of the runs at its start, a warm start included. Machine and files are
+    looked at where the runs are to be `here`, the data once: it is the same for all.
+    """
+    grid = options.grid
+    found = dict[str, None]()
     os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(grid.recipe))
-    experiments, configs, model = grid.experiments(options.size), [], []
+    experiments = grid.experiments(options.size)
+    configs = []
+    model = []
     try:
-        if grid.task is not None:  # its model is still to come: the one that it begins with has the same shape
-            warm = load(TASKS[grid.task].warm_start, starts.arguments(grid, options.root, experiments[0].seed)[1:])
+        # its model is still to come: the one that it begins with has the same shape
+        if grid.task is not None:
+            warm = load(
+                TASKS[grid.task].warm_start,
+                starts.arguments(grid, options.root, experiments[0].seed)[1:],
+            )
             model = [f"model.path={warm.model.path}", f"model.init={warm.model.init}"]
             configs.append(warm)
     except ConfigError as error:
@@ -189,8 +229,16 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
                 check(config)
             except ConfigError as error:
                 found |= dict.fromkeys(str(error).splitlines())
-    if here and not found and options.jobs > 1 and detect(configs[-1].run.device).kind == Device.cuda:
-        found["--jobs: runs that share the GPUs of a machine would take each other's memory; leave it out"] = None
+    if (
+        here
+        and not found
+        and options.jobs > 1
+        and detect(configs[-1].run.device).kind == Device.cuda
+    ):
+        found[
+            "--jobs: runs that share the GPUs of a machine would take each other's memory; leave "
+            "it out"
+        ] = None
     if here and not found:
         try:
             check_datasets(configs[-1])
@@ -200,9 +248,15 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
 
 
 def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.Namespace) -> None:
-    """A line for each run, what they say together, and the page; with W&B the same there; in the docs where asked."""
+    """A line for each run, what they say together, and the page; with W&B the same there; in the
+    docs where asked.
+    """
     root = options.root
-    runs = {e: load_run(root / e.name) for e in outcomes if outcomes[e] != NOT_STARTED and _has_metrics(root / e.name)}
+    runs = {
+        e: load_run(root / e.name)
+        for e in outcomes
+        if outcomes[e] != NOT_STARTED and _has_metrics(root / e.name)
+    }
     width = max(len(e.name) for e in outcomes)
     for experiment, outcome in outcomes.items():
         numbers = ""
@@ -225,10 +279,15 @@ def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.
         print(f"wandb  {where}")
 
 
-def compared(grid: Grid, outcomes: Mapping[Experiment, str], runs: Mapping[Experiment, RunData]) -> Comparison:
+def compared(
+    grid: Grid, outcomes: Mapping[Experiment, str], runs: Mapping[Experiment, RunData]
+) -> Comparison:
     cells: dict[tuple[str, ...], list[Result]] = {}
     for each, outcome in outcomes.items():
-        result = Result.of(runs[each], each.seed) if each in runs else Result(each.name, each.seed, outcome)
+        if each in runs:
+            result = Result.of(runs[each], each.seed)
+        else:
+            result = Result(each.name, each.seed, outcome)
         cells.setdefault(each.labels, []).append(result)
     return Comparison(
         grid.group,
@@ -243,7 +302,7 @@ def _has_metrics(path: Path) -> bool:
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage="%(prog)s [GRID] [options] [key=value ...]\n"
         "       %(prog)s RECIPE --corrections NAME [NAME ...] [options] [key=value ...]",
@@ -257,34 +316,78 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=FIRST,
         help=f"a recipe, or a grid such as recipes/evidence.yaml; {FIRST}",
     )
-    parser.add_argument("--corrections", nargs="+", metavar="NAME", help="presets of conf/correction")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[], metavar="N", help="each correction with each seed")
+    parser.add_argument(
+        "--corrections", nargs="+", metavar="NAME", help="presets of conf/correction"
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="each correction with each seed",
+    )
     parser.add_argument("--steps", type=int, help="instead of the recipe's run.steps")
     parser.add_argument(
-        "--group", help="W&B group and start of the runs' names; RECIPE_corrections, or the grid's stem"
+        "--group",
+        help="W&B group and start of the runs' names; RECIPE_corrections, or the grid's stem",
     )
-    parser.add_argument("--root", type=Path, default=Path("runs"), help="where run directories go (run.root)")
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs"), help="where run directories go (run.root)"
+    )
     parser.add_argument("-o", "--output", type=Path, help="the report; ROOT/GROUP.html")
     size = parser.add_mutually_exclusive_group()
     for name, about in (("subset", "the grid's few cells"), ("full", "all of its cells")):
-        size.add_argument(f"--{name}", dest="size", action="store_const", const=name, default="default", help=about)
-    parser.add_argument("--dry-run", action="store_true", help="check all runs, list them, start none")
+        size.add_argument(
+            f"--{name}",
+            dest="size",
+            action="store_const",
+            const=name,
+            default="default",
+            help=about,
+        )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all runs, list them, start none"
+    )
     parser.add_argument("--starts", action="store_true", help="only the warm starts of a grid")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each on cores of its own")
-    parser.add_argument("--slurm", type=Path, metavar="SCRIPT", help="queue each run with this batch script")
     parser.add_argument(
-        "--sbatch", default="", metavar="OPTIONS", help="more options for it: --sbatch='--time=1:00:00'"
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time, each on cores of its own"
     )
-    parser.add_argument("--summary", action="store_true", help="only the table and the report of runs that are there")
     parser.add_argument(
-        "--write-docs", nargs="*", type=Path, metavar="PAGE", help="write the numbers into pages; docs/GROUP.md"
+        "--slurm", type=Path, metavar="SCRIPT", help="queue each run with this batch script"
     )
+    parser.add_argument(
+        "--sbatch",
+        default="",
+        metavar="OPTIONS",
+        help="more options for it: --sbatch='--time=1:00:00'",
+    )
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="only the table and the report of runs that are there",
+    )
+    parser.add_argument(
+        "--write-docs",
+        nargs="*",
+        type=Path,
+        metavar="PAGE",
+        help="write the numbers into pages; docs/GROUP.md",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     overrides = [word for word in argv if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in argv if word not in overrides])
     options.overrides = overrides
     _choose_grid(options, parser)
     if not 1 <= options.jobs <= len(os.sched_getaffinity(0)):
-        parser.error(f"--jobs {options.jobs}: expected 1 to {len(os.sched_getaffinity(0))}, the cores that are here")
+        parser.error(
+            f"--jobs {options.jobs}: expected 1 to {len(os.sched_getaffinity(0))}, the cores that "
+            "are here"
+        )
     if options.slurm and options.jobs > 1:
         parser.error("--jobs: with --slurm each run is a job of its own; leave it out")
     group = options.grid.group
@@ -294,10 +397,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in (experiment.name for experiment in options.grid.experiments(options.size)):
         if not is_folder_name(name):
             parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
-    mine = ("run.name", "run.root", *(["run.seed"] if options.grid.seeds else []), *options.grid.axes)
+    mine = (
+        "run.name",
+        "run.root",
+        *(["run.seed"] if options.grid.seeds else []),
+        *options.grid.axes,
+    )
     for override in overrides:
         if override.split("=", 1)[0] in mine:
-            parser.error(f"{override}: this tool sets that key itself; see --group, --root, --seeds and --corrections")
+            parser.error(
+                f"{override}: this tool sets that key itself; see --group, --root, --seeds and "
+                "--corrections"
+            )
     return options
 
 
@@ -311,7 +422,10 @@ def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             parser.error(f"--{name} names one twice")
     if grids.is_grid(options.recipe):
         if options.corrections:
-            parser.error("--corrections: a grid has its own, as an axis; leave it out, or give the grid's recipe")
+            parser.error(
+                "--corrections: a grid has its own, as an axis; leave it out, or give the grid's "
+                "recipe"
+            )
         try:
             options.grid = grids.read(options.recipe, options.group, options.seeds)
         except ConfigError as error:
@@ -320,12 +434,17 @@ def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         return
     if not options.corrections:
         parser.error(
-            f"--corrections: {options.recipe} is a recipe, without axes; name some, such as none tis; or name {FIRST}"
+            f"--corrections: {options.recipe} is a recipe, without axes; name some, such as none "
+            f"tis; or name {FIRST}"
         )
     if options.size != "default" or options.starts:
-        parser.error("--subset, --full, --starts: those of a grid; choose with --corrections, --seeds and --steps")
+        parser.error(
+            "--subset, --full, --starts: those of a grid; choose with --corrections, --seeds and "
+            "--steps"
+        )
     group = options.group or f"{options.recipe.stem}_corrections"
-    options.grid, options.first = grids.of_corrections(options.recipe, group, options.corrections, options.seeds), []
+    options.grid = grids.of_corrections(options.recipe, group, options.corrections, options.seeds)
+    options.first = []
 
 
 if __name__ == "__main__":

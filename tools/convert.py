@@ -1,18 +1,26 @@
 #!/usr/bin/env python3
-"""Checkpoints from one form into another: Hugging Face, Megatron, INT8, FP8, NVFP4. Each conversion proves itself.
+"""Checkpoints from one form into another: Hugging Face, Megatron, INT8, FP8, NVFP4. Each conversion
+proves itself.
 
-    python tools/convert.py inspect ANY                            what is this folder, and what can be done with it
-    python tools/convert.py import HF_FOLDER CHECKPOINT            Hugging Face -> Megatron's torch_dist
-    python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging Face
-    python tools/convert.py adapters RUN@120 PEFT_FOLDER           a run of learner.lora -> PEFT's folder
+    python tools/convert.py inspect ANY                            what is this folder, and what can
+    be done with it
+    python tools/convert.py import HF_FOLDER CHECKPOINT            Hugging Face -> Megatron's
+    torch_dist
+    python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging
+    Face
+    python tools/convert.py adapters RUN@120 PEFT_FOLDER           a run of learner.lora -> PEFT's
+    folder
     python tools/convert.py quantize HF_FOLDER OUT --format int8   what stock vLLM serves
-    python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that can be trained
-    python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold one model
+    python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that
+    can be trained
+    python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold
+    one model
 
-What is written appears under its name when it is whole. What a kill or a full disk has ended goes on where it was
-when the same command is given again; until then it is called .NAME.partial. Beside the weights, parity.json says what
-they were made of, with which versions, and a digest of what was read back. Nothing here needs a GPU, and
-nothing in a folder is ever unpickled or run. `COMMAND --help` says more.
+What is written appears under its name when it is whole. What a kill or a full disk has ended goes
+on where it was when the same command is given again; until then it is called .NAME.partial. Beside
+the weights, parity.json says what they were made of, with which versions, and a digest of what was
+read back. Nothing here needs a GPU, and nothing in a folder is ever unpickled or run. `COMMAND
+--help` says more.
 """
 
 from __future__ import annotations
@@ -42,9 +50,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 def tune_memory() -> None:
-    """A large tensor has large pages, which are cleared in a quarter of the time, and goes back whole when it goes."""
+    """A large tensor has large pages, which are cleared in a quarter of the time, and goes back
+    whole when it goes.
+    """
     os.environ.update(LARGE_PAGES)
-    largest_kept, most_arenas = -3, -8  # mallopt's numbers for them
+    # mallopt's numbers for them
+    largest_kept = -3
+    most_arenas = -8
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(largest_kept, LARGE_BYTES)  # else it follows what is freed
     mallopt(most_arenas, 1)  # what one thread has freed is for the other
@@ -67,7 +79,9 @@ def _done(given: argparse.Namespace) -> int:
         try:
             return given.act(given)
         except (ConfigError, OSError, ValueError, KeyError) as error:
-            print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+            print(
+                f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr
+            )
             status = 1
     except Interrupted as interrupted:
         print(f"error: interrupted by {interrupted}", file=sys.stderr)
@@ -168,7 +182,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (act, said, example, arguments) in COMMANDS.items():
         epilog = f"example: python tools/convert.py {name} {example}"
-        one = commands.add_parser(name, help=said, description=said, epilog=epilog, formatter_class=form)
+        one = commands.add_parser(
+            name, help=said, description=said, epilog=epilog, formatter_class=form
+        )
         one.set_defaults(act=act)
         for argument, about in arguments.items():
             one.add_argument(argument, **about)
@@ -178,25 +194,54 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 Arguments = dict[str, dict[str, Any]]
 SOURCE: Arguments = {"source": {"metavar": "HF_FOLDER|CHECKPOINT|RUN[@STEP]"}}
 HF: Arguments = {
-    "--hf": {"type": Path, "metavar": "FOLDER", "help": "config.json and tokenizer of a checkpoint without them"}
+    "--hf": {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "config.json and tokenizer of a checkpoint without them",
+    }
 }
-INSPECT: Arguments = {"--checksum": {"action": "store_true", "help": "of every tensor, whatever files they are in"}}
+INSPECT: Arguments = {
+    "--checksum": {"action": "store_true", "help": "of every tensor, whatever files they are in"}
+}
 QUANTIZE: Arguments = {
     "--format": {
         "required": True,
         "help": "int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets"
-        "; as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: calibrated",
+        "; as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, "
+        "modelopt_nvfp4: calibrated",
     },
-    "--smooth": {"type": float, "metavar": "ALPHA", "help": "int8: move activations' outliers into the weights"},
-    "--calibrate": {"metavar": "FILE|SET", "help": "texts to measure activations on: .txt, .jsonl, .parquet"},
-    "--ignore": {"action": "append", "metavar": "PATTERN", "help": "a layer to keep: its name, or re:...; repeatable"},
+    "--smooth": {
+        "type": float,
+        "metavar": "ALPHA",
+        "help": "int8: move activations' outliers into the weights",
+    },
+    "--calibrate": {
+        "metavar": "FILE|SET",
+        "help": "texts to measure activations on: .txt, .jsonl, .parquet",
+    },
+    "--ignore": {
+        "action": "append",
+        "metavar": "PATTERN",
+        "help": "a layer to keep: its name, or re:...; repeatable",
+    },
 }
 VERIFY: Arguments = {
     "one": {"metavar": "A"},
     "other": {"metavar": "B"},
-    "--logprobs": {"metavar": "PROMPTS", "help": "compare logprobs, too: .txt, .jsonl, .parquet, or a set"},
-    "--bound": {"type": float, "default": 0.0, "help": "relative error of a tensor that is let pass (0)"},
-    "--report": {"type": Path, "default": Path("parity.json"), "help": "where to write it (default: %(default)s)"},
+    "--logprobs": {
+        "metavar": "PROMPTS",
+        "help": "compare logprobs, too: .txt, .jsonl, .parquet, or a set",
+    },
+    "--bound": {
+        "type": float,
+        "default": 0.0,
+        "help": "relative error of a tensor that is let pass (0)",
+    },
+    "--report": {
+        "type": Path,
+        "default": Path("parity.json"),
+        "help": "where to write it (default: %(default)s)",
+    },
 }
 
 
@@ -207,30 +252,42 @@ def _target(metavar: str) -> Arguments:
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Arguments]] = {
     "inspect": (inspect, "what a folder or a run holds", "runs/dapo", SOURCE | INSPECT | HF),
     "import": (
-        import_, "Hugging Face folder -> torch_dist checkpoint", "models/Qwen3-8B checkpoints/qwen3-8b",
+        import_,
+        "Hugging Face folder -> torch_dist checkpoint",
+        "models/Qwen3-8B checkpoints/qwen3-8b",
         {"source": {"metavar": "HF_FOLDER"}} | _target("CHECKPOINT"),
     ),
     "export": (
-        export, "run or checkpoint -> Hugging Face folder", "runs/dapo@120 exported/dapo-120",
+        export,
+        "run or checkpoint -> Hugging Face folder",
+        "runs/dapo@120 exported/dapo-120",
         SOURCE | _target("HF_FOLDER") | HF,
     ),
     "adapters": (
-        adapters, "checkpoint of adapters (learner.lora) -> PEFT's folder", "runs/lora@120 exported/adapters",
+        adapters,
+        "checkpoint of adapters (learner.lora) -> PEFT's folder",
+        "runs/lora@120 exported/adapters",
         SOURCE | _target("PEFT_FOLDER") | HF,
     ),
     "quantize": (
-        quantize, "plain weights -> a folder that stock vLLM serves", "runs/dapo@120 out/int8 --format int8",
+        quantize,
+        "plain weights -> a folder that stock vLLM serves",
+        "runs/dapo@120 out/int8 --format int8",
         SOURCE | _target("FOLDER") | QUANTIZE | HF,
     ),
     "dequantize": (
-        dequantize, "quantized folder -> plain BF16 folder", "models/DeepSeek-FP8 models/plain",
+        dequantize,
+        "quantized folder -> plain BF16 folder",
+        "models/DeepSeek-FP8 models/plain",
         {"source": {"metavar": "QUANTIZED_FOLDER"}} | _target("HF_FOLDER"),
     ),
     "verify": (
-        verify, "compare two folders; exit status 1 where they differ", "runs/dapo@120 out/int8 --logprobs t.txt",
+        verify,
+        "compare two folders; exit status 1 where they differ",
+        "runs/dapo@120 out/int8 --logprobs t.txt",
         VERIFY | HF,
     ),
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

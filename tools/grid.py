@@ -1,4 +1,5 @@
-"""A grid of runs: one recipe, some axes of overrides, some seeds. docs/evidence.md describes the file.
+"""A grid of runs: one recipe, some axes of overrides, some seeds. docs/evidence.md describes the
+file.
 
 `read` takes a grid file; a recipe with a list of corrections is a grid of one axis.
 """
@@ -65,25 +66,43 @@ class Grid:
             self._experiment(labels, seed)
             for seed in (seeds if self.seeds else [None])
             for labels in itertools.product(*self.axes.values())
-            if self._covers(chosen, labels) and not any(self._covers(one, labels) for one in self.leave_out)
+            if self._covers(chosen, labels)
+            and not any(self._covers(one, labels) for one in self.leave_out)
         ]
 
     def _covers(self, selection: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> bool:
-        return all(label in selection.get(axis, (label,)) for axis, label in zip(self.axes, labels, strict=True))
+        return all(
+            label in selection.get(axis, (label,))
+            for axis, label in zip(self.axes, labels, strict=True)
+        )
 
     def _experiment(self, labels: tuple[str, ...], seed: int | None) -> Experiment:
         name = "_".join([self.group, *labels, *([] if seed is None else [f"s{seed}"])])
-        overrides = [one for axis, label in zip(self.axes, labels, strict=True) for one in self.axes[axis][label]]
-        return Experiment(name, labels, seed, (*overrides, *([] if seed is None else [f"run.seed={seed}"])))
+        overrides = [
+            one
+            for axis, label in zip(self.axes, labels, strict=True)
+            for one in self.axes[axis][label]
+        ]
+        return Experiment(
+            name, labels, seed, (*overrides, *([] if seed is None else [f"run.seed={seed}"]))
+        )
 
 
 def tags(experiment: Experiment, axes: Mapping[str, object]) -> dict[str, str]:
     """For W&B: the labels of a run, in its environment."""
-    return {"WANDB_TAGS": ",".join(f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True))}
+    return {
+        "WANDB_TAGS": ",".join(
+            f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True)
+        )
+    }
 
 
-def of_corrections(recipe: Path, group: str, corrections: Sequence[str], seeds: Sequence[int]) -> Grid:
-    return Grid(group, recipe, {"correction": {name: [f"correction={name}"] for name in corrections}}, seeds)
+def of_corrections(
+    recipe: Path, group: str, corrections: Sequence[str], seeds: Sequence[int]
+) -> Grid:
+    return Grid(
+        group, recipe, {"correction": {name: [f"correction={name}"] for name in corrections}}, seeds
+    )
 
 
 def is_grid(path: Path) -> bool:
@@ -95,32 +114,44 @@ def is_grid(path: Path) -> bool:
 
 
 def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Grid:
-    """A grid file, all of whose mistakes are named at once. `group`, `seeds`: in the place of its own."""
+    """A grid file, all of whose mistakes are named at once. `group`, `seeds`: in the place of its
+    own.
+    """
     content = read_yaml(path.read_text(encoding="utf-8"))
     if found := list(_problems(content, path)):
         raise ConfigError("\n".join(f"{path}: {line}" for line in found))
-    reference, outliers = content.get("reference"), content.get("outliers")
+    reference = content.get("reference")
+    outliers = content.get("outliers")
     grid = Grid(
         group or path.stem,
         path.parent / content["base"],
         content["axes"],
         seeds or content.get("seeds", ()),
         [_selection(one) for one in content.get("leave_out") or ()],
-        {size: _selection(one, "seeds" if seeds else None) for size, one in (content.get("sizes") or {}).items()},
+        {
+            size: _selection(one, "seeds" if seeds else None)
+            for size, one in (content.get("sizes") or {}).items()
+        },
         tuple(reference[axis] for axis in content["axes"]) if reference else None,
         content.get("task"),
         Outliers(**outliers) if outliers else None,
     )
     if empty := next((size for size in SIZES if not grid.experiments(size)), None):
-        raise ConfigError(f"{path}: sizes.{empty}: leave_out and this choice leave no cell; take one of them back")
+        raise ConfigError(
+            f"{path}: sizes.{empty}: leave_out and this choice leave no cell; take one of them back"
+        )
     return grid
 
 
 def _listed(labels: Any) -> Sequence[str]:
-    return [labels] if isinstance(labels, str) else labels
+    if isinstance(labels, str):
+        return [labels]
+    return labels
 
 
-def _selection(given: Mapping[str, Any] | None, without: str | None = None) -> dict[str, Sequence[Any]]:
+def _selection(
+    given: Mapping[str, Any] | None, without: str | None = None
+) -> dict[str, Sequence[Any]]:
     return {axis: _listed(labels) for axis, labels in (given or {}).items() if axis != without}
 
 
@@ -131,7 +162,9 @@ def _problems(content: Any, path: Path) -> Iterator[str]:
     for key in content:
         if key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
-            yield f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"a grid has {', '.join(KEYS)}")
+            yield f"{key}: unknown key; " + (
+                f"did you mean {near[0]}?" if near else f"a grid has {', '.join(KEYS)}"
+            )
     axes = content.get("axes")
     if not _is_axes(axes):
         yield "axes: expected {axis: {label: [overrides]}}, such as {correction: {tis: [correction=tis]}}"
@@ -159,7 +192,9 @@ def _is_axes(axes: Any) -> bool:
 
 def _is_seeds(seeds: Any) -> bool:
     return (
-        isinstance(seeds, list) and all(type(one) is int and one >= 0 for one in seeds) and len({*seeds}) == len(seeds)
+        isinstance(seeds, list)
+        and all(type(one) is int and one >= 0 for one in seeds)
+        and len({*seeds}) == len(seeds)
     )
 
 
@@ -184,8 +219,15 @@ def _outliers(content: Mapping[str, Any]) -> Iterator[str]:
     given = content.get("outliers")
     if given is None:
         return
-    sizes = list(given.values()) if isinstance(given, Mapping) and set(given) == {"factor", "channels"} else []
-    if not all(type(size) is int and size > 0 for size in sizes) or not sizes or given["factor"].bit_count() != 1:
+    if isinstance(given, Mapping) and set(given) == {"factor", "channels"}:
+        sizes = list(given.values())
+    else:
+        sizes = []
+    if (
+        not all(type(size) is int and size > 0 for size in sizes)
+        or not sizes
+        or given["factor"].bit_count() != 1
+    ):
         yield f"outliers: {given!r}, expected such as {{factor: 64, channels: 2}}, the factor a power of two"
     elif content.get("task") is None:
         yield "outliers: they are put into a warm start's weights; name its task, such as task: counting"
@@ -193,7 +235,9 @@ def _outliers(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """`leave_out`, `sizes` and `reference` name labels that there are."""
-    left_out, sizes, reference = (content.get(key) or {} for key in ("leave_out", "sizes", "reference"))
+    left_out, sizes, reference = (
+        content.get(key) or {} for key in ("leave_out", "sizes", "reference")
+    )
     if reference and not (isinstance(reference, Mapping) and set(reference) == set(axes)):
         yield f"reference: {reference!r}, expected a label for each of {', '.join(axes)}"
     if left_out and not isinstance(left_out, list):
@@ -201,11 +245,18 @@ def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) 
     if not isinstance(sizes, Mapping):
         yield f"sizes: {sizes!r}, expected a choice for each of {', '.join(SIZES)}, such as {{subset: {{seeds: [1]}}}}"
         sizes = {}
-    named = [("reference", reference)] if isinstance(reference, Mapping) else []  # else it is told above
+    # else it is told above
+    if isinstance(reference, Mapping):
+        named = [("reference", reference)]
+    else:
+        named = []
     named += [(f"sizes.{size}", one) for size, one in sizes.items()]
     named += [("leave_out", one) for one in left_out] if isinstance(left_out, list) else []
     for place, one in named:
-        if not (isinstance(one or {}, Mapping) and all(isinstance(each, str | list) for each in (one or {}).values())):
+        if not (
+            isinstance(one or {}, Mapping)
+            and all(isinstance(each, str | list) for each in (one or {}).values())
+        ):
             yield f"{place}: {one!r}, expected labels by axis, such as {{{next(iter(axes))}: [...]}}"
             continue
         if place.startswith("sizes.") and place.removeprefix("sizes.") not in SIZES:
@@ -214,6 +265,9 @@ def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) 
             if axis == "seeds" and place.startswith("sizes."):
                 continue
             known = axes.get(axis)
-            unknown = [axis] if known is None else [label for label in _listed(labels) if label not in known]
+            if known is None:
+                unknown = [axis]
+            else:
+                unknown = [label for label in _listed(labels) if label not in known]
             if unknown:
                 yield f"{place}: {unknown[0]!r} is no {'axis' if known is None else f'label of {axis}'}"

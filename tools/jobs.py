@@ -25,14 +25,24 @@ def queue(
     options: argparse.Namespace,
     argv: Sequence[str],
 ) -> int:
-    """A job for each run, and one for the report after all of them. Nothing is queued where one is refused."""
-    script, given = str(options.slurm), shlex.split(options.sbatch)
+    """A job for each run, and one for the report after all of them. Nothing is queued where one is
+    refused.
+    """
+    script = str(options.slurm)
+    given = shlex.split(options.sbatch)
     if starts.missing(options.grid, options.root, seeds):
         words = shlex.join(["sbatch", "slurm/report.sh", *sys.argv[:1], *argv, "--starts"])
-        print(f"error: the warm starts are still to be made, in a job of their own: {words}", file=sys.stderr)
+        print(
+            f"error: the warm starts are still to be made, in a job of their own: {words}",
+            file=sys.stderr,
+        )
         return 2
     check_one = [sys.executable, "-m", "megatron_rl.workshop.planner.slurm", script]
-    if [run for run in left if subprocess.run([*check_one, *runs[run]], stdout=subprocess.DEVNULL).returncode]:
+    if [
+        run
+        for run in left
+        if subprocess.run([*check_one, *runs[run]], stdout=subprocess.DEVNULL).returncode
+    ]:
         return 2
     jobs: list[str] = []
     for experiment in left:
@@ -43,7 +53,8 @@ def queue(
         queued = re.search(r"^job (\d+) is queued", done.stdout, re.M)
         if done.returncode or queued is None:
             print(
-                f"error: {experiment.name} was not queued; queued are the jobs {' '.join(jobs) or 'none'}",
+                f"error: {experiment.name} was not queued; queued are the jobs "
+                f"{' '.join(jobs) or 'none'}",
                 file=sys.stderr,
             )
             return 1
@@ -52,6 +63,8 @@ def queue(
     words = [f"--dependency=afterany:{':'.join(jobs)}"] if jobs else []
     words += [f"--job-name={options.grid.group}_report", "--parsable", "slurm/report.sh"]
     words += [*sys.argv[:1], *argv, "--summary"]
-    done = subprocess.run(["bash", "-c", SBATCH, "sbatch", *words], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        ["bash", "-c", SBATCH, "sbatch", *words], stdout=subprocess.PIPE, text=True
+    )
     print(f"job {done.stdout.strip().partition(';')[0]}  {options.output}")
     return int(done.returncode != 0)

@@ -1,13 +1,16 @@
 """Published tables, or generated tasks, to one file for a run:
 
     python tools/prepare_data.py dapo_math_17k dapo-math-17k.parquet -o data/dapo_math/train.parquet
-    python tools/prepare_data.py math MATH/train --keep-between 0.2 0.8 --pass-rates rates.jsonl -o data/sanity.parquet
-    python tools/prepare_data.py reasoning_gym chain_sum --count 10000 -o data/chain_sum/train.parquet
+    python tools/prepare_data.py math MATH/train --keep-between 0.2 0.8 --pass-rates rates.jsonl -o
+    data/sanity.parquet
+    python tools/prepare_data.py reasoning_gym chain_sum --count 10000 -o
+    data/chain_sum/train.parquet
 
-Inputs are files or folders that are here already. What comes out has the columns `prompt` (text), `answer`,
-`data_source`, `question` (the prompt without an instruction) and `metadata` (JSON), one row for each prompt. Rows with
-one prompt are one row; prompts whose rows disagree on the answer are left out. Counts and a checksum are printed, and
-stand in the file's own metadata too; the same input gives the same checksum. `--show N` prints rows and writes nothing.
+Inputs are files or folders that are here already. What comes out has the columns `prompt` (text),
+`answer`, `data_source`, `question` (the prompt without an instruction) and `metadata` (JSON), one
+row for each prompt. Rows with one prompt are one row; prompts whose rows disagree on the answer are
+left out. Counts and a checksum are printed, and stand in the file's own metadata too; the same
+input gives the same checksum. `--show N` prints rows and writes nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +41,28 @@ with leaving_at_once():
     from megatron_rl.processes.process import run_script
 
 PIECE = 1024  # rows of a row group: what one draw has to decode
-SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "data_source", "question", "metadata")])
+SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("prompt", "answer", "data_source", "question", "metadata")]
+)
 INSTRUCTIONS = {
     "none": "{}",
     "answer_line": "{}\n\nThink step by step. The last line of your response must be: Answer: followed by the answer.",
     "boxed": "{}\n\nThink step by step, and put the final answer within \\boxed{...}.",
     "answer_tags": "{}\n\nGive the final answer between <answer> and </answer>.",
 }
-_KEPT = ("level", "type", "subject", "difficulty", "unique_id", "id", "ID", "url", "year", "source_dataset", "index")
+_KEPT = (
+    "level",
+    "type",
+    "subject",
+    "difficulty",
+    "unique_id",
+    "id",
+    "ID",
+    "url",
+    "year",
+    "source_dataset",
+    "index",
+)
 
 
 class Unusable(ValueError):
@@ -54,7 +71,9 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a published table says things: columns that may hold the question and the answer, the first that is there."""
+    """How a published table says things: columns that may hold the question and the answer, the
+    first that is there.
+    """
 
     questions: tuple[str, ...]
     answers: tuple[str, ...]
@@ -71,7 +90,9 @@ def after_hashes(solution: str) -> str:
 def whole_number(answer: str) -> str:
     """AIME's answers, some of which are published with leading zeros."""
     number = re.fullmatch(r"(\d+)(\.0+)?", answer.strip())
-    return (number[1].lstrip("0") or "0") if number else answer.strip()
+    if number:
+        return number[1].lstrip("0") or "0"
+    return answer.strip()
 
 
 def boxed(solution: str) -> str:
@@ -91,9 +112,15 @@ def boxed(solution: str) -> str:
 
 
 KINDS = {
-    "dapo_math_17k": Kind(("prompt",), ("reward_model.ground_truth", "label", "answer", "solution")),
-    "aime_2024": Kind(("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number),
-    "aime_2025": Kind(("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number),
+    "dapo_math_17k": Kind(
+        ("prompt",), ("reward_model.ground_truth", "label", "answer", "solution")
+    ),
+    "aime_2024": Kind(
+        ("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number
+    ),
+    "aime_2025": Kind(
+        ("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number
+    ),
     "gsm8k": Kind(("question",), ("answer",), after_hashes),
     "math": Kind(("problem", "question"), ("answer", "solution"), boxed),
     "math500": Kind(("problem", "question"), ("answer", "solution"), boxed),
@@ -116,11 +143,14 @@ class Tables:
 
     def question_and_answer(self, where: str, row: dict[str, Any]) -> tuple[str, str]:
         try:
-            question, answer = question_of(row, self.kind), self.kind.answer(text_of(row, self.kind.answers))
+            question = question_of(row, self.kind)
+            answer = self.kind.answer(text_of(row, self.kind.answers))
             if not question.strip() or not answer:
                 raise Unusable("an empty question or answer")
         except Unusable as error:
-            raise ConfigError(f"{where} has {error}; remove it, or name the kind of this table") from None
+            raise ConfigError(
+                f"{where} has {error}; remove it, or name the kind of this table"
+            ) from None
         return question, answer
 
     def metadata(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +210,8 @@ def pass_rates(path: str) -> dict[str, float]:
             rates[row["prompt"]] = float(row["pass_rate"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"--pass-rates: {rows.place(number)} lacks text in 'prompt' or a number in 'pass_rate' ({error})"
+                f"--pass-rates: {rows.place(number)} lacks text in 'prompt' or a number in "
+                f"'pass_rate' ({error})"
             ) from None
     return rates
 
@@ -189,20 +220,25 @@ class Prepared:
     """The rows that stay, counted. They are read twice: once to know which, once to write them."""
 
     def __init__(self, source: Tables | Generated, instruction: str) -> None:
-        self._source, self._instruction = source, instruction
+        self._source = source
+        self._instruction = instruction
         self.rates: Mapping[str, float] | None = None
         self.between = (0.0, 1.0)
         found = distinct(
             (question.encode(), answer.encode())
-            for question, answer in (source.question_and_answer(where, row) for where, row in source)
+            for question, answer in (
+                source.question_and_answer(where, row) for where, row in source
+            )
         )
-        self._kept, self._found = found.rows, found
+        self._kept = found.rows
+        self._found = found
         self.rows = self.written = self.outside = 0
         self._sum = hashlib.sha256()
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
         """In the order of SCHEMA."""
-        source, kept = self._source, chain(map(int, self._kept), [-1])
+        source = self._source
+        kept = chain(map(int, self._kept), [-1])
         awaited = next(kept)
         for self.rows, (where, row) in enumerate(source, 1):
             if self.rows - 1 != awaited:
@@ -228,10 +264,14 @@ class Prepared:
     def summary(self) -> dict[str, Any]:
         """Once all rows have been read."""
         return {
-            "kind": self._source.name, "rows": self.rows, "duplicates": self._found.duplicates,
-            "with_two_answers": self._found.conflicts, "outside_pass_rates": self.outside, "prompts": self.written,
+            "kind": self._source.name,
+            "rows": self.rows,
+            "duplicates": self._found.duplicates,
+            "with_two_answers": self._found.conflicts,
+            "outside_pass_rates": self.outside,
+            "prompts": self.written,
             "sha256": self._sum.hexdigest(),
-        }  # fmt: skip
+        }
 
 
 def source(options: argparse.Namespace) -> Tables | Generated:
@@ -254,39 +294,80 @@ def write(prepared: Prepared, path: Path) -> None:
         with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as file:
             rows = iter(prepared)
             while piece := list(islice(rows, PIECE)):
-                file.write_batch(pa.record_batch([list(column) for column in zip(*piece, strict=True)], schema=SCHEMA))
+                file.write_batch(
+                    pa.record_batch(
+                        [list(column) for column in zip(*piece, strict=True)], schema=SCHEMA
+                    )
+                )
             file.add_key_value_metadata({"prepared": json.dumps(prepared.summary())})
         if not prepared.written:
             raise ConfigError(f"no prompt is left to write ({prepared.summary()})")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=[*KINDS, "reasoning_gym"])
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or folders; for reasoning_gym names of tasks")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files or folders; for reasoning_gym names of tasks",
+    )
     parser.add_argument("-o", "--output", type=Path, help="the .parquet file to write")
-    parser.add_argument("--instruction", choices=INSTRUCTIONS, default="none", help="what is added to each question")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N rows and the counts, write nothing")
+    parser.add_argument(
+        "--instruction", choices=INSTRUCTIONS, default="none", help="what is added to each question"
+    )
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print N rows and the counts, write nothing",
+    )
     parser.add_argument("--pass-rates", metavar="FILE", help="rows with prompt and pass_rate")
-    parser.add_argument("--keep-between", nargs=2, type=float, metavar=("LOW", "HIGH"), help="of --pass-rates: 0.2 0.8")
+    parser.add_argument(
+        "--keep-between",
+        nargs=2,
+        type=float,
+        metavar=("LOW", "HIGH"),
+        help="of --pass-rates: 0.2 0.8",
+    )
     parser.add_argument("--count", type=int, default=1000, help="reasoning_gym: rows of each task")
-    parser.add_argument("--seed", type=int, default=1, help="reasoning_gym: another seed, other rows")
-    parser.add_argument("--options", default="{}", metavar="JSON", help="reasoning_gym: the task's own settings")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="reasoning_gym: another seed, other rows"
+    )
+    parser.add_argument(
+        "--options", default="{}", metavar="JSON", help="reasoning_gym: the task's own settings"
+    )
     options = parser.parse_args(arguments)
     if options.show < 1 and options.output is None:
         parser.error("name the file to write with -o, or look with --show 3")
     if options.output and options.output.suffix != ".parquet":
-        parser.error(f"--output {options.output}: Parquet is written; name a file that ends in .parquet")
+        parser.error(
+            f"--output {options.output}: Parquet is written; name a file that ends in .parquet"
+        )
     if options.keep_between and not options.pass_rates:
         parser.error("--keep-between: of which rates? name their file with --pass-rates")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     try:
         prepared = Prepared(source(options), INSTRUCTIONS[options.instruction])
         if options.pass_rates:
-            prepared.rates, prepared.between = pass_rates(options.pass_rates), tuple(options.keep_between or (0.2, 0.8))
+            prepared.rates = pass_rates(options.pass_rates)
+            prepared.between = tuple(options.keep_between or (0.2, 0.8))
         if options.show > 0:
             rows = iter(prepared)
             for row in islice(rows, options.show):
-                print(json.dumps(dict(zip(SCHEMA.names, row, strict=True)), ensure_ascii=False, indent=2))
+                print(
+                    json.dumps(
+                        dict(zip(SCHEMA.names, row, strict=True)), ensure_ascii=False, indent=2
+                    )
+                )
             for _ in rows:
                 pass
         else:

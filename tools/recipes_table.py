@@ -40,21 +40,28 @@ megatron-rl train recipes/dapo_fp8.yaml cluster=cpu
 how each part was proven.
 """
 GRIDS = (
-    "\n[first_comparison.yaml](first_comparison.yaml) is a grid of minutes, for whoever compares corrections first;\n"
-    "[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: [docs/evidence.md](../docs/evidence.md);\n"
-    "[one_arithmetic.yaml](one_arithmetic.yaml) one of the quickstart: "
-    "[docs/one_arithmetic.md](../docs/one_arithmetic.md).\n"
+    "\n[first_comparison.yaml](first_comparison.yaml) is a grid of minutes, for whoever compares "
+    "corrections first;\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: "
+    "[docs/evidence.md](../docs/evidence.md);\n[one_arithmetic.yaml](one_arithmetic.yaml) one of "
+    "the quickstart: [docs/one_arithmetic.md](../docs/one_arithmetic.md).\n"
 )
 BELOW = "\nThis page is written by `python tools/recipes_table.py`, and compared by a test.\n"
 COLUMNS = ("recipe", "model", "nodes x GPUs", "learner", "sampler", "weights", "correction", "run")
 
 
 def table() -> str:
-    real, toys = [], []
+    real = []
+    toys = []
     for path in sorted(path for path in RECIPES.glob("*.yaml") if not is_grid(path)):
         name, machine = cluster(path)
         (toys if name is None else real).append(_row(path, load(path), machine))
-    lines = [ABOVE, "## For GPUs\n", *_lines(real), "\n## Toys, on two cores without a GPU\n", *_lines(toys)]
+    lines = [
+        ABOVE,
+        "## For GPUs\n",
+        *_lines(real),
+        "\n## Toys, on two cores without a GPU\n",
+        *_lines(toys),
+    ]
     return "\n".join([*lines, GRIDS, BELOW])
 
 
@@ -63,10 +70,20 @@ def _lines(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
-    sampler, layout = config.sampler, Layout.from_config(config.learner)
-    axes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
+    sampler = config.sampler
+    layout = Layout.from_config(config.learner)
+    axes = (
+        ("TP", layout.tp),
+        ("PP", layout.pp),
+        ("CP", layout.cp),
+        ("EP", layout.ep),
+        ("DP", layout.dp),
+    )
     servers = f"{size(sampler)} servers of " if is_fleet(sampler) else ""
-    shared = ", in turns with the learner" if sampler.sleep != Sleep.none else ""
+    if sampler.sleep != Sleep.none:
+        shared = ", in turns with the learner"
+    else:
+        shared = ""
     shared += f", up to {config.rollout.ahead} ahead" if config.rollout.ahead else ""
     fp8 = ", learner FP8" if config.learner.megatron.get("fp8") else ""
     said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)
@@ -86,7 +103,10 @@ def _correction(config: Config) -> str:
     from megatron_rl.config.load import preset_name
 
     weight = config.correction.weight
-    return preset_name("correction", config.correction) or f"{weight.level} weight up to {weight.high:g}"
+    return (
+        preset_name("correction", config.correction)
+        or f"{weight.level} weight up to {weight.high:g}"
+    )
 
 
 if __name__ == "__main__":

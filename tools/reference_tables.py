@@ -1,4 +1,6 @@
-"""Prints tables of the docs: keys, metrics, alarms, other projects. `python tools/reference_tables.py metrics`."""
+"""Prints tables of the docs: keys, metrics, alarms, other projects. `python
+tools/reference_tables.py metrics`.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,24 @@ GROUPS: dict[str, str] = {
     "rollout": "What was generated.",
     "session": "With an environment: how the conversations went ([environments.md](environments.md)).",
     "rollout_corr": (
-        "How far the sampler and the learner disagree, and what the correction did about it. Names that verl also "
-        "has mean the same thing here. p and mu are the learner's and the sampler's logprob of a sampled token, "
-        "d = p - mu, rho = exp(d); A the advantage. Every exponent is clamped to [-20, 20]. With correction.anchor: "
-        "sampler only means over tokens are logged, with the policy's own logprob for p."
+        "How far the sampler and the learner disagree, and what the correction did about it. "
+        "Names that verl also has mean the same thing here. p and mu are the learner's and the "
+        "sampler's logprob of a sampled token, d = p - mu, rho = exp(d); A the advantage. Every "
+        "exponent is clamped to [-20, 20]. With correction.anchor: sampler only means over tokens "
+        "are logged, with the policy's own logprob for p."
     ),
     "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
     "optim": "The optimizer.",
     "update": (
-        "With learner.update_check: what a step's updates have gained on some rows of its own batch, and what is left "
-        "of it in the sampler's arithmetic ([corrections.md](corrections.md#what-is-left-of-an-update))."
+        "With learner.update_check: what a step's updates have gained on some rows of its own "
+        "batch, and what is left of it in the sampler's arithmetic "
+        "([corrections.md](corrections.md#what-is-left-of-an-update))."
     ),
     "router": "Mixtures of experts, with `learner.router=replay`: tokens go where the sampler has sent them.",
     "sync": "Handing the new weights to the sampler.",
     "time": (
-        "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do not overlap and "
-        "add up to it together with `time/other`."
+        "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do "
+        "not overlap and add up to it together with `time/other`."
     ),
     "perf": "Throughput.",
 }
@@ -49,11 +53,16 @@ def config() -> str:
         "",
         "*For whoever writes a recipe, or asks what a line of one does.*",
         "",
-        "Every key of a recipe: what it takes, what it is unless it is set, a value that it may have, what it does.",
-        "`null` in YAML is no value. `megatron-rl train RECIPE --explain optim.decay` says the same of one key (or of",
-        "a section), what it is in a recipe, and which file or override has set it; `--print-config` prints all keys",
-        "of a recipe, `--dry-run` what it changes of its base. Which recipes there are, and how one is made:",
-        "[recipes.md](recipes.md). Correction, advantage and loss at length: [corrections.md](corrections.md).",
+        "Every key of a recipe: what it takes, what it is unless it is set, a value that it may "
+        "have, what it does.",
+        "`null` in YAML is no value. `megatron-rl train RECIPE --explain optim.decay` says the "
+        "same of one key (or of",
+        "a section), what it is in a recipe, and which file or override has set it; "
+        "`--print-config` prints all keys",
+        "of a recipe, `--dry-run` what it changes of its base. Which recipes there are, and how "
+        "one is made:",
+        "[recipes.md](recipes.md). Correction, advantage and loss at length: "
+        "[corrections.md](corrections.md).",
         "Rules about several keys at once are said when they are broken.",
         "",
         "This page is generated from the comments, types and bounds in `megatron_rl/config/`:",
@@ -80,13 +89,23 @@ def metrics() -> str:
         "",
         "*For whoever reads a curve and asks what it is.*",
         "",
-        "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is generated from the table",
-        "in `megatron_rl/runs/metrics.py`: `python tools/reference_tables.py metrics > docs/metrics.md`.",
+        "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is "
+        "generated from the table",
+        "in `megatron_rl/runs/metrics.py`: `python tools/reference_tables.py metrics > "
+        "docs/metrics.md`.",
         "",
         "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",
     ]
     for group, about in GROUPS.items():
-        lines += ["", f"## {group}/", "", about, "", "| name | unit | parts | meaning |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {group}/",
+            "",
+            about,
+            "",
+            "| name | unit | parts | meaning |",
+            "|---|---|---|---|",
+        ]
         rows = (one for one in METRICS.values() if one.name.startswith(f"{group}/"))
         lines += [f"| `{one.name}` | {one.unit} | {one.reducer} | {one.meaning} |" for one in rows]
     return "\n".join(lines) + "\n"
@@ -98,7 +117,10 @@ def alarms() -> str:
     for alarm, rule in RULES.items():
         raised = f"{'below' if rule.below else 'above'} {_bounds(rule)}"
         lines.append(f"| `{alarm}` | {rule.looks_at} | {raised} | {rule.steps} |")
-    return "\n".join([*lines, "", *(f"- `{alarm}`: {rule.action}" for alarm, rule in RULES.items())]) + "\n"
+    return (
+        "\n".join([*lines, "", *(f"- `{alarm}`: {rule.action}" for alarm, rule in RULES.items())])
+        + "\n"
+    )
 
 
 def _bounds(rule: Rule) -> str:
@@ -152,9 +174,17 @@ def coming_from() -> str:
 
 
 def _project(rules: Table) -> str:
-    lines = ["", f"## {rules.project}", "", f"{rules.about[0].upper()}{rules.about[1:]} ({rules.version}).", ""]
+    lines = [
+        "",
+        f"## {rules.project}",
+        "",
+        f"{rules.about[0].upper()}{rules.about[1:]} ({rules.version}).",
+        "",
+    ]
     lines += ["| theirs | there by default | here |", "|---|---|---|"]
-    lines += [f"| {_names(row)} | {_said(row.default)} | {_here(row)} |" for row in rules.rows if row.to]
+    lines += [
+        f"| {_names(row)} | {_said(row.default)} | {_here(row)} |" for row in rules.rows if row.to
+    ]
     lines += ["", "No counterpart, where it is on:", ""]
     by_reason: dict[str, list[str]] = {}
     for row in rules.rows:
@@ -162,21 +192,33 @@ def _project(rules: Table) -> str:
             by_reason.setdefault(row.why, []).append(_names(row))
     lines += [f"- {', '.join(names)}: {why}" for why, names in by_reason.items()]
     lines += ["", "Not needed here:", ""]
-    lines += [f"- {why}: {', '.join(f'`{key}`' for key in keys)}" for why, keys in rules.not_needed.items()]
+    lines += [
+        f"- {why}: {', '.join(f'`{key}`' for key in keys)}"
+        for why, keys in rules.not_needed.items()
+    ]
     return "\n".join([*lines, ""])
 
 
 def _names(row: Row) -> str:
-    return f"`{row.theirs}`" + (f" (was {', '.join(f'`{one}`' for one in row.former)})" if row.former else "")
+    return f"`{row.theirs}`" + (
+        f" (was {', '.join(f'`{one}`' for one in row.former)})" if row.former else ""
+    )
 
 
 def _said(value: object) -> str:
-    return "" if value is None else f"`{as_written(value)}`"
+    if value is None:
+        return ""
+    return f"`{as_written(value)}`"
 
 
 def _here(row: Row) -> str:
-    ours = ", ".join(f"`{key}`" if not key.startswith("=") else shared()["facts"][key[1:]] for key in row.to)
-    words = [f"{as_written(key)} → {_word(value)}" for key, value in {**(row.words or {}), **row.instead}.items()]
+    ours = ", ".join(
+        f"`{key}`" if not key.startswith("=") else shared()["facts"][key[1:]] for key in row.to
+    )
+    words = [
+        f"{as_written(key)} → {_word(value)}"
+        for key, value in {**(row.words or {}), **row.instead}.items()
+    ]
     only = [f"with `{name}`" for name in (row.when, row.when_loss) if name] + (
         [f"without `{row.unless}`"] if row.unless else []
     )
@@ -185,12 +227,17 @@ def _here(row: Row) -> str:
 
 def _word(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key.removeprefix('=')}: {as_written(one)}" for key, one in value.items()) or "as it is"
+        return (
+            ", ".join(f"{key.removeprefix('=')}: {as_written(one)}" for key, one in value.items())
+            or "as it is"
+        )
     return as_written(value)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     tables = {"config": config, "metrics": metrics, "alarms": alarms, "coming_from": coming_from}
     parser.add_argument("table", choices=tables)
     sys.stdout.write(tables[parser.parse_args().table]())

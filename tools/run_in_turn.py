@@ -16,7 +16,9 @@ from pathlib import Path
 from megatron_rl.processes.process import STOP_AFTER_STEP, die_with_parent, hold, release
 
 STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
-NOT_STARTED, FINISHED, STOPPED = "not started", "finished", "stopped"
+NOT_STARTED = "not started"
+FINISHED = "finished"
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ def shares(cores: Sequence[int], jobs: int) -> list[frozenset[int]]:
 
 
 class Runner:
-    """Signals to this process stop the children first. Of several at a time each has its own cores, and says what it
-    has to say into a file of `logs`."""
+    """Signals to this process stop the children first. Of several at a time each has its own cores,
+    and says what it has to say into a file of `logs`.
+    """
 
     def __init__(self, train: Sequence[str], logs: Path, at_once: int = 1) -> None:
-        self._train, self._logs, self.at_once = list(train), logs, at_once
+        self._train = list(train)
+        self._logs = logs
+        self.at_once = at_once
         self._free = shares(sorted(os.sched_getaffinity(0)), at_once)
         self._children: list[_Child] = []
         self.interrupted = self.last = False
@@ -66,7 +71,8 @@ class Runner:
             while waiting and self._free and not (self.interrupted or self.last):
                 started(job := waiting.pop(0))
                 self._start(job)
-                if self.interrupted:  # the signal came while the child was being started; the others have heard of it
+                # the signal came while the child was being started; the others have heard of it
+                if self.interrupted:
                     self._children[-1].process.send_signal(signal.SIGINT)
             if self.interrupted:
                 self._wait_stopped()
@@ -80,14 +86,18 @@ class Runner:
 
     def log_of(self, name: str) -> Path | None:
         """Where a child of several speaks; one alone speaks to whoever started this process."""
-        return self._logs / f"{name}.log" if self.at_once > 1 else None
+        if self.at_once > 1:
+            return self._logs / f"{name}.log"
+        return None
 
     def told(self, job: Job) -> str:
         return job.name + (f"  its output: {log}" if (log := self.log_of(job.name)) else "")
 
     def _start(self, job: Job) -> None:
-        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop; it ends with this process
-        cores, parent = self._free.pop(0), os.getpid()
+        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop; it ends
+        # with this process
+        cores = self._free.pop(0)
+        parent = os.getpid()
         hold(STOP_AFTER_STEP)
         with ExitStack() as files:
             output = None

@@ -1,6 +1,7 @@
 """How large the tree is, against the bounds of tools/size.yaml: `make lint` runs it.
 
-python tools/size.py [--list]     exit status 1 where a bound is broken; --list names the largest files and functions
+python tools/size.py [--list]     exit status 1 where a bound is broken; --list names the largest
+files and functions
 """
 
 from __future__ import annotations
@@ -69,12 +70,15 @@ def modules(folder: Path) -> list[Module]:
 
 def leaves(section: object) -> int:
     """Keys of a configuration that hold a value."""
-    return sum(leaves(value) for value in section.values()) if isinstance(section, dict) and section else 1
+    if isinstance(section, dict) and section:
+        return sum(leaves(value) for value in section.values())
+    return 1
 
 
 def floors(found: list[Module]) -> tuple[dict[str, int], set[str]]:
-    """How deep the imports inside each room go, a module that imports none of its room being floor 1; and the modules
-    that import themselves by way of others of their room, those that only a type checker follows included.
+    """How deep the imports inside each room go, a module that imports none of its room being floor
+    1; and the modules that import themselves by way of others of their room, those that only a type
+    checker follows included.
     """
     rooms: dict[str, dict[str, set[str]]] = defaultdict(dict)
     for one in found:
@@ -89,7 +93,9 @@ def floors(found: list[Module]) -> tuple[dict[str, int], set[str]]:
         below = room[name] & room.keys() - {name}
         return 1 + max((height(other, room, (*above, name)) for other in below), default=0)
 
-    return {room: max(height(name, inside, ()) for name in inside) for room, inside in rooms.items()}, circles
+    return {
+        room: max(height(name, inside, ()) for name in inside) for room, inside in rooms.items()
+    }, circles
 
 
 def _imported(path: Path) -> Iterator[str]:
@@ -122,8 +128,14 @@ def measure() -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the largest files, longest functions, deepest rooms")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="name the largest files, longest functions, deepest rooms",
+    )
     listed = parser.parse_args().list
     written = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     bounds = written["bounds"]
@@ -139,7 +151,9 @@ def main() -> int:
         for one in sorted(package, key=lambda each: -each.lines)[:12]:
             print(f"{one.lines:>6}  {one.path.relative_to(ROOT)}")
         longest = [
-            (size, str(one.path.relative_to(ROOT)), name) for one in package for name, size in one.functions.items()
+            (size, str(one.path.relative_to(ROOT)), name)
+            for one in package
+            for name, size in one.functions.items()
         ]
         longest.sort(reverse=True)
         print("\n".join(f"{size:>6}  {path}: {name}" for size, path, name in longest[:8]))

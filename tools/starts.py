@@ -1,4 +1,6 @@
-"""Where the runs of a grid start: a task's data, and a supervised warm start for each seed, shared by all its runs."""
+"""Where the runs of a grid start: a task's data, and a supervised warm start for each seed, shared
+by all its runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def arguments(grid: Grid, root: Path, seed: int | None) -> list[str]:
     """Of the warm start that a seed begins with."""
     assert grid.task is not None
     name = _name(grid, seed)
-    words = [str(TASKS[grid.task].warm_start), f"run.name={name}", f"run.root={root}", "run.if_exists=resume"]
+    words = [
+        str(TASKS[grid.task].warm_start),
+        f"run.name={name}",
+        f"run.root={root}",
+        "run.if_exists=resume",
+    ]
     return [*words, *([] if seed is None else [f"run.seed={seed}"])]
 
 
@@ -39,7 +46,9 @@ def missing(grid: Grid, root: Path, seeds: Sequence[int | None]) -> list[int | N
     if grid.task is None:
         return []
     return [
-        seed for seed in seeds if not any((model_of(grid, root, seed) / name).is_file() for name in (SINGLE, INDEX))
+        seed
+        for seed in seeds
+        if not any((model_of(grid, root, seed) / name).is_file() for name in (SINGLE, INDEX))
     ]
 
 
@@ -47,7 +56,9 @@ def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) ->
     """Those that are missing; whether all are there then."""
     wanted = missing(grid, root, seeds)
     runs = [root / _name(grid, seed) for seed in wanted]
-    unfinished = {run.name: seed for run, seed in zip(runs, wanted, strict=True) if not _has_finished(run)}
+    unfinished = {
+        run.name: seed for run, seed in zip(runs, wanted, strict=True) if not _has_finished(run)
+    }
     outcomes = runner.run(
         [Job(name, arguments(grid, root, seed)) for name, seed in unfinished.items()],
         lambda job: print(f"[start] {runner.told(job)}", flush=True),
@@ -55,9 +66,17 @@ def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) ->
     for run, seed in zip(runs, wanted, strict=True):
         if not _has_finished(run):
             where = runner.log_of(run.name) or run / "logs"
-            print(f"{run.name}: the warm start did not finish, {outcomes[run.name]}; see {where}", flush=True)
+            print(
+                f"{run.name}: the warm start did not finish, {outcomes[run.name]}; see {where}",
+                flush=True,
+            )
         elif grid.outliers is not None:
-            with_outliers(RunDir(run).model, model_of(grid, root, seed), grid.outliers.factor, grid.outliers.channels)
+            with_outliers(
+                RunDir(run).model,
+                model_of(grid, root, seed),
+                grid.outliers.factor,
+                grid.outliers.channels,
+            )
     return not missing(grid, root, seeds)
 
 

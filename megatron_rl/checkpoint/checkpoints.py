@@ -1,10 +1,12 @@
-"""A run's checkpoint folders, which saver.py fills: lists, verifies, completes (manifest and name) and removes them.
+"""A run's checkpoint folders, which saver.py fills: lists, verifies, completes (manifest and name)
+and removes them.
 
 checkpoints/step_120/
   policy/           weights and optimizer: a torch_dist checkpoint
   ranks/            random states and measurements of each rank
   sync.safetensors  what the next sync builds on
-  checkpoint.json   written last: every other file with its size and checksum, and the driver's position
+  checkpoint.json   written last: every other file with its size and checksum, and the driver's
+                    position
 
 A folder gets its name when it is complete; what a killed run left is called `.step_120.partial`.
 """
@@ -24,13 +26,20 @@ import msgspec
 import xxhash
 
 from megatron_rl.checkpoint.torch_dist.index import read_index
-from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, LARGEST_HEAD, is_plain, read_saved_head
+from megatron_rl.checkpoint.torch_dist.pickled import (
+    DAMAGED,
+    LARGEST_HEAD,
+    is_plain,
+    read_saved_head,
+)
 from megatron_rl.config import ConfigError
 from megatron_rl.files import fsync, read_json, remove, write_whole
 from megatron_rl.models.weight_files import COMMON_FILE, stored_tensors
 
 MANIFEST = "checkpoint.json"
-POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
+POLICY = "policy"
+RANKS = "ranks"
+SYNC = "sync.safetensors"
 FORMAT = 1
 NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -81,14 +90,20 @@ def partial_of(root: Path, step: int) -> Path:
 
 def steps(root: Path) -> list[int]:
     """The steps of everything that calls itself a checkpoint, the newest first."""
-    found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    if root.is_dir():
+        found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()]
+    else:
+        found = []
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
 
 def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     """The last act of a save: the manifest, and the name. `files` are those of `digest`."""
     manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
-    write_whole(partial / MANIFEST, json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1))
+    write_whole(
+        partial / MANIFEST,
+        json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1),
+    )
     final = path_of(root, about["step"])
     remove(final)  # of an attempt that went on from an older one
     for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
@@ -131,7 +146,9 @@ def read(path: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Reads every byte and compares it with the manifest; then looks whether the tensors can be read."""
+    """Reads every byte and compares it with the manifest; then looks whether the tensors can be
+    read.
+    """
     found = read(path)
     for name, (size, checksum) in found.files.items():
         file = path / name
@@ -157,7 +174,8 @@ def look_into(found: Checkpoint) -> None:
     """ValueError or OSError where its tensors cannot be read, as far as headers and indexes say."""
     if not read_index(found.path / POLICY):
         raise ValueError(f"{found.path / POLICY} holds no tensors")
-    if os.path.lexists(common := found.path / POLICY / COMMON_FILE):  # whether the manifest lists it or not
+    # whether the manifest lists it or not
+    if os.path.lexists(common := found.path / POLICY / COMMON_FILE):
         _look_at_common(common)
     for name in (SYNC, *(name for name in found.files if name.startswith(f"{RANKS}/"))):
         if name not in found.files:
@@ -166,7 +184,9 @@ def look_into(found: Checkpoint) -> None:
 
 
 def _look_at_common(path: Path) -> None:
-    """ValueError where it may do harm: nothing here reads the file, but megatron-core's own load unpickles it."""
+    """ValueError where it may do harm: nothing here reads the file, but megatron-core's own load
+    unpickles it.
+    """
     try:
         if not path.is_file() or path.stat().st_size > 2 * LARGEST_HEAD:
             raise ValueError("it is no file, or larger than any that is written here")
@@ -179,7 +199,9 @@ def _look_at_common(path: Path) -> None:
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
-    """The checkpoints to go on from, the newest first. One that is torn is left where it is, and passed over."""
+    """The checkpoints to go on from, the newest first. One that is torn is left where it is, and
+    passed over.
+    """
     for step in steps(root):
         try:
             found = verify(path_of(root, step))
@@ -190,9 +212,13 @@ def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
 
 
 def prune(root: Path, keep_last: int, keep_every: int, metric: str | None) -> list[int]:
-    """Removes what is not among the last, at a step to keep, or the best by a metric. Returns the steps removed."""
+    """Removes what is not among the last, at a step to keep, or the best by a metric. Returns the
+    steps removed.
+    """
     present = steps(root)
-    kept = set(present[:keep_last]) | {step for step in present if keep_every and step % keep_every == 0}
+    kept = set(present[:keep_last]) | {
+        step for step in present if keep_every and step % keep_every == 0
+    }
     if best := best_of(root, metric):
         kept.add(best[0])
     removed = [step for step in present if step not in kept]
@@ -228,7 +254,9 @@ def best_of(root: Path, metric: str | None) -> tuple[int, float] | None:
 
 
 def _refuse_others(path: Path, name: str) -> None:
-    """ValueError for what is no file of the checkpoint's own: another folder's, a link, a device, a pipe."""
+    """ValueError for what is no file of the checkpoint's own: another folder's, a link, a device, a
+    pipe.
+    """
     plain = PurePosixPath(name)
     if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\0" in name:
         raise ValueError(f"{name[:200]!r} is no name of a file in {path}")

@@ -1,5 +1,7 @@
-"""Resuming a run: refuses changed keys or data, picks the newest whole checkpoint (before a gap in the records), cuts
-records back to its step and removes newer rollouts and checkpoints; saver.py loads the state."""
+"""Resuming a run: refuses changed keys or data, picks the newest whole checkpoint (before a gap in
+the records), cuts records back to its step and removes newer rollouts and checkpoints; saver.py
+loads the state.
+"""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +18,15 @@ from megatron_rl.files import open_regular, replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
-    *("run.root", "run.steps", "run.stop", "run.stop.", "run.if_exists", "run.resume_allow", "run.device"),
+    *(
+        "run.root",
+        "run.steps",
+        "run.stop",
+        "run.stop.",
+        "run.if_exists",
+        "run.resume_allow",
+        "run.device",
+    ),
     *(
         "run.hang_timeout_s",
         "log.",
@@ -28,9 +38,20 @@ MAY_CHANGE = (
         "reward.timeout_s",
     ),
     *("learner.tensor_parallel", "learner.offload"),
-    *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
+    *(
+        "learner.pipeline_parallel",
+        "learner.expert_parallel",
+        "learner.data_parallel",
+        "learner.megatron.",
+    ),
     *("learner.context_parallel", "learner.recompute"),
-    *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
+    *(
+        "learner.tokens_per_microbatch",
+        "sync.transport",
+        "sync.dir",
+        "sync.full_every",
+        "sync.verify_every",
+    ),
     *("sync.probe_budget", "sync.staged"),
 )
 FIXED = "learner.lora."  # what all of a run's checkpoints hold
@@ -38,16 +59,23 @@ NONE = "(none)"  # a key that one of two recipes does not have
 
 
 def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
-    """Raises where the recipe has changed in what the run has learnt with, unless the key is in run.resume_allow."""
-    before, after = read_file(recorded), read_yaml(resolved_yaml)
+    """Raises where the recipe has changed in what the run has learnt with, unless the key is in
+    run.resume_allow.
+    """
+    before = read_file(recorded)
+    after = read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
     defaults = dict(flatten(read_yaml(to_yaml(Config()))))
     found = [
         (key, old, new)
         for key, old, new in changes(before, after)
-        if not any(key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE)
+        if not any(
+            key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE
+        )
         and (key not in allowed or key.startswith(FIXED))
-        and not (old == NONE and new == defaults.get(key))  # a newer version's key, which changes nothing
+        and not (
+            old == NONE and new == defaults.get(key)
+        )  # a newer version's key, which changes nothing
     ]
     if found:
         listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
@@ -56,50 +84,68 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
         if any(key.startswith(FIXED) for key, *_ in found):
             hint = f". Other adapters than the checkpoints' need a run of their own ({FIXED}*)"
         raise ConfigError(
-            f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began with:\n{listed}\n"
-            f"Undo that{hint}"
+            f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began "
+            f"with:\n{listed}\nUndo that{hint}"
         )
 
 
-def refuse_other_data(recorded: str | None, found: str, allowed: Collection[str], where: str) -> None:
-    """Raises where the place in the order of prompts is one in other data. `recorded`: None in old checkpoints."""
+def refuse_other_data(
+    recorded: str | None, found: str, allowed: Collection[str], where: str
+) -> None:
+    """Raises where the place in the order of prompts is one in other data. `recorded`: None in old
+    checkpoints.
+    """
     if recorded not in (None, found) and "data.train" not in allowed:
         raise ConfigError(
-            f"data.train: prompts or answers in {where} are not those that the run has drawn from so far: some would "
-            "come twice, others never. Put the old rows back in their order, or go on from the same place in the new "
-            "ones: run.resume_allow=[data.train]"
+            f"data.train: prompts or answers in {where} are not those that the run has drawn from "
+            "so far: some would come twice, others never. Put the old rows back in their order, "
+            "or go on from the same place in the new ones: run.resume_allow=[data.train]"
         )
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of what differs. A key that the older version of the project did not have is new."""
-    before, after = dict(flatten(old)), dict(flatten(new))
+    """(key, old value, new value) of what differs. A key that the older version of the project did
+    not have is new.
+    """
+    before = dict(flatten(old))
+    after = dict(flatten(new))
     for key in sorted(before.keys() & after.keys()):
         if before[key] != after[key]:
             yield key, before[key], after[key]
     for key in sorted(before.keys() ^ after.keys()):
         section = key.rpartition(".")[0]
-        if any(each.rpartition(".")[0] == section for each in before):  # else a whole section is new
+        # else a whole section is new
+        if any(each.rpartition(".")[0] == section for each in before):
             yield key, before.get(key, NONE), after.get(key, NONE)
 
 
 def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; if the records have a gap before it (a full disk), the newest from before that."""
+    """The newest whole checkpoint; if the records have a gap before it (a full disk), the newest
+    from before that.
+    """
     newest = None
     for found in checkpoints.whole_ones(run / "checkpoints", note):
         missing = gap(run, found.step, found.said)
         if missing is None:
             return found
-        note(f"the records of {run} have a gap before the checkpoint of step {found.step}: {missing}")
+        note(
+            f"the records of {run} have a gap before the checkpoint of step {found.step}: {missing}"
+        )
         newest = newest or found
     if newest:
-        note(f"no checkpoint is from before the gap: the run goes on after step {newest.step}, and the gap stays")
+        note(
+            f"no checkpoint is from before the gap: the run goes on after step {newest.step}, and "
+            "the gap stays"
+        )
     return newest
 
 
 def gap(run: Path, step: int, said: bool = True) -> str | None:
     """The first line up to a step that is not there, of a file that is. `said`: as in `rewind`."""
-    for name, first, last in (("metrics.jsonl", 0, step if said else step - 1), ("ledger.jsonl", 1, step)):
+    for name, first, last in (
+        ("metrics.jsonl", 0, step if said else step - 1),
+        ("ledger.jsonl", 1, step),
+    ):
         path = run / name
         there = set(map(_step, _lines(path)))
         for wanted in range(first, last + 1) if there else ():
@@ -109,7 +155,9 @@ def gap(run: Path, step: int, said: bool = True) -> str | None:
 
 
 def rewind(run: Path, step: int, said: bool = True) -> None:
-    """The records as they were after a step; without its line of metrics, where that was not `said` before the save."""
+    """The records as they were after a step; without its line of metrics, where that was not `said`
+    before the save.
+    """
     _keep_lines(run / "metrics.jsonl", step if said else step - 1)
     _keep_lines(run / "ledger.jsonl", step)
     for path in (run / "rollouts").glob("step_*.parquet"):
@@ -137,7 +185,9 @@ def _step(line: bytes) -> float:
     """A torn line, or one without a step, belongs to none that is kept."""
     try:
         found = json.loads(line)
-        return int(found.get("progress/step", found.get("step"))) if line.endswith(b"\n") else float("inf")
+        if line.endswith(b"\n"):
+            return int(found.get("progress/step", found.get("step")))
+        return float("inf")
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return float("inf")
 

@@ -1,9 +1,10 @@
-"""Saver and loader of checkpoints, one on every rank: it copies the learner's and the weight sync's state into memory,
-and a thread writes the files while training goes on.
+"""Saver and loader of checkpoints, one on every rank: it copies the learner's and the weight sync's
+state into memory, and a thread writes the files while training goes on.
 
-Every rank calls the same methods at the same steps. All but weights and optimizer is saved as at the last
-`snapshot_rng_and_stats`: a step that is given up before its update leaves no trace. The thread rests where the learner
-needs the same cores. Once every rank's is done, rank 0 gives the folder its name.
+Every rank calls the same methods at the same steps. All but weights and optimizer is saved as at
+the last `snapshot_rng_and_stats`: a step that is given up before its update leaves no trace. The
+thread rests where the learner needs the same cores. Once every rank's is done, rank 0 gives the
+folder its name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from megatron_rl.processes.threads import Pace, in_thread
 ALIGNMENT = 64
 FAILED_SAVES = "progress/failed_saves"
 BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a device of its own
-_Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
+# this rank's own, its text, the sync's
+_Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]
 
 
 class SavedSync(Protocol):
@@ -67,7 +69,9 @@ class SavedLearner(Protocol):
 
 
 class Saver:
-    """The saving of one rank. A save that fails is reported and forgotten: run and older checkpoints go on."""
+    """The saving of one rank. A save that fails is reported and forgotten: run and older
+    checkpoints go on.
+    """
 
     def __init__(
         self,
@@ -77,8 +81,11 @@ class Saver:
         sync: SavedSync,
         note: Callable[[str], None],
     ) -> None:
-        self._root, self._section = root, section
-        self._learner, self._sync, self._note = learner, sync, note
+        self._root = root
+        self._section = section
+        self._learner = learner
+        self._sync = sync
+        self._note = note
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pending: _Save | None = None
         self._small: _Small | None = None
@@ -91,7 +98,10 @@ class Saver:
     def snapshot_rng_and_stats(self) -> None:
         """Weights and optimizer stay as they are until the next update: remember the rest."""
         if self._section.every or self._section.minutes:
-            self._small = *self._learner.own(), self._sync.state() if self._learner.is_driver else None
+            self._small = (
+                *self._learner.own(),
+                self._sync.state() if self._learner.is_driver else None,
+            )
 
     def begin(self, step: int, about: Mapping[str, Any]) -> None:
         """Copy everything, and start to write. `about`: what the run itself wants to know again."""
@@ -102,7 +112,12 @@ class Saver:
         if self._learner.is_driver:
             try:
                 remove(partial)
-                for folder in (partial, partial / POLICY, partial / RANKS):  # a run's directory that is gone stays so
+                # a run's directory that is gone stays so
+                for folder in (
+                    partial,
+                    partial / POLICY,
+                    partial / RANKS,
+                ):
                     folder.mkdir()
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -113,14 +128,17 @@ class Saver:
         if self._small is None:
             self.snapshot_rng_and_stats()
         assert self._small is not None
-        small, rank = self._small, self._learner.rank
+        small = self._small
+        rank = self._learner.rank
         pace = Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
 
         def write() -> dict[str, Any]:
             written = _write(partial, rank, blocks, small, pace)
             return written | {"seconds": time.monotonic() - begun - pace.rested}
 
-        self._pending = _Save(step, partial, self._learner.steps, about, pace, in_thread("checkpoint", write))
+        self._pending = _Save(
+            step, partial, self._learner.steps, about, pace, in_thread("checkpoint", write)
+        )
 
     @property
     def kept(self) -> str:
@@ -128,7 +146,9 @@ class Saver:
         if self.newest is not None:
             return f"the state after step {self.newest} is kept"
         asked = self._section.every or self._section.minutes
-        return "no state is kept" + ("" if asked else ": checkpoint.every and checkpoint.minutes are 0")
+        return "no state is kept" + (
+            "" if asked else ": checkpoint.every and checkpoint.minutes are 0"
+        )
 
     def settle(self, wait: bool = False) -> None:
         """All ranks: publish the save that is under way, once it is on disk everywhere."""
@@ -159,11 +179,18 @@ class Saver:
         """Into the learner and the sync, whatever layout wrote it."""
         try:
             self._load(found)
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:
             # whole by its checksums, so that no older one was taken instead
             raise TornCheckpoint(
-                f"{found.path} cannot be gone on from ({type(error).__name__}: {error}); move it away to go on from an "
-                "older one"
+                f"{found.path} cannot be gone on from ({type(error).__name__}: {error}); move it "
+                "away to go on from an older one"
             ) from error
 
     def _load(self, found: Checkpoint) -> None:
@@ -183,22 +210,36 @@ class Saver:
         self.settle(wait=True)
 
     def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:
-        write_index(save.partial / POLICY, [block for outcome in outcomes for block in outcome["written"]])
+        write_index(
+            save.partial / POLICY, [block for outcome in outcomes for block in outcome["written"]]
+        )
         files = {name: value for outcome in outcomes for name, value in outcome["files"].items()}
         for path in (save.partial / POLICY).iterdir():
             if (name := f"{POLICY}/{path.name}") not in files:
                 files[name] = list(checkpoints.digest(path))
-        about = {"step": save.step, "updates": save.updates, "layout": asdict(self._learner.layout), "files": files}
+        about = {
+            "step": save.step,
+            "updates": save.updates,
+            "layout": asdict(self._learner.layout),
+            "files": files,
+        }
         checkpoints.publish(save.partial, self._root, **about, **save.about)
-        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every, self._section.best)
+        checkpoints.prune(
+            self._root, self._section.keep_last, self._section.keep_every, self._section.best
+        )
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         self.metrics[FAILED_SAVES] = self.metrics.get(FAILED_SAVES, 0.0) + 1
         if self._learner.is_driver:
             remove(partial)
             kept = checkpoints.steps(self._root)
-            older = f"the newest one is of step {kept[0]}" if kept else "there is none yet"
-            self._note(f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}")
+            if kept:
+                older = f"the newest one is of step {kept[0]}"
+            else:
+                older = "there is none yet"
+            self._note(
+                f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}"
+            )
 
     def _copied(self, blocks: list[Block]) -> list[Block]:
         """The blocks' values, in memory that is used again for the next save."""
@@ -206,9 +247,14 @@ class Saver:
         if self._buffer.numel() < sum(sizes):
             pinned = self._learner.device.type != "cpu"
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        copied, at = [], 0
+        copied = []
+        at = 0
         for block, size in zip(blocks, sizes, strict=True):
-            room = self._buffer[at : at + block.tensor.nbytes].view(block.tensor.dtype).view(block.tensor.shape)
+            room = (
+                self._buffer[at : at + block.tensor.nbytes]
+                .view(block.tensor.dtype)
+                .view(block.tensor.shape)
+            )
             room.copy_(block.tensor, non_blocking=True)
             copied.append(Block(block.key, block.whole, block.offset, room))
             at += size
@@ -231,10 +277,14 @@ class _Save:
     def outcome(self) -> dict[str, Any]:
         """The part of this rank, once it is written, as the other ranks have to know it."""
         error = self.future.exception()
-        return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
+        if error is None:
+            return self.future.result()
+        return {"problem": f"{type(error).__name__}: {error}"}
 
 
-def _write(partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Pace) -> dict[str, Any]:
+def _write(
+    partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Pace
+) -> dict[str, Any]:
     """This rank's files; returns what the index and the manifest must know of them."""
     own, text, shared = small
     policy = partial / POLICY / f"rank_{rank}.distcp"

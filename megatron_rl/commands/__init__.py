@@ -1,4 +1,6 @@
-"""Commands of `megatron-rl`: each module adds one, and imports its implementation only when it is called."""
+"""Commands of `megatron-rl`: each module adds one, and imports its implementation only when it is
+called.
+"""
 
 import argparse
 import os
@@ -11,13 +13,19 @@ from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
 def workshop(module: str) -> ModuleType | None:
-    """A module of megatron_rl/workshop/; None where there is no workshop, which the core does without."""
-    return import_module(f"megatron_rl.workshop.{module}") if find_spec("megatron_rl.workshop") else None
+    """A module of megatron_rl/workshop/; None where there is no workshop, which the core does
+    without.
+    """
+    if find_spec("megatron_rl.workshop"):
+        return import_module(f"megatron_rl.workshop.{module}")
+    return None
 
 
 def recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction=icepop optim.lr=1e-6")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as correction=icepop optim.lr=1e-6"
+    )
 
 
 def folder_name(text: str) -> Path:

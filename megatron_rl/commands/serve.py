@@ -1,4 +1,6 @@
-"""Arguments and checks of `megatron-rl serve`: serve.py then runs a vLLM engine server for the fleet of another run."""
+"""Arguments and checks of `megatron-rl serve`: serve.py then runs a vLLM engine server for the
+fleet of another run.
+"""
 
 import argparse
 from typing import Any
@@ -9,13 +11,21 @@ from megatron_rl.config.schema import Format
 
 
 def add(commands: Any) -> None:
-    serve = commands.add_parser("serve", help="one server for the fleet of a run on another machine")
+    serve = commands.add_parser(
+        "serve", help="one server for the fleet of a run on another machine"
+    )
     recipe_arguments(serve)
     serve.add_argument(
-        "--host", default="127.0.0.1", help="the interface to listen on; 0.0.0.0: all (default: %(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="the interface to listen on; 0.0.0.0: all (default: %(default)s)",
     )
     serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--format", choices=list(map(str, Format)), help="default: quantization.format of the recipe")
+    serve.add_argument(
+        "--format",
+        choices=list(map(str, Format)),
+        help="default: quantization.format of the recipe",
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -29,5 +39,7 @@ def _serve(options: argparse.Namespace) -> int:
     detect(config.run.device)
     check_served(config.model)
 
-    settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
+    settings = EngineSettings.from_config(config).with_format(
+        Format(options.format or config.quantization.format)
+    )
     return serve(settings, config.model.folder, options.host, options.port)

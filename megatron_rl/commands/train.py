@@ -1,5 +1,7 @@
-"""`megatron-rl train`: checks a recipe, then runs it, with ranks that it starts or that srun or torchrun has started,
-in several attempts if asked; or prints its configuration, what one key is, or with --dry-run what it would do."""
+"""`megatron-rl train`: checks a recipe, then runs it, with ranks that it starts or that srun or
+torchrun has started, in several attempts if asked; or prints its configuration, what one key is, or
+with --dry-run what it would do.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     train = commands.add_parser("train", help="run a recipe")
     recipe_arguments(train)
-    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    train.add_argument("--explain", metavar="KEY", help="say what a key is here, who has set it, what else it could be")
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    train.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration and stop"
+    )
+    train.add_argument(
+        "--explain",
+        metavar="KEY",
+        help="say what a key is here, who has set it, what else it could be",
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the plan, write nothing"
+    )
     train.add_argument(
         "--on",
         metavar="NODESxGPUSxNAME-GIB-HOST",
@@ -43,7 +53,11 @@ def add(commands: Any) -> None:
         help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
     )
     train.add_argument(
-        "--attempts", type=int, default=1, metavar="N", help="start at most N times: a run that fails goes on by itself"
+        "--attempts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="start at most N times: a run that fails goes on by itself",
     )
     train.set_defaults(run=_train)
 
@@ -56,12 +70,17 @@ def _train(options: argparse.Namespace) -> int:
         print(explain(options.recipe, options.overrides, options.explain or "''"))
         return 0
     if options.on is not None and not options.dry_run:
-        raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+        raise ConfigError(
+            f"--on {options.on}: a machine to check for, not one to run on; add --dry-run"
+        )
     rewards_beside(options.recipe)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)
-    on = own(options.recipe, options.overrides) if options.on == "own" else options.on
+    if options.on == "own":
+        on = own(options.recipe, options.overrides)
+    else:
+        on = options.on
     plan_run(config, found, on, list(changes(options.recipe, options.overrides)))
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
@@ -74,21 +93,33 @@ def check_run(config: Config, found: Sequence[str] = ()) -> None:
     _check_place(config)
 
 
-def plan_run(config: Config, found: Sequence[str], on: str | None, changed: Sequence[str] = ()) -> None:
-    """Print what a run would do, here or on a machine that is only named. `changed`: what is not as in the base."""
+def plan_run(
+    config: Config, found: Sequence[str], on: str | None, changed: Sequence[str] = ()
+) -> None:
+    """Print what a run would do, here or on a machine that is only named. `changed`: what is not as
+    in the base.
+    """
     from megatron_rl.preflight.machine import named
 
     config, checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
         checked = replace(checked, notes=(*checked.notes, *_check_place(config, dry=True)))
     summary = workshop("planner.summary")
-    print(summary.describe(config, checked, changed) if summary else "checked: nothing prevents the run")
+    print(
+        summary.describe(config, checked, changed)
+        if summary
+        else "checked: nothing prevents the run"
+    )
 
 
 def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
-    """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
+    """Checks a configuration, then runs it; `found` are the problems that its file has by
+    itself.
+    """
     if attempts < 1 or (attempts > 1 and ranks != "local"):
-        raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
+        raise ConfigError(
+            f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again"
+        )
     config, checked = _checked(config, found, here=ranks == "local")
     first = ranks == "local" or _rank(ranks) == 0
     for note in (*checked.notes, *_check_place(config)) if first else ():
@@ -114,9 +145,13 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
 
 
 def report(config: Config, run: RunDir) -> str:
-    """Writes the report of a run that has ended, where there is a workshop; returns what there is to say of it."""
+    """Writes the report of a run that has ended, where there is a workshop; returns what there is
+    to say of it.
+    """
     after_run = workshop("reports.after_run")
-    return str(after_run.finish(run, config)) if after_run else ""
+    if after_run:
+        return str(after_run.finish(run, config))
+    return ""
 
 
 def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config, Checked]:
@@ -134,7 +169,8 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
     elif config.learner.undecided:
         level = Recompute.none
         if checked.machine.kind is Device.cuda:
-            level, said = Recompute.full, "learner.recompute=auto: full, as nothing here plans memory"
+            level = Recompute.full
+            said = "learner.recompute=auto: full, as nothing here plans memory"
         config = replace(config, learner=replace(config.learner, recompute=level))
     plan = workshop("planner.plan")
     if plan and (problems := plan.share_problems(config, *about)):
@@ -143,26 +179,35 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> tuple[Config
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:
-    """Refuse a starter that has started more or fewer processes than the learner's layout has places."""
+    """Refuse a starter that has started more or fewer processes than the learner's layout has
+    places.
+    """
     from megatron_rl.models.layout import Layout
 
-    name, world = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE", Layout.from_config(config.learner).world
+    name = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE"
+    world = Layout.from_config(config.learner).world
     if os.environ.get(name) != str(world):
         raise ConfigError(
-            f"--ranks {ranks}: {os.environ.get(name, f'no {name}')} processes, but the product of the learner's "
-            f"tensor, pipeline and data parallel sizes is {world}: ask for as many tasks, or change the sizes"
+            f"--ranks {ranks}: {os.environ.get(name, f'no {name}')} processes, but the product of "
+            f"the learner's tensor, pipeline and data parallel sizes is {world}: ask for as many "
+            "tasks, or change the sizes"
         )
 
 
 def _check_place(config: Config, dry: bool = False) -> list[str]:
-    """The data can be read, the run's directory is free, the rewards judge. Returns what there is to say of it."""
+    """The data can be read, the run's directory is free, the rewards judge. Returns what there is
+    to say of it.
+    """
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.rewards.pool import Unreachable, check_called
     from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
     notes, asked = check_datasets(config)
-    path, if_exists = Path(config.run.root) / str(config.run.name), config.run.if_exists
-    checks: list[Callable[[], str | None]] = [partial(check_run_dir, path, if_exists, to_yaml(config))]
+    path = Path(config.run.root) / str(config.run.name)
+    if_exists = config.run.if_exists
+    checks: list[Callable[[], str | None]] = [
+        partial(check_run_dir, path, if_exists, to_yaml(config))
+    ]
     if config.environment.name is None:  # else its sessions may have rewards of their own
         checks += [partial(check_called, *one) for one in asked]
     for check in checks:
@@ -178,5 +223,7 @@ def _check_place(config: Config, dry: bool = False) -> list[str]:
 def _rank(ranks: str) -> int:
     name, starter = ("SLURM_PROCID", "srun") if ranks == "slurm" else ("RANK", "torchrun")
     if name not in os.environ:
-        raise ConfigError(f"--ranks {ranks}: {name} is not set; start this under {starter}, or use --ranks local")
+        raise ConfigError(
+            f"--ranks {ranks}: {name} is not set; start this under {starter}, or use --ranks local"
+        )
     return int(os.environ[name])

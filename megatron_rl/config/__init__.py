@@ -1,5 +1,25 @@
-"""Every key, its type and bounds; recipes and overrides to one frozen Config. Needs no other room."""
+"""Every key, its type and bounds; recipes and overrides to one frozen Config. Needs no other
+room.
+"""
 
-from megatron_rl.config.load import ConfigError, all_keys, cluster, from_mapping, load, read, recorded_config, to_yaml
+from megatron_rl.config.load import (
+    ConfigError,
+    all_keys,
+    cluster,
+    from_mapping,
+    load,
+    read,
+    recorded_config,
+    to_yaml,
+)
 
-__all__ = ["ConfigError", "all_keys", "cluster", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
+__all__ = [
+    "ConfigError",
+    "all_keys",
+    "cluster",
+    "from_mapping",
+    "load",
+    "read",
+    "recorded_config",
+    "to_yaml",
+]

@@ -1,5 +1,7 @@
-"""Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)] = 1`), also of keys
-in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value as messages show it."""
+"""Bounds of configuration values, written in the key's type (`workers: Annotated[int, at_least(1)]
+= 1`), also of keys in maps for megatron-core and vLLM; shape.py applies them. `as_written`: a value
+as messages show it.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ class Bound:
 
 
 class Inside(dict[str, Bound]):
-    """Bounds of keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
+    """Bounds of keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is
+    theirs to say.
+    """
 
 
 def at_least(least: float, expected: str = "") -> Bound:
@@ -35,7 +39,9 @@ def above(floor: float, expected: str = "") -> Bound:
 
 
 def between(least: float, most: float, expected: str = "") -> Bound:
-    return expect(lambda value: least <= value <= most, expected or f"{least:g} or more, at most {most:g}")
+    return expect(
+        lambda value: least <= value <= most, expected or f"{least:g} or more, at most {most:g}"
+    )
 
 
 def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
@@ -57,14 +63,20 @@ def is_weight(value: Any) -> bool:
 def is_source(value: Any) -> bool:
     """A file, or several with a weight each."""
     if isinstance(value, Mapping):
-        return bool(value) and all(isinstance(path, str) and is_weight(weight) for path, weight in value.items())
+        return bool(value) and all(
+            isinstance(path, str) and is_weight(weight) for path, weight in value.items()
+        )
     return isinstance(value, str)
 
 
 def is_reward(value: Any) -> bool:
     """A name, or several with a weight each."""
     if isinstance(value, Mapping):
-        return bool(value) and all(isinstance(name, str) for name in value) and all(map(is_number, value.values()))
+        return (
+            bool(value)
+            and all(isinstance(name, str) for name in value)
+            and all(map(is_number, value.values()))
+        )
     return isinstance(value, str)
 
 
@@ -96,8 +108,8 @@ def is_folder_name(name: str) -> bool:
 
 FOLDER_NAME = Bound(
     is_folder_name,
-    "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the first character, "
-    f"at most {LONGEST_NAME} bytes",
+    "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the "
+    f"first character, at most {LONGEST_NAME} bytes",
     "names one folder",
 )
 SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
@@ -109,7 +121,9 @@ VLLM = Inside(
     kv_cache_memory_bytes=SIZE,
     max_model_len=SIZE,
     max_num_batched_tokens=SIZE,
-    gpu_memory_utilization=expect(lambda share: 0 < share <= 1, "a share of the memory, above 0 and at most 1"),
+    gpu_memory_utilization=expect(
+        lambda share: 0 < share <= 1, "a share of the memory, above 0 and at most 1"
+    ),
 )
 OPTIMIZER = Inside(
     bucket_size=SIZE,
@@ -132,13 +146,18 @@ Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
 Ranks = Annotated[int, between(1, 4096)]
 Samples = Annotated[int, between(1, 65536)]
-Seconds = Annotated[float, expect(lambda value: 0 < value <= WEEK_S, f"seconds: above 0, at most a week ({WEEK_S})")]
+Seconds = Annotated[
+    float, expect(lambda value: 0 < value <= WEEK_S, f"seconds: above 0, at most a week ({WEEK_S})")
+]
 Nucleus = Annotated[float, expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")]
 Coefficient = Annotated[float, need(lambda value: value >= 0, "use 0 or more")]
 Temperature = Annotated[float, between(0, 2, "0 (greedy) to 2")]
 Shape = Annotated[  # of vespo's weight
     list[float],
-    need(lambda shape: len(shape) == 2 and min(shape) > 0, "use two numbers above 0, a power and the rate of its fall"),
+    need(
+        lambda shape: len(shape) == 2 and min(shape) > 0,
+        "use two numbers above 0, a power and the rate of its fall",
+    ),
 ]
 Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0")]
 
@@ -148,5 +167,9 @@ def as_written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        return repr(value) if value in ("", "null") or value != value.strip() else value
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        if value in ("", "null") or value != value.strip():
+            return repr(value)
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -1,4 +1,6 @@
-"""Enums of keys that take one of a few words (format, estimator, ...) and of alarms; reads a recipe's alarm setting."""
+"""Enums of keys that take one of a few words (format, estimator, ...) and of alarms; reads a
+recipe's alarm setting.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.loss.table import LOSSES
 
-# `raise` and `continue` are Python keywords and cannot name a member; their values are what recipes write
+# `raise` and `continue` are Python keywords and cannot name a member; their values are what recipes
+# write
 
 ModelInit = StrEnum("ModelInit", ["pretrained", "random"])
 LongPrompts = StrEnum("LongPrompts", ["error", "drop"])
 Precision = StrEnum("Precision", ["bf16", "fp32"])
-OnNonFinite = StrEnum("OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_and_dump": "skip_and_dump"})
+OnNonFinite = StrEnum(
+    "OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_and_dump": "skip_and_dump"}
+)
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
 # interpolated: between sampler and policy, the nearer to the policy the staler the token (A-3PO)
 Anchor = StrEnum("Anchor", ["prox", "sampler", "interpolated"])
 Level = StrEnum("Level", ["none", "token", "sequence", "turn", "prefix"])
-# min: the token's own ratio times the smallest one before it, in place of the product of all before it
+# min: the token's own ratio times the smallest one before it, in place of the product of all before
+# it
 Aggregate = StrEnum("Aggregate", ["product", "geometric", "min"])
 Outside = StrEnum("Outside", ["truncate", "zero"])
 # mix: every weight w becomes 1 + a (w - 1), with one a in [0, 1] for the batch
@@ -29,15 +35,38 @@ TargetBy = StrEnum("TargetBy", ["cap", "mix"])
 # staleness: updates between the policy that wrote the token and the learner's
 Stat = StrEnum(
     "Stat",
-    ["ratio", "k1", "k2", "k3", "m2", "abs", "excess", "prob", "tv", "binary_kl", "binary_kl_max", "staleness"],
+    [
+        "ratio",
+        "k1",
+        "k2",
+        "k3",
+        "m2",
+        "abs",
+        "excess",
+        "prob",
+        "tv",
+        "binary_kl",
+        "binary_kl_max",
+        "staleness",
+    ],
 )
 # arithmetic: the plain mean of a ratio, whose mean is otherwise the geometric one
 Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min", "arithmetic"])
 # outward: only tokens that the update would move further from the sampler
 When = StrEnum("When", ["negative_advantage", "outward"])
-NonFinite = StrEnum("NonFinite", {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"})
+NonFinite = StrEnum(
+    "NonFinite",
+    {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"},
+)
 Reduction = StrEnum(
-    "Reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"]
+    "Reduction",
+    [
+        "token_mean",
+        "seq_mean_token_mean",
+        "seq_mean_token_sum",
+        "seq_mean_token_sum_norm",
+        "prompt_mean",
+    ],
 )
 Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
 TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
@@ -81,8 +110,10 @@ class Stale(StrEnum):
 
 
 class History(StrEnum):
-    template = "template"  # as the chat template writes the conversation: it forks where that changes what was said
-    append = "append"  # a turn goes on behind the exact tokens before it, even where the template would not have those
+    # as the chat template writes the conversation: it forks where that changes what was said
+    template = "template"
+    # a turn goes on behind the exact tokens before it, even where the template would not have those
+    append = "append"
 
 
 class Credit(StrEnum):
@@ -92,19 +123,22 @@ class Credit(StrEnum):
 
 
 class InFlight(StrEnum):
-    finish = "finish"  # answers that are begun end with the weights that they began with; the update waits
+    # answers that are begun end with the weights that they began with; the update waits
+    finish = "finish"
     continue_ = "continue"  # the update comes between two of their tokens
 
 
 class Cache(StrEnum):
-    rebuild = "rebuild"  # keys and values of what was written so far are computed again, with the new weights
+    # keys and values of what was written so far are computed again, with the new weights
+    rebuild = "rebuild"
     keep = "keep"  # they stay what the old weights made of them
 
 
 class Format(StrEnum):
     none = "none"  # BF16
     int8 = "int8"  # each output channel and each token with a scale of its own
-    int4 = "int4"  # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
+    # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
+    int4 = "int4"
     fp8 = "fp8"  # e4m3, scales as int8's
     fp8_block = "fp8_block"  # e4m3, a scale for each block of 128 x 128 weights
 
@@ -142,13 +176,16 @@ class Wandb(StrEnum):
 
 class Forward(StrEnum):
     bf16 = "bf16"  # plain layers, in learner.precision
-    as_sampler = "as_sampler"  # linear layers that the sampler holds quantized are computed as it computes them
+    # linear layers that the sampler holds quantized are computed as it computes them
+    as_sampler = "as_sampler"
 
 
 class Router(StrEnum):
     own = "own"  # the learner's routers choose
-    replay = "replay"  # tokens go to the experts that the sampler has chosen, with the weights of the learner's gate
-    replay_forward = "replay_forward"  # updates go where the learner's own pass before them has gone
+    # tokens go to the experts that the sampler has chosen, with the weights of the learner's gate
+    replay = "replay"
+    # updates go where the learner's own pass before them has gone
+    replay_forward = "replay_forward"
 
 
 class Transport(StrEnum):
@@ -181,9 +218,18 @@ def alarm_setting(value: Any) -> AlarmSetting | None:
         return AlarmSetting(stops=value == "stop")
     if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in ("warn", "stop"):
         ((action, bound),) = value.items()
-        return AlarmSetting(stops=action == "stop", bound=float(bound)) if _is_bound(bound) else None
-    return AlarmSetting(bound=float(value)) if _is_bound(value) else None
+        if _is_bound(bound):
+            return AlarmSetting(stops=action == "stop", bound=float(bound))
+        return None
+    if _is_bound(value):
+        return AlarmSetting(bound=float(value))
+    return None
 
 
 def _is_bound(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    )

@@ -1,42 +1,75 @@
-"""Rules that load.py applies to recipe keys of engines: formats, GPUs, vLLM arguments, transport, servers' addresses
-and key; and to the learner's that depend on them: as_sampler, router, update_check."""
+"""Rules that load.py applies to recipe keys of engines: formats, GPUs, vLLM arguments, transport,
+servers' addresses and key; and to the learner's that depend on them: as_sampler, router,
+update_check.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from megatron_rl.config.choices import Device, Format, Forward, Offload, Router, Transport
-from megatron_rl.config.fleet import KEY_VARIABLE, devices, distant, is_fleet, replica_formats, size, without_secret
+from megatron_rl.config.fleet import (
+    KEY_VARIABLE,
+    devices,
+    distant,
+    is_fleet,
+    replica_formats,
+    size,
+    without_secret,
+)
 from megatron_rl.config.objective import CorrectionConfig, LearnerSection, LossConfig
 from megatron_rl.config.prox_pass import makes_prox_pass
-from megatron_rl.config.sampling import QuantizationSection, RolloutSection, SamplerSection, SyncSection
+from megatron_rl.config.sampling import (
+    QuantizationSection,
+    RolloutSection,
+    SamplerSection,
+    SyncSection,
+)
 from megatron_rl.config.schema import RunSection
 
 SHORTEST_KEY = 16
 # what the sampler decides itself; `sampler.vllm` may set anything else
 OWNED_ARGUMENTS = frozenset(
     {
-        "model", "quantization", "load_format", "logprobs_mode", "max_logprobs",
-        "return_sampling_mask", "skip_tokenizer_init", "generation_config",
-        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls",
-        "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
+        "model",
+        "quantization",
+        "load_format",
+        "logprobs_mode",
+        "max_logprobs",
+        "return_sampling_mask",
+        "skip_tokenizer_init",
+        "generation_config",
+        "tensor_parallel_size",
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "api_key",
+        "host",
+        "port",
+        "uds",
+        "middleware",
+        "tokens_only",
+        "root_path",
     }
-)  # fmt: skip
+)
 
 
 def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Iterator[str]:
     smoothing = quantization.smoothing
     if smoothing and quantization.format != Format.int8:
         yield (
-            f"quantization.smoothing: {smoothing:g} with quantization.format={quantization.format}; only int8 "
-            "gains from it: set quantization.format=int8, or quantization.smoothing=null"
+            f"quantization.smoothing: {smoothing:g} with "
+            f"quantization.format={quantization.format}; only int8 gains from it: set "
+            "quantization.format=int8, or quantization.smoothing=null"
         )
     if sampler.tensor_parallel > 1 and Format.fp8_block in replica_formats(sampler, quantization):
         yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
 
 
 def as_sampler(
-    learner: LearnerSection, quantization: QuantizationSection, sampler: SamplerSection, run: RunSection
+    learner: LearnerSection,
+    quantization: QuantizationSection,
+    sampler: SamplerSection,
+    run: RunSection,
 ) -> Iterator[str]:
     if learner.forward is not Forward.as_sampler:
         return
@@ -45,11 +78,13 @@ def as_sampler(
         yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
     elif formats[0] == Format.fp8_block:
         yield "learner.forward: as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far; use bf16"
-    ours, theirs = learner.tensor_parallel, sampler.tensor_parallel
+    ours = learner.tensor_parallel
+    theirs = sampler.tensor_parallel
     if ours % theirs and theirs % ours:
         yield (
-            f"learner.forward: as_sampler with learner.tensor_parallel={ours} and sampler.tensor_parallel={theirs}: "
-            "one has to divide the other; use bf16, or change one of them"
+            f"learner.forward: as_sampler with learner.tensor_parallel={ours} and "
+            f"sampler.tensor_parallel={theirs}: one has to divide the other; use bf16, or change "
+            "one of them"
         )
     if run.device is Device.cuda:
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
@@ -69,25 +104,31 @@ def router(
     elif learner.router is Router.replay_forward:
         if not makes_prox_pass(correction, loss, learner, rollout):
             yield (
-                "learner.router: replay_forward: this recipe makes no pass before its updates whose choices they could "
-                "take; it does with correction.anchor=prox and several learner.n_minibatches, or use own"
+                "learner.router: replay_forward: this recipe makes no pass before its updates "
+                "whose choices they could take; it does with correction.anchor=prox and several "
+                "learner.n_minibatches, or use own"
             )
     elif not sampler.routed_experts:
         yield f"learner.router: {learner.router}: nobody tells the sampler's choices; set sampler.routed_experts=true"
     if learner.megatron.get("moe_aux_loss_coeff"):
         yield (
-            f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance loss counts the "
-            "routers' own choices, which nobody takes; use 0"
+            f"learner.router: {learner.router} with learner.megatron.moe_aux_loss_coeff: a balance "
+            "loss counts the routers' own choices, which nobody takes; use 0"
         )
     if learner.megatron.get("moe_router_fusion"):
         yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which asks nobody; use false"
 
 
 def update_check(
-    learner: LearnerSection, quantization: QuantizationSection, sampler: SamplerSection, rollout: RolloutSection
+    learner: LearnerSection,
+    quantization: QuantizationSection,
+    sampler: SamplerSection,
+    rollout: RolloutSection,
 ) -> Iterator[str]:
-    section, formats = learner.update_check, sorted({*replica_formats(sampler, quantization)})
-    key, refuse = f"learner.update_check.rows: {section.rows}", f"learner.update_check.refuse: {section.refuse}"
+    section = learner.update_check
+    formats = sorted({*replica_formats(sampler, quantization)})
+    key = f"learner.update_check.rows: {section.rows}"
+    refuse = f"learner.update_check.refuse: {section.refuse}"
     if section.refuse is not None and not section.rows:
         yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
     if section.refuse is not None and learner.offload is not Offload.none:
@@ -97,7 +138,8 @@ def update_check(
         f"with {', '.join(formats)}, the learner computes as samplers of int8 or of fp8 alone do": (
             formats not in (["int8"], ["fp8"])
         ),
-        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache != "none",
+        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache
+        != "none",
         "with learner.forward=as_sampler both gain the same": learner.forward is Forward.as_sampler,
     }
     yield from (f"{key}: {why}; use 0" for why, holds in why_not.items() if holds and section.rows)
@@ -106,8 +148,8 @@ def update_check(
 def patches(sync: SyncSection) -> Iterator[str]:
     if sync.full_every > 1 and sync.transport != Transport.file:
         yield (
-            f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches travel as files only: "
-            "use file, or 1 for whole versions"
+            f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches "
+            "travel as files only: use file, or 1 for whole versions"
         )
 
 
@@ -133,24 +175,29 @@ def addresses(sampler: SamplerSection) -> list[str]:
     """Addresses, and the key that they need."""
     fleet = sampler.fleet
     found = [
-        f"sampler.fleet.addresses: {without_secret(address)!r}: {problem}; write it like http://node7:8000"
+        f"sampler.fleet.addresses: {without_secret(address)!r}: {problem}; write it like "
+        "http://node7:8000"
         for address in fleet.addresses
         if (problem := _address_problem(address))
     ]
     if len(set(fleet.addresses)) < len(fleet.addresses):
-        found.append(f"sampler.fleet.addresses: {fleet.addresses} names a server twice; give each once")
-    key, elsewhere = os.environ.get(KEY_VARIABLE, ""), distant(sampler)
+        found.append(
+            f"sampler.fleet.addresses: {fleet.addresses} names a server twice; give each once"
+        )
+    key = os.environ.get(KEY_VARIABLE, "")
+    elsewhere = distant(sampler)
     if elsewhere and not key:
         found.append(
-            f"sampler.fleet.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} is not set in the "
-            "environment: whoever reaches the server could rewrite the model. Start the servers with a key and export "
-            "it under that name"
+            f"sampler.fleet.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} "
+            "is not set in the environment: whoever reaches the server could rewrite the model. "
+            "Start the servers with a key and export it under that name"
         )
     weak = len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key
     if fleet.addresses and key and weak:  # no other server is reached with this key
         found.append(
-            f"sampler.fleet.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, expected at least "
-            f"{SHORTEST_KEY} printable ones without spaces; `openssl rand -hex 32` makes one"
+            f"sampler.fleet.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, "
+            f"expected at least {SHORTEST_KEY} printable ones without spaces; `openssl rand -hex "
+            "32` makes one"
         )
     return found
 
@@ -161,30 +208,31 @@ def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
     if not is_fleet(sampler):
         if fleet.formats:
             yield (
-                f"sampler.fleet.formats: {fleet.formats} without servers; set sampler.fleet.replicas or addresses, "
-                "or remove it"
+                f"sampler.fleet.formats: {fleet.formats} without servers; set "
+                "sampler.fleet.replicas or addresses, or remove it"
             )
         return
     if fleet.addresses and fleet.servers and len(fleet.addresses) != fleet.servers:
         yield (
-            f"sampler.fleet.addresses: {len(fleet.addresses)} for sampler.fleet.servers={fleet.servers}; give one for "
-            "each, or leave servers at 0"
+            f"sampler.fleet.addresses: {len(fleet.addresses)} for "
+            f"sampler.fleet.servers={fleet.servers}; give one for each, or leave servers at 0"
         )
     if fleet.formats and len(fleet.formats) != size(sampler):
         yield (
-            f"sampler.fleet.formats: {len(fleet.formats)} formats for {size(sampler)} servers ({fleet.replicas} "
-            f"replicas and {size(sampler) - fleet.replicas} elsewhere); give one for each, or none to run "
-            "quantization.format everywhere"
+            f"sampler.fleet.formats: {len(fleet.formats)} formats for {size(sampler)} servers "
+            f"({fleet.replicas} replicas and {size(sampler) - fleet.replicas} elsewhere); give one "
+            "for each, or none to run quantization.format everywhere"
         )
     if sync.transport != Transport.file and len(set(fleet.formats)) > 1:
         yield (
-            f"sampler.fleet.formats: {fleet.formats} with sync.transport={sync.transport}, which sends the same bytes "
-            "to every engine; name one format, or use sync.transport=file"
+            f"sampler.fleet.formats: {fleet.formats} with sync.transport={sync.transport}, which "
+            "sends the same bytes to every engine; name one format, or use sync.transport=file"
         )
     if sync.transport == Transport.ipc and size(sampler) > fleet.replicas:
         yield (
-            "sync.transport: ipc shares memory within one host, and servers of sampler.fleet.addresses are not the "
-            "run's own; use nccl or file, or sampler.fleet.replicas alone"
+            "sync.transport: ipc shares memory within one host, and servers of "
+            "sampler.fleet.addresses are not the run's own; use nccl or file, or "
+            "sampler.fleet.replicas alone"
         )
 
 

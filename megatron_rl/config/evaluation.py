@@ -1,4 +1,6 @@
-"""Held-out sets of data.eval and eval.sets, resolved (file, sampling, reward, metrics); longest answer and sequence."""
+"""Held-out sets of data.eval and eval.sets, resolved (file, sampling, reward, metrics); longest
+answer and sequence.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,20 +26,28 @@ class HeldOut:
     @property
     def key(self) -> str:
         """The configuration key that names the file of this set."""
-        return f"eval.sets.{self.name}.path" if self.name else "data.eval"
+        if self.name:
+            return f"eval.sets.{self.name}.path"
+        return "data.eval"
 
     @property
     def prefix(self) -> str:
         """Prefix of the metrics of this set."""
-        return f"eval/{self.name}/" if self.name else "eval/"
+        if self.name:
+            return f"eval/{self.name}/"
+        return "eval/"
 
     @property
     def ks(self) -> list[int]:
         """Values of k for pass@k: powers of 2, and all samples. pass@1 is the accuracy."""
-        return sorted({1 << power for power in range(1, self.samples.bit_length())} | {self.samples} - {1})
+        return sorted(
+            {1 << power for power in range(1, self.samples.bit_length())} | {self.samples} - {1}
+        )
 
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that this set logs; maj@k only where its reward tells what it found in an answer."""
+        """Names of the metrics that this set logs; maj@k only where its reward tells what it found
+        in an answer.
+        """
         yield from (f"{self.prefix}{name}" for name in ("accuracy", "reward_mean"))
         yield from (f"{self.prefix}pass@{k}" for k in self.ks)
         yield from (f"{self.prefix}maj@{k}" for k in self.ks[-1:])
@@ -51,9 +61,13 @@ def held_out(config: Config) -> list[HeldOut]:
 
 
 def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
-    section, rollout = config.eval, config.rollout
+    section = config.eval
+    rollout = config.rollout
     samples = one.samples or section.samples
-    temperature = section.temperature if one.temperature is None else one.temperature
+    if one.temperature is None:
+        temperature = section.temperature
+    else:
+        temperature = one.temperature
     if temperature is None:
         temperature = rollout.temperature if samples > 1 else 0.0
     return HeldOut(
@@ -63,7 +77,9 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
         samples=samples,
         temperature=temperature,
         top_p=section.top_p if one.top_p is None else one.top_p,
-        max_tokens=one.max_response_tokens or section.max_response_tokens or rollout.max_response_tokens,
+        max_tokens=one.max_response_tokens
+        or section.max_response_tokens
+        or rollout.max_response_tokens,
         reward=config.reward if one.reward is None else replace(config.reward, name=one.reward),
     )
 

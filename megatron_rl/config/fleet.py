@@ -1,5 +1,7 @@
-"""Facts derived from a recipe's `sampler` section: how many servers (0: embedded engines), GPUs of each engine that the
-run starts, addresses off this machine, weight formats, sequences at once; and a phrase that describes it."""
+"""Facts derived from a recipe's `sampler` section: how many servers (0: embedded engines), GPUs of
+each engine that the run starts, addresses off this machine, weight formats, sequences at once; and
+a phrase that describes it.
+"""
 
 import ipaddress
 from collections import Counter
@@ -8,9 +10,11 @@ from urllib.parse import urlsplit
 from megatron_rl.config.choices import Format
 from megatron_rl.config.sampling import QuantizationSection, SamplerSection
 
-KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"  # of the environment: holds the key of servers given by address
+# of the environment: holds the key of servers given by address
+KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"
 MAX_SEQUENCES = 256  # decoded at once, where sampler.vllm.max_num_seqs names no other number
-HOST_CACHE_BYTES = 1 << 30  # of an engine without a GPU, where sampler.vllm.kv_cache_memory_bytes names no other
+# of an engine without a GPU, where sampler.vllm.kv_cache_memory_bytes names no other
+HOST_CACHE_BYTES = 1 << 30
 LOOPBACK = "127.0.0.1"
 
 
@@ -19,21 +23,29 @@ def is_fleet(sampler: SamplerSection) -> bool:
 
 
 def size(sampler: SamplerSection) -> int:
-    """How many servers, those included whose addresses are not known yet; 0: engines are embedded."""
+    """How many servers, those included whose addresses are not known yet; 0: engines are
+    embedded.
+    """
     return sampler.fleet.replicas + max(sampler.fleet.servers, len(sampler.fleet.addresses))
 
 
 def devices(sampler: SamplerSection) -> list[str]:
-    """The GPUs of each engine that the run starts, such as ["0,1", "2,3"]; empty where none are named."""
+    """The GPUs of each engine that the run starts, such as ["0,1", "2,3"]; empty where none are
+    named.
+    """
     given = sampler.devices
     if given is None or given == []:
         return []
-    texts = [str(one) for one in given] if isinstance(given, list) else [str(given)]
+    if isinstance(given, list):
+        texts = [str(one) for one in given]
+    else:
+        texts = [str(given)]
     if is_fleet(sampler):
         return texts
     if sampler.engines == 1:
         return [",".join(texts)]
-    gpus, each = ",".join(texts).split(","), sampler.tensor_parallel
+    gpus = ",".join(texts).split(",")
+    each = sampler.tensor_parallel
     return [",".join(gpus[at : at + each]) for at in range(0, len(gpus), each)]
 
 
@@ -43,11 +55,17 @@ def gpus_of_engines(sampler: SamplerSection) -> set[int]:
     if given:
         return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
     count = sampler.engines * sampler.tensor_parallel
-    return set(range(count)) if sampler.fleet.replicas or not is_fleet(sampler) else set()
+    if sampler.fleet.replicas or not is_fleet(sampler):
+        return set(range(count))
+    return set()
 
 
-def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
-    """The weight format of every engine: the started servers, then the given ones; one for all embedded ones."""
+def replica_formats(
+    sampler: SamplerSection, quantization: QuantizationSection
+) -> tuple[Format, ...]:
+    """The weight format of every engine: the started servers, then the given ones; one for all
+    embedded ones.
+    """
     fleet = sampler.fleet
     if not is_fleet(sampler):
         return (quantization.format,)
@@ -55,12 +73,18 @@ def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) 
 
 
 def local_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
-    """Those that machines of this kind have to run: servers that are given by address have machines of their own."""
+    """Those that machines of this kind have to run: servers that are given by address have machines
+    of their own.
+    """
     formats = replica_formats(sampler, quantization)
-    return formats[: sampler.fleet.replicas + sampler.fleet.servers] if is_fleet(sampler) else formats
+    if is_fleet(sampler):
+        return formats[: sampler.fleet.replicas + sampler.fleet.servers]
+    return formats
 
 
-def distinct_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
+def distinct_formats(
+    sampler: SamplerSection, quantization: QuantizationSection
+) -> tuple[Format, ...]:
     """What every sync has to produce, in a fixed order."""
     wanted = set(replica_formats(sampler, quantization))
     return tuple(format for format in Format if format in wanted)
@@ -75,11 +99,13 @@ def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection)
     formats = Counter(replica_formats(sampler, quantization))
     parallel = f"TP{sampler.tensor_parallel}"
     if not is_fleet(sampler):
-        several = f"{sampler.engines} engines of " if sampler.engines > 1 else ""
+        if sampler.engines > 1:
+            several = f"{sampler.engines} engines of "
+        else:
+            several = ""
         return f"{several}vLLM, format {quantization.format}, {parallel}"
-    return (
-        f"{sum(formats.values())} vLLM servers ({', '.join(f'{n} {f}' for f, n in formats.items())}), {parallel} each"
-    )
+    kinds = ", ".join(f"{count} {format}" for format, count in formats.items())
+    return f"{sum(formats.values())} vLLM servers ({kinds}), {parallel} each"
 
 
 def is_loopback(address: str) -> bool:
@@ -92,8 +118,12 @@ def is_loopback(address: str) -> bool:
 
 def distant(sampler: SamplerSection) -> list[str]:
     """Addresses off this machine, as messages may show them."""
-    return [without_secret(address) for address in sampler.fleet.addresses if not is_loopback(address)]
+    return [
+        without_secret(address) for address in sampler.fleet.addresses if not is_loopback(address)
+    ]
 
 
 def without_secret(address: str) -> str:
-    return address.rpartition("@")[2] if "@" in address else address
+    if "@" in address:
+        return address.rpartition("@")[2]
+    return address

@@ -1,8 +1,10 @@
-"""The layers that make up a recipe: its base files, presets, its cluster, the command line; merged, and who set what.
+"""The layers that make up a recipe: its base files, presets, its cluster, the command line; merged,
+and who set what.
 
-A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset (`correction: tis` is
-conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top. `cluster: 1n8g` puts
-conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts.
+A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset
+(`correction: tis` is conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other
+keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml below the keys of whoever names it; the
+last name counts.
 """
 
 import difflib
@@ -19,9 +21,18 @@ from megatron_rl.config.plain_yaml import CONF, DEEPEST, LARGEST_TEXT, MOST_NODE
 
 MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
-PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # a cluster's null takes one out
+# a cluster's null takes one out
+PASSED_THROUGH = (
+    ("learner", "megatron"),
+    ("optim", "megatron"),
+    ("sampler", "vllm"),
+)
 CLUSTER = "cluster"
-OTHERWISE = {CLUSTER: "", "model": "; or name a folder: model.path", "data": "; or name a file: data.train"}
+OTHERWISE = {
+    CLUSTER: "",
+    "model": "; or name a folder: model.path",
+    "data": "; or name a file: data.train",
+}
 MACHINE = "machine"  # of a cluster, as --on has it
 COMMAND_LINE = "the command line"
 
@@ -49,14 +60,20 @@ def of_overrides(overrides: Sequence[str]) -> list[Layer]:
 
 
 def _files(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """A file above its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
+    """A file above its bases. `read`: how many values each file had so far; `seen`: the files that
+    lead here.
+    """
     loaded = read_file(path, seen)  # first: a name that cannot be one is refused there
     if path.resolve() in [one.resolve() for one in seen]:
-        raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
+        raise ConfigError(
+            f"{path}: `base` leads back to the file itself; remove one of the two lines"
+        )
     read.append(n_values(loaded))
     if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
         most = f"{MOST_FILES} files or {MOST_NODES} values"
-        raise ConfigError(f"{(*seen, path)[0]}: more than {most} by way of `base`; build on fewer files")
+        raise ConfigError(
+            f"{(*seen, path)[0]}: more than {most} by way of `base`; build on fewer files"
+        )
     bases = loaded.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -67,19 +84,28 @@ def _files(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[Lay
 
 def naming(layers: Sequence[Layer]) -> Layer:
     """The last layer that names a cluster; an empty one, of no cluster, where none does."""
-    return next((layer for layer in reversed(layers) if CLUSTER in layer.content), Layer("", {CLUSTER: None}))
+    return next(
+        (layer for layer in reversed(layers) if CLUSTER in layer.content),
+        Layer("", {CLUSTER: None}),
+    )
 
 
 def _with_cluster(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """The layers less their clusters' names; the last named lies below the file, or the command line, that names it."""
+    """The layers less their clusters' names; the last named lies below the file, or the command
+    line, that names it.
+    """
     last = naming(layers)
     name = last.content[CLUSTER]
     for layer in layers:
         if name is not None and (layer is last or layer.where == last.where == COMMAND_LINE):
             keys = {key: value for key, value in cluster(name).items() if key != MACHINE}
-            yield Layer(f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", keys, is_cluster=True)
+            yield Layer(
+                f"conf/{CLUSTER}/{name}.yaml, named in {layer.where}", keys, is_cluster=True
+            )
             name = None
-        yield Layer(layer.where, {key: value for key, value in layer.content.items() if key != CLUSTER})
+        yield Layer(
+            layer.where, {key: value for key, value in layer.content.items() if key != CLUSTER}
+        )
 
 
 def merged(layers: Sequence[Layer]) -> dict[str, Any]:
@@ -95,7 +121,9 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[tuple[str, Any]]]:
-    """Key -> who sets it and to what, the last one deciding. `whole`: keys whose values are not looked into."""
+    """Key -> who sets it and to what, the last one deciding. `whole`: keys whose values are not
+    looked into.
+    """
     found: dict[str, list[tuple[str, Any]]] = {}
     for layer in _with_cluster(layers):
         _note_sources(found, layer.where, layer.content, whole)
@@ -103,7 +131,10 @@ def sources(layers: Sequence[Layer], whole: Collection[str]) -> dict[str, list[t
 
 
 def _note_sources(
-    found: dict[str, list[tuple[str, Any]]], where: str, content: Mapping[str, Any], whole: Collection[str]
+    found: dict[str, list[tuple[str, Any]]],
+    where: str,
+    content: Mapping[str, Any],
+    whole: Collection[str],
 ) -> None:
     for section, value in content.items():
         names, rest = _named_preset(section, value)
@@ -130,7 +161,10 @@ def n_values(node: Any) -> int:
 
 
 def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
+    if seen:
+        named = f"{seen[-1]}: base names {path}, but there is"
+    else:
+        named = f"{path}:"
     if not path.is_file():
         stems = {other.stem: other for other in path.parent.glob("*.yaml") if other.is_file()}
         near = difflib.get_close_matches(path.stem, stems, n=1)
@@ -143,7 +177,9 @@ def read_file(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
+        raise ConfigError(
+            f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`"
+        )
     return loaded
 
 
@@ -164,7 +200,9 @@ def _named_preset(section: str, value: Any) -> tuple[list[Any], Any]:
         return [], value
     if not isinstance(value, Mapping):
         return [value], {}
-    return [value["preset"]] if "preset" in value else [], {key: one for key, one in value.items() if key != "preset"}
+    return [value["preset"]] if "preset" in value else [], {
+        key: one for key, one in value.items() if key != "preset"
+    }
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,14 +217,19 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 def cluster(name: object) -> dict[str, Any]:
     layer = _preset(CLUSTER, name)
     if CLUSTER in layer or "base" in layer:
-        raise ConfigError(f"{CLUSTER}: conf/{CLUSTER}/{name}.yaml names another layer; write its keys there")
+        raise ConfigError(
+            f"{CLUSTER}: conf/{CLUSTER}/{name}.yaml names another layer; write its keys there"
+        )
     return layer
 
 
 def _preset(section: str, name: object) -> dict[str, Any]:
     presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
     if not isinstance(name, str) or name not in presets:
-        near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
+        if isinstance(name, str):
+            near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1)
+        else:
+            near = []
         hint = f"did you mean {near[0]}? " if near else ""
         kind = "cluster" if section == CLUSTER else "preset"
         ways_out = f"{hint}{kind}s are {', '.join(presets)}{OTHERWISE.get(section, '; or write a section of keys')}"
@@ -197,13 +240,17 @@ def _preset(section: str, name: object) -> dict[str, Any]:
 def _override(item: str) -> dict[str, Any]:
     key, _, text = item.partition("=")
     if not key or not text.strip():
-        raise ConfigError(f"{item!r}: an override is written section.key=value, with null for no value")
+        raise ConfigError(
+            f"{item!r}: an override is written section.key=value, with null for no value"
+        )
     try:
         value = read_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
     if key.count(".") > DEEPEST:
-        raise ConfigError(f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep")
+        raise ConfigError(
+            f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep"
+        )
     return nested(key, value)
 
 

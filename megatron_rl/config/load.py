@@ -1,5 +1,7 @@
-"""Loads recipes (`layers.py`), or what a run has recorded, into the typed Config; applies every rule of rules.py
-and engine_rules.py; writes one as YAML, tells who has set each key and how it differs from its base."""
+"""Loads recipes (`layers.py`), or what a run has recorded, into the typed Config; applies every
+rule of rules.py and engine_rules.py; writes one as YAML, tells who has set each key and how it
+differs from its base.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,16 +18,29 @@ from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, sound, without
 
-__all__ = ["CONF", "ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
+__all__ = [
+    "CONF",
+    "ConfigError",
+    "all_keys",
+    "from_mapping",
+    "load",
+    "read",
+    "recorded_config",
+    "to_yaml",
+]
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The typed configuration of a recipe with overrides applied; `run.name` defaults to the file's stem."""
+    """The typed configuration of a recipe with overrides applied; `run.name` defaults to the file's
+    stem.
+    """
     return _sound(*read(recipe, overrides))
 
 
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
+    """The configuration, and what the recipe alone shows to be wrong: those values stand at null or
+    their defaults.
+    """
     return _checked(layers.of_recipe(recipe, overrides), Path(recipe))
 
 
@@ -47,16 +62,23 @@ def sources(recipe: str | Path, overrides: Sequence[str] = ()) -> dict[str, list
 
 
 def changes(recipe: str | Path, overrides: Sequence[str] = ()) -> Iterator[str]:
-    """What a recipe's own file and the overrides make of its base, key by key; who did, where not that file."""
-    whole, by = layers.of_recipe(recipe, overrides), sources(recipe, overrides)
+    """What a recipe's own file and the overrides make of its base, key by key; who did, where not
+    that file.
+    """
+    whole = layers.of_recipe(recipe, overrides)
+    by = sources(recipe, overrides)
     own = whole[-1 - len(overrides)].where
     before, _ = _checked(whole[: -1 - len(overrides)], Path(recipe))
     after, _ = _checked(whole, Path(recipe))
-    old, new = flat(before), flat(after)
+    old = flat(before)
+    new = flat(after)
     for key in dict.fromkeys((*new, *old)):
         if new.get(key) != old.get(key):
             where = by[key][-1][0] if key in by else "its default"
-            where = "" if where == own else f" ({where.removesuffix(f', named in {own}')})"
+            if where == own:
+                where = ""
+            else:
+                where = f" ({where.removesuffix(f', named in {own}')})"
             yield f"{key} {write_line(new.get(key))}, was {write_line(old.get(key))}{where}"
 
 
@@ -79,7 +101,8 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     if "axes" in merged:
         raise ConfigError(
-            f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
+            f"{path}: `axes` make it a grid of runs, started by python "
+            f"tools/compare_corrections.py {path}"
         )
     run = merged.get("run", {})
     if isinstance(run, Mapping) and run.get("name") is None:
@@ -87,7 +110,11 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
     unreadable = list(misfits(merged, Config))
     if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
         rest = without(merged, unreadable)
-        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}, Config))}
+        merged = {
+            section: value
+            for section, value in rest.items()
+            if not any(misfits({section: value}, Config))
+        }
     config, found = check(_typed(merged))
     sections = {key_of(line).partition(".")[0] for line in unreadable}
     found = [line for line in found if not any(f"{section}." in line for section in sections)]
@@ -95,14 +122,21 @@ def _checked(given: Sequence[Layer], path: Path) -> tuple[Config, list[str]]:
 
 
 def check(config: Config) -> tuple[Config, list[str]]:
-    """The config with wrong values at null or their defaults, and all that the recipe alone shows to be wrong."""
+    """The config with wrong values at null or their defaults, and all that the recipe alone shows
+    to be wrong.
+    """
     config, wrong = sound(config)
     found = findings((*rules.RULES, *engine_rules.RULES), vars(config))
-    return config, [*wrong.values(), *(line for line in found if not any(key in line for key in wrong))]
+    return config, [
+        *wrong.values(),
+        *(line for line in found if not any(key in line for key in wrong)),
+    ]
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
+    """Typed and strict: unknown keys and values of the wrong type are refused with their full path,
+    all at once.
+    """
     resolved = _without_preset_names(mapping)
     found = list(misfits(resolved, Config))
     if found:
@@ -120,7 +154,9 @@ def _typed(mapping: Mapping[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration, which `from_mapping` reads back. A section that is what a preset says names it."""
+    """The resolved configuration, which `from_mapping` reads back. A section that is what a preset
+    says names it.
+    """
     mapping = asdict(config)
     for section in PRESET_SECTIONS:
         if name := preset_name(section, getattr(config, section)):
@@ -137,11 +173,15 @@ def preset_name(section: str, value: Any) -> str | None:
 
 
 def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop each section's `preset`: a resolved section already holds the values that it stands for."""
+    """Drop each section's `preset`: a resolved section already holds the values that it stands
+    for.
+    """
     resolved = dict(mapping)
     for section in PRESET_SECTIONS:
         if isinstance(resolved.get(section), Mapping):
-            resolved[section] = {key: value for key, value in resolved[section].items() if key != "preset"}
+            resolved[section] = {
+                key: value for key, value in resolved[section].items() if key != "preset"
+            }
     return resolved
 
 
@@ -150,13 +190,17 @@ def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return from_base(recorded(path), overrides, path)
 
 
-def from_base(base: Mapping[str, Any], overrides: Sequence[str] = (), path: Path = Path("overrides")) -> Config:
+def from_base(
+    base: Mapping[str, Any], overrides: Sequence[str] = (), path: Path = Path("overrides")
+) -> Config:
     """Overrides, presets included, over a mapping that is no recipe's file."""
     return _sound(*_checked([Layer(str(path), base), *layers.of_overrides(overrides)], path))
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """The mapping of a recorded configuration, without preset names and removed keys: a base for overrides."""
+    """The mapping of a recorded configuration, without preset names and removed keys: a base for
+    overrides.
+    """
     return known(_without_preset_names(layers.read_file(path)), Config)
 
 

@@ -1,43 +1,93 @@
-"""Typed dataclasses of the recipe sections correction, advantage, loss (docs/corrections.md), optim and learner."""
+"""Typed dataclasses of the recipe sections correction, advantage, loss (docs/corrections.md), optim
+and learner.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from megatron_rl.config.bounds import (  # isort: skip
-    OPTIMIZER, TRANSFORMER, Coefficient, Count, Positive, Ranks, Shape, Tau, above, at_least, between, need,
-)  # fmt: skip
+    OPTIMIZER,
+    TRANSFORMER,
+    Coefficient,
+    Count,
+    Positive,
+    Ranks,
+    Shape,
+    Tau,
+    above,
+    at_least,
+    between,
+    need,
+)
 from megatron_rl.config.choices import (  # isort: skip
-    Aggregate, Anchor, Decay, Divergence, Estimator, Forward, KlOn, KlTo, Level, LossName, NonFinite, Offload,
-    OnNonFinite, Outside, Precision, Recompute, Reduce, Reduction, Router, Stat, TargetBy, TrustRegion, When,
-)  # fmt: skip
+    Aggregate,
+    Anchor,
+    Decay,
+    Divergence,
+    Estimator,
+    Forward,
+    KlOn,
+    KlTo,
+    Level,
+    LossName,
+    NonFinite,
+    Offload,
+    OnNonFinite,
+    Outside,
+    Precision,
+    Recompute,
+    Reduce,
+    Reduction,
+    Router,
+    Stat,
+    TargetBy,
+    TrustRegion,
+    When,
+)
 
 ALL_LINEAR = "all-linear"
 RECOMPUTE = "recompute_"  # how fields of TransformerConfig begin that say what is recomputed
 RECOMPUTED: dict[Recompute, dict[str, Any]] = {
     Recompute.selective: {"recompute_granularity": "selective"},
-    Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    Recompute.full: {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
 @dataclass(frozen=True)
 class WeightConfig:
-    level: Level = Level.token  # whose ratio of learner and sampler weighs a token: its own, or one that it shares
+    # whose ratio of learner and sampler weighs a token: its own, or one that it shares
+    level: Level = Level.token
     aggregate: Aggregate = Aggregate.product  # how the ratios of several tokens make one
     outside: Outside = Outside.truncate  # what becomes of a weight beyond low or high
     # smallest weight, such as 0.5; null: none
     low: Annotated[
-        float | None, need(lambda low: low >= 0, "ratios are never negative; use 0 or more, or null for no lower bound")
+        float | None,
+        need(
+            lambda low: low >= 0,
+            "ratios are never negative; use 0 or more, or null for no lower bound",
+        ),
     ] = None
     # largest weight, such as 4; null: none
-    high: Annotated[float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")] = 2.0
-    # effective sample size of a batch for which target_by is solved, such as 0.95; null: the cap is high
+    high: Annotated[
+        float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")
+    ] = 2.0
+    # effective sample size of a batch for which target_by is solved, such as 0.95; null: the cap is
+    # high
     target_ess: Annotated[
-        float | None, need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1")
+        float | None,
+        need(
+            lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1"
+        ),
     ] = None
     target_by: TargetBy = TargetBy.cap  # what is solved for target_ess
     normalize: bool = False  # weights are divided by their mean over the batch
     when: When | None = None  # weighs only there, 1 elsewhere
-    current: bool = False  # of the policy as it is at each update, not as it was before the batch's first
+    # of the policy as it is at each update, not as it was before the batch's first
+    current: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +102,8 @@ class RejectRule:
     low: float | None = None  # smallest value that stays, such as 0.99; null: no bound
     high: float | None = None  # largest value that stays, such as 1.01; null: no bound
     when: When | None = None  # judges only there; null: everywhere
-    budget: float | None = None  # in place of bounds: the mean that survivors may have, such as 1.02; the worst leave
+    # in place of bounds: the mean that survivors may have, such as 1.02; the worst leave
+    budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +113,14 @@ class CorrectionConfig:
     # rules, all of which a token has to pass, such as [{level: token, stat: ratio, high: 5}]
     reject: list[RejectRule] = field(default_factory=list)
     rebaseline: bool = True  # advantages compare the answers that rules have left
-    weigh_baseline: bool = False  # grpo, dr_grpo: the baseline of least variance, of rewards weighed by squared weights
-    renormalize: bool = True  # the loss is divided by the tokens that rules have left; false: by all
+    # grpo, dr_grpo: the baseline of least variance, of rewards weighed by squared weights
+    weigh_baseline: bool = False
+    # the loss is divided by the tokens that rules have left; false: by all
+    renormalize: bool = True
     # optim.lr is multiplied by the effective sample size to this power; 0.5 for Adam (VCPO)
     step_power: Annotated[float, between(0, 1)] = 0.0
-    non_finite: NonFinite = NonFinite.drop  # what becomes of a token whose sampler logprob is no number
+    # what becomes of a token whose sampler logprob is no number
+    non_finite: NonFinite = NonFinite.drop
 
 
 @dataclass(frozen=True)
@@ -79,45 +133,58 @@ class LossConfig:
     name: LossName = "ppo"  # the formula
     clip_low: Coefficient = 0.2  # how far below 1 a ratio may go
     clip_high: Coefficient = 0.28  # how far above 1 a ratio may go
-    # ppo family: the most that a wrong answer's token may cost, in advantages, such as 3; null: no limit
+    # ppo family: the most that a wrong answer's token may cost, in advantages, such as 3; null: no
+    # limit
     dual_clip: Annotated[
-        float | None, need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
+        float | None,
+        need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1"),
     ] = None
     absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
     # ppo, cispo: whose ratio is clipped
     level: Level = field(default=Level.token, metadata={"choices": tuple(Level)[1:]})
-    aggregate: Aggregate = Aggregate.product  # ppo, cispo: how the ratios of several tokens make one
-    # the clip of a row's t-th token is the power t^clip_growth of the first one's; 0.5 for products of prefixes (CTPO)
+    # ppo, cispo: how the ratios of several tokens make one
+    aggregate: Aggregate = Aggregate.product
+    # the clip of a row's t-th token is the power t^clip_growth of the first one's; 0.5 for products
+    # of prefixes (CTPO)
     clip_growth: Annotated[float, between(-1, 1)] = 0.0
-    # the clip's upper bound is divided by what correction.weight.high left of a token's weight (QuRL)
+    # the clip's upper bound is divided by what correction.weight.high left of a token's weight
+    # (QuRL)
     clip_by_weight: bool = False
-    tau_positive: Tau = 1.0  # sapo: the gate's temperature where the advantage is above 0; larger is narrower
+    # sapo: the gate's temperature where the advantage is above 0; larger is narrower
+    tau_positive: Tau = 1.0
     tau_negative: Tau = 1.05  # sapo: the same where it is not
-    trust_region: TrustRegion = TrustRegion.total_variation  # dppo: what is bounded by clip_low and clip_high
-    # dppo: the mean distance that a row's tokens may have so far, above which the next ones may have less, such as 0.02
-    # (CPPO); null: none
+    # dppo: what is bounded by clip_low and clip_high
+    trust_region: TrustRegion = TrustRegion.total_variation
+    # dppo: the mean distance that a row's tokens may have so far, above which the next ones may
+    # have less, such as 0.02 (CPPO); null: none
     prefix_budget: Annotated[float | None, above(0)] = None
-    late_weight: Annotated[float, between(0, 1)] = 1.0  # with prefix_budget: what a row's last token counts
+    # with prefix_budget: what a row's last token counts
+    late_weight: Annotated[float, between(0, 1)] = 1.0
     # clip_cov, kl_cov: share of tokens that are selected
     cov_fraction: Annotated[
-        float, need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")
+        float,
+        need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1"),
     ] = 2e-4
     cov_low: float = 1.0  # clip_cov: lower end of the band of covariances to draw from
     cov_high: float = 5.0  # clip_cov: its upper end
-    cov_kl_coef: Coefficient = 1.0  # kl_cov: what selected tokens pay for a nat of distance from the anchor
+    # kl_cov: what selected tokens pay for a nat of distance from the anchor
+    cov_kl_coef: Coefficient = 1.0
     # vespo: power and rate of the soft weight where the advantage is 0 or more
     gamma_positive: Shape = field(default_factory=lambda: [2.0, 3.0])
     gamma_negative: Shape = field(default_factory=lambda: [3.0, 2.0])  # vespo: the same below 0
-    reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
+    # null: token_mean, and seq_mean_token_mean for gspo and gmpo
+    reduction: Reduction | None = None
     kl_coef: Coefficient = 0.0  # of the KL penalty; 0: none, and no reference is loaded
-    # from the policy to the reference; or, as the sampler has written the tokens, from it or the anchor to the policy
+    # from the policy to the reference; or, as the sampler has written the tokens, from it or the
+    # anchor to the policy
     kl_to: KlTo = KlTo.reference
     kl_estimator: Divergence = Divergence.k3  # how the KL is estimated from a sampled token
-    # weighs the reference's by pi / anchor up to this, for the gradient of KL(pi || reference) itself, such as 100;
-    # null: no weight
+    # weighs the reference's by pi / anchor up to this, for the gradient of KL(pi || reference)
+    # itself, such as 100; null: no weight
     kl_cap: Annotated[float | None, above(0)] = None
     entropy_coef: float = 0.0  # of the bonus for entropy
-    kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
+    # tokens of KL and entropy: those trained on, or rejected ones that are counted too
+    kl_on: KlOn = KlOn.trained
 
     @property
     def needs_reference(self) -> bool:
@@ -130,7 +197,8 @@ class OptimSection:
     min_lr: Annotated[float, at_least(0)] = 0.0  # where a decay ends, at run.steps
     warmup_steps: Count = 10  # updates until lr is reached
     decay: Decay = Decay.constant  # the learning rate's way down from there
-    # fields of megatron-core's OptimizerConfig and DistributedDataParallelConfig, such as {weight_decay: 0.1}
+    # fields of megatron-core's OptimizerConfig and DistributedDataParallelConfig, such as
+    # {weight_decay: 0.1}
     megatron: Annotated[dict[str, Any], OPTIMIZER] = field(default_factory=dict)
 
 
@@ -138,18 +206,25 @@ class OptimSection:
 class UpdateCheckSection:
     """Whether an update makes the quantized sampler better, too (docs/corrections.md)."""
 
-    rows: Count = 0  # of the batch, passed again after each step's updates, by the learner and as the sampler; 0: none
-    # steps are taken back where the sampler's gain is so many standard errors below 0, the learner's above; null: none
+    # of the batch, passed again after each step's updates, by the learner and as the sampler; 0:
+    # none
+    rows: Count = 0
+    # steps are taken back where the sampler's gain is so many standard errors below 0, the
+    # learner's above; null: none
     refuse: Annotated[float | None, above(0)] = None
 
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Adapters that are trained in place of the model, and merged into it at every sync (docs/lora.md)."""
+    """Adapters that are trained in place of the model, and merged into it at every sync
+    (docs/lora.md).
+    """
 
-    rank: Annotated[int, between(0, 1024)] = 0  # of each adapter; 0: there are none, the whole model is trained
+    # of each adapter; 0: there are none, the whole model is trained
+    rank: Annotated[int, between(0, 1024)] = 0
     alpha: Annotated[float, above(0)] = 32.0  # what an adapter adds is multiplied by alpha / rank
-    # linear layers as config.json's family names them, such as [q_proj, v_proj]; all-linear: all but router and head
+    # linear layers as config.json's family names them, such as [q_proj, v_proj]; all-linear: all
+    # but router and head
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
 
 
@@ -158,34 +233,48 @@ class LearnerSection:
     tensor_parallel: Ranks = 1  # ranks that share each layer
     pipeline_parallel: Ranks = 1  # stages of layers
     expert_parallel: Ranks = 1  # ranks that share the experts
-    context_parallel: Ranks = 1  # ranks that share each sequence, for answers longer than one can hold
+    # ranks that share each sequence, for answers longer than one can hold
+    context_parallel: Ranks = 1
     data_parallel: Annotated[int, between(1, 65536)] = 1  # replicas of the learner
     precision: Precision = Precision.bf16  # of weights, and of what layers compute
     forward: Forward = Forward.bf16  # how linear layers are computed
     router: Router = Router.own  # who chooses the experts of a token: docs/one_arithmetic.md
-    tokens_per_microbatch: Positive = 8192  # answers are packed up to so many; fewer take less memory
+    # answers are packed up to so many; fewer take less memory
+    tokens_per_microbatch: Positive = 8192
     n_minibatches: Positive = 1  # updates for each batch
     # what a loss or a gradient that is no number does (docs/survival.md)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
     update_check: UpdateCheckSection = field(default_factory=UpdateCheckSection)
     lora: LoraSection = field(default_factory=LoraSection)
-    # what backward computes again, so that a forward pass need not keep it; learner.megatron.recompute_* come first
+    # what backward computes again, so that a forward pass need not keep it;
+    # learner.megatron.recompute_* come first
     recompute: Recompute = Recompute.auto
-    offload: Offload = Offload.none  # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
-    # fields of megatron-core's TransformerConfig, handed over as is, such as {sequence_parallel: true}
+    # to the host's memory, while an engine that sleeps meanwhile samples on the GPUs
+    offload: Offload = Offload.none
+    # fields of megatron-core's TransformerConfig, handed over as is, such as {sequence_parallel:
+    # true}
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
 
     @property
     def transformer(self) -> dict[str, Any]:
         """Fields of TransformerConfig: what `recompute` stands for, under those of `megatron`."""
-        given = {key: one for key, one in self.megatron.items() if one is not None or not key.startswith(RECOMPUTE)}
-        word = {} if f"{RECOMPUTE}granularity" in given else RECOMPUTED.get(self.recompute, {})
+        given = {
+            key: one
+            for key, one in self.megatron.items()
+            if one is not None or not key.startswith(RECOMPUTE)
+        }
+        if f"{RECOMPUTE}granularity" in given:
+            word = {}
+        else:
+            word = RECOMPUTED.get(self.recompute, {})
         return {**word, **given}
 
     @property
     def undecided(self) -> bool:
         """Whether what is recomputed depends on the memory of the machine."""
-        return self.recompute is Recompute.auto and not any(key.startswith(RECOMPUTE) for key in self.transformer)
+        return self.recompute is Recompute.auto and not any(
+            key.startswith(RECOMPUTE) for key in self.transformer
+        )
 
     @property
     def virtual_pipeline(self) -> int | None:

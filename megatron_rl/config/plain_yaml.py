@@ -1,4 +1,6 @@
-"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text; doubled keys, huge texts refused."""
+"""Reads and writes recipes' YAML: `1e-4` is a number, `0.5_5` and dates are text; doubled keys,
+huge texts refused.
+"""
 
 import re
 from collections.abc import Hashable, Mapping
@@ -8,26 +10,37 @@ from typing import Any
 import yaml
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-PLAIN_FLOAT = re.compile(r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
+PLAIN_FLOAT = re.compile(
+    r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
 # far above any recipe; beyond it a text was made to keep its reader busy
 LARGEST_TEXT = 1 << 20
 MOST_NODES = 10_000  # what aliases repeat counts each time
 DEEPEST = 32
-# Configuration is free of secrets by design; what it passes on (settings, keys of megatron-core, vLLM) might hold one
-SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
+# Configuration is free of secrets by design; what it passes on (settings, keys of megatron-core,
+# vLLM) might hold one
+SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I
+)
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-4` as text, `0.5_5` as 0.55 and `010` as 8; here digits are decimal and stand alone."""
+    """YAML 1.1 reads `1e-4` as text, `0.5_5` as 0.55 and `010` as 8; here digits are decimal and
+    stand alone.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._nodes, self._depth = self._nodes + 1, self._depth + 1
+        self._nodes = self._nodes + 1
+        self._depth = self._depth + 1
         if self._depth > DEEPEST or self._nodes > MOST_NODES:
-            problem = f"nested more than {DEEPEST} deep" if self._depth > DEEPEST else f"more than {MOST_NODES} values"
+            if self._depth > DEEPEST:
+                problem = f"nested more than {DEEPEST} deep"
+            else:
+                problem = f"more than {MOST_NODES} values"
             raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -43,13 +56,17 @@ class PlainLoader(yaml.SafeLoader):
         seen: list[object] = []
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is given twice", key.start_mark
+                )
             seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 
 def _weigh(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """(Nodes, depth) with every alias written out; what is too large, or holds itself, is refused."""
+    """(Nodes, depth) with every alias written out; what is too large, or holds itself, is
+    refused.
+    """
     if id(node) in known:
         nodes, depth = known[id(node)]
         if nodes == 0:
@@ -62,7 +79,8 @@ def _weigh(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int
     else:
         parts = node.value if isinstance(node, yaml.SequenceNode) else []
     weights = [_weigh(part, known) for part in parts]
-    nodes, depth = 1 + sum(each for each, _ in weights), 1 + max((each for _, each in weights), default=0)
+    nodes = 1 + sum(each for each, _ in weights)
+    depth = 1 + max((each for _, each in weights), default=0)
     if nodes > MOST_NODES or depth > DEEPEST:
         problem = f"with its aliases it has more than {MOST_NODES} values, or is nested more than {DEEPEST} deep"
         raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
@@ -75,7 +93,9 @@ PlainLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-PlainLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
+PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789")
+)
 PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", PLAIN_FLOAT, list("-+.0123456789"))
 
 
@@ -113,14 +133,20 @@ def _plain(node: Any) -> Any:
         return {name: _plain(value) for name, value in node.items()}
     if isinstance(node, list):
         return [_plain(value) for value in node]
-    return str(node) if isinstance(node, str) else node
+    if isinstance(node, str):
+        return str(node)
+    return node
 
 
 def redact(value: Any) -> Any:
     """The value without what its keys call secrets."""
     if isinstance(value, Mapping):
         return {
-            key: "(hidden)" if SECRET_KEY.search(str(key)) and item not in (None, "") else redact(item)
+            key: "(hidden)"
+            if SECRET_KEY.search(str(key)) and item not in (None, "")
+            else redact(item)
             for key, item in value.items()
         }
-    return [redact(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [redact(item) for item in value]
+    return value

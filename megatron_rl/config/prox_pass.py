@@ -1,7 +1,8 @@
-"""Whether a recipe needs a prox pass (a batch scored before the learner updates on it), and which keys ask for one.
+"""Whether a recipe needs a prox pass (a batch scored before the learner updates on it), and which
+keys ask for one.
 
-A single update's own forward pass gives the same logprobs, too late only for what has to be known of the whole batch
-before the first gradient.
+A single update's own forward pass gives the same logprobs, too late only for what has to be known
+of the whole batch before the first gradient.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 
 
 def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
-    """Keys of a correction by which one token's weight, mask or denominator depends on the logprobs of others' rows."""
+    """Keys of a correction by which one token's weight, mask or denominator depends on the logprobs
+    of others' rows.
+    """
     if correction.weight.target_ess is not None:
         yield "correction.weight.target_ess"
     if correction.weight.normalize:
@@ -34,8 +37,12 @@ def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
             yield f"correction.reject[{place}]"
 
 
-def prox_readers(correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection) -> list[str]:
-    """Keys that need a pass of its own with `anchor: prox`; none: the update's forward pass will do."""
+def prox_readers(
+    correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection
+) -> list[str]:
+    """Keys that need a pass of its own with `anchor: prox`; none: the update's forward pass will
+    do.
+    """
     found = list(of_the_whole_batch(correction))
     if learner.n_minibatches > 1:
         found.append("learner.n_minibatches")
@@ -47,9 +54,13 @@ def prox_readers(correction: CorrectionConfig, loss: LossConfig, learner: Learne
 def makes_prox_pass(
     correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection, rollout: RolloutSection
 ) -> bool:
-    return anchored_to_learner(correction, rollout) and bool(prox_readers(correction, loss, learner))
+    return anchored_to_learner(correction, rollout) and bool(
+        prox_readers(correction, loss, learner)
+    )
 
 
 def anchored_to_learner(correction: CorrectionConfig, rollout: RolloutSection) -> bool:
-    """True where the loss is anchored to the learner's logprobs, not the sampler's; false for a data set's answers."""
+    """True where the loss is anchored to the learner's logprobs, not the sampler's; false for a
+    data set's answers.
+    """
     return correction.anchor == Anchor.prox and not rollout.supervised

@@ -1,4 +1,5 @@
-"""Reference of the configuration keys for --explain and docs/config.md: what each does and takes, default, example.
+"""Reference of the configuration keys for --explain and docs/config.md: what each does and takes,
+default, example.
 
 What a key or a choice does is said once, in the comment beside its definition, and read from there.
 """
@@ -24,7 +25,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import WANTED, Key, keys_of, misfits
 
 EXAMPLE = re.compile(r"\bsuch as (\{.*?\}+|\[.*?\]|\"[^\"]*\"|.*?)(?=[:;,)]? |[;,)]?$)")
-OF_A_LIST, OF_A_NAME = "[]", ".NAME"  # behind a key whose sections stand in a list, or by names of the user's
+# behind a key whose sections stand in a list, or by names of the user's
+OF_A_LIST = "[]"
+OF_A_NAME = ".NAME"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Entry:
     def stands_for(self, name: str) -> bool:
         """Whether it is meant by a key, as written on the command line: eval.sets.aime.samples."""
         pattern = (
-            re.escape(self.name).replace(re.escape(OF_A_NAME), r"\.[^.]+").replace(re.escape(OF_A_LIST), r"\[\d*\]")
+            re.escape(self.name)
+            .replace(re.escape(OF_A_NAME), r"\.[^.]+")
+            .replace(re.escape(OF_A_LIST), r"\[\d*\]")
         )
         return re.fullmatch(pattern, name) is not None
 
@@ -53,7 +58,9 @@ class Entry:
 
 
 def entries(schema: type = Config, prefix: str = "") -> Iterator[Entry]:
-    """All keys, in the schema's order, each list or mapping of sections followed by the keys of one."""
+    """All keys, in the schema's order, each list or mapping of sections followed by the keys of
+    one.
+    """
     for name, key in keys_of(schema).items():
         full = f"{prefix}{name}"
         if key.section and key.container is None:
@@ -61,40 +68,72 @@ def entries(schema: type = Config, prefix: str = "") -> Iterator[Entry]:
             continue
         yield _entry(full, key, _note(schema, name))
         if key.section:
-            yield from entries(key.section, f"{full}{OF_A_LIST if key.container is list else OF_A_NAME}.")
+            yield from entries(
+                key.section, f"{full}{OF_A_LIST if key.container is list else OF_A_NAME}."
+            )
 
 
 def explain(recipe: Path, overrides: Sequence[str], name: str) -> str:
-    """One key, or each of a section: what it does, what it is in a recipe and who has set it, what else it could be."""
+    """One key, or each of a section: what it does, what it is in a recipe and who has set it, what
+    else it could be.
+    """
     known = list(entries())
-    asked = [one for one in known if one.stands_for(name)] or [one for one in known if one.name.startswith(f"{name}.")]
+    asked = [one for one in known if one.stands_for(name)] or [
+        one for one in known if one.name.startswith(f"{name}.")
+    ]
     if not asked:  # learner.megatron.fp8: as the mapping that it stands in
-        asked = [one for one in known if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])]
+        asked = [
+            one
+            for one in known
+            if name.startswith(f"{one.name}.") and one.takes.startswith(WANTED[dict])
+        ]
     if not asked:
-        raise ConfigError(next(misfits(nested(name, None), Config), f"{name}: no key").replace("unknown key", "no key"))
+        raise ConfigError(
+            next(misfits(nested(name, None), Config), f"{name}: no key").replace(
+                "unknown key", "no key"
+            )
+        )
     config, found = read(recipe, overrides)
     if wrong := [line for line in found if line.startswith(name)]:
         raise ConfigError("\n".join(wrong))
-    values, by = flat(config), sources(recipe, overrides)
-    return "\n\n".join(_explained(one, name if len(asked) == 1 else one.name, values, by) for one in asked)
+    values = flat(config)
+    by = sources(recipe, overrides)
+    return "\n\n".join(
+        _explained(one, name if len(asked) == 1 else one.name, values, by) for one in asked
+    )
 
 
-def _explained(entry: Entry, name: str, values: Mapping[str, Any], by: Mapping[str, Sequence[tuple[str, Any]]]) -> str:
-    rows = [("takes", entry.takes), ("default", entry.default), ("example", f"{entry.name}={entry.example}")]
+def _explained(
+    entry: Entry, name: str, values: Mapping[str, Any], by: Mapping[str, Sequence[tuple[str, Any]]]
+) -> str:
+    rows = [
+        ("takes", entry.takes),
+        ("default", entry.default),
+        ("example", f"{entry.name}={entry.example}"),
+    ]
     if name in values:
         setters = [f"{where} ({write_line(value)})" for where, value in by.get(name, ())]
         *before, last = [where for where, _ in by[name]] if name in by else ["its default"]
         over = f", over {', '.join(reversed(setters[:-1]))}" if before else ""
         rows = [("value", write_line(values[name])), ("from", f"{last}{over}"), *rows]
     elif inside := {one: value for one, value in values.items() if one.startswith(f"{name}.")}:
-        rows = [*((one, f"{write_line(value)}, from {by[one][-1][0]}") for one, value in inside.items()), *rows]
+        rows = [
+            *(
+                (one, f"{write_line(value)}, from {by[one][-1][0]}")
+                for one, value in inside.items()
+            ),
+            *rows,
+        ]
     return "\n".join([f"{name}: {entry.told}", *(f"  {label:<8} {text}" for label, text in rows)])
 
 
 def _entry(name: str, key: Key, about: str) -> Entry:
     enum = key.choices
     allowed = key.field.metadata.get("choices", tuple(enum or ()))
-    choices = {str(one): _note(enum, one.name) for one in allowed} if enum else {}
+    if enum:
+        choices = {str(one): _note(enum, one.name) for one in allowed}
+    else:
+        choices = {}
     about = "; ".join(filter(None, (about, _note(enum) if enum else "")))
     example = _example(key, about, key.default, choices)
     return Entry(name, about, _takes(key, choices), as_written(key.default), example, choices)
@@ -129,7 +168,11 @@ def _note(owner: type, name: str = "") -> str:
 def _comments(module: str) -> Mapping[str, str]:
     """Name, or Class.name -> the comment above its definition or on the lines of it."""
     text = inspect.getsource(sys.modules[module])
-    tokens = [one for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type == tokenize.COMMENT]
+    tokens = [
+        one
+        for one in tokenize.generate_tokens(io.StringIO(text).readline)
+        if one.type == tokenize.COMMENT
+    ]
     beside = {one.start[0]: one.string.lstrip("# ") for one in tokens}
     alone = {one.start[0] for one in tokens if one.line.lstrip().startswith("#")}
     found = {}

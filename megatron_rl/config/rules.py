@@ -1,5 +1,7 @@
-"""Rules for recipe keys that conflict, but for engines' (engine_rules.py): each reads the sections that its parameters
-name and yields sentences with key, value and way out. load.py applies all; `findings` runs these and preflight's."""
+"""Rules for recipe keys that conflict, but for engines' (engine_rules.py): each reads the sections
+that its parameters name and yields sentences with key, value and way out. load.py applies all;
+`findings` runs these and preflight's.
+"""
 
 import difflib
 import math
@@ -32,7 +34,8 @@ def answers(
     loss: schema.LossConfig,
 ) -> list[str]:
     """Who wrote the answers decides which corrections, losses and rewards there are."""
-    found, estimator = Findings(correction=correction, reward=reward, advantage=advantage), advantage.estimator
+    found = Findings(correction=correction, reward=reward, advantage=advantage)
+    estimator = advantage.estimator
     if rollout.supervised:
         way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
         if correction.anchor != schema.Anchor.prox:
@@ -40,13 +43,22 @@ def answers(
         if reward.learner_estimate:
             found.add("reward.learner_estimate", f"{way_out} false")
     elif estimator == schema.Estimator.none and loss.name not in correction_rules.SUPERVISED:
-        found.add("advantage.estimator", "every sampled answer would count the same, whatever its reward; use grpo")
+        found.add(
+            "advantage.estimator",
+            "every sampled answer would count the same, whatever its reward; use grpo",
+        )
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
         way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
         found.add("reward.overlong_buffer", way_out)
-    if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
-        way_out = f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
+    if (
+        estimator == schema.Estimator.maxrl
+        and reward.overlong_buffer > 0
+        and reward.overlong_penalty > 0
+    ):
+        way_out = (
+            f"which reward.overlong_buffer: {reward.overlong_buffer} takes below 0; use grpo, or"
+        )
         needs = "it divides by the mean reward and needs rewards of 0 or more"
         found.add("advantage.estimator", f"{needs}, {way_out} reward.overlong_buffer: 0")
     if estimator == schema.Estimator.maxrl and reward.wrong < 0:
@@ -56,14 +68,17 @@ def answers(
 
 
 def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig) -> list[str]:
-    found, estimator = Findings(rollout=rollout), advantage.estimator
+    found = Findings(rollout=rollout)
+    estimator = advantage.estimator
     if rollout.supervised or rollout.samples_per_prompt != 1:
         return found
     if estimator in schema.GROUP_ESTIMATORS:
         way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
         found.add("rollout.samples_per_prompt", way_out)
     elif rollout.dynamic_sampling:
-        way_out = "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false"
+        way_out = (
+            "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false"
+        )
         found.add("rollout.dynamic_sampling", way_out)
     return found
 
@@ -81,7 +96,9 @@ def supervised(
         yield "rollout.samples_per_prompt: the data set has one answer per prompt; use 1 with rollout.source=dataset"
 
 
-def schedule(run: schema.RunSection, eval: schema.EvalSection, sync: schema.SyncSection) -> Iterator[str]:
+def schedule(
+    run: schema.RunSection, eval: schema.EvalSection, sync: schema.SyncSection
+) -> Iterator[str]:
     if eval.every % sync.every:
         yield (
             f"eval.every: {eval.every} is not a multiple of sync.every={sync.every}: "
@@ -89,11 +106,12 @@ def schedule(run: schema.RunSection, eval: schema.EvalSection, sync: schema.Sync
         )
     yield from _sampled_again(eval)
     if run.stop is not None and not (
-        len(run.stop) == 1 and all(key.startswith("eval/") and math.isfinite(least) for key, least in run.stop.items())
+        len(run.stop) == 1
+        and all(key.startswith("eval/") and math.isfinite(least) for key, least in run.stop.items())
     ):
         yield (
-            f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as {{eval/accuracy: 0.28}}; "
-            "an override run.stop=null takes out what a base names"
+            f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as "
+            f"{{eval/accuracy: 0.28}}; an override run.stop=null takes out what a base names"
         )
 
 
@@ -101,7 +119,8 @@ def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
     sets: dict[str, schema.EvalSection | schema.EvalSet] = {"eval": eval}
     sets |= {f"eval.sets.{name}": one for name, one in (eval.sets or {}).items()}
     for key, one in sets.items():
-        samples, temperature = one.samples or eval.samples, one.temperature
+        samples = one.samples or eval.samples
+        temperature = one.temperature
         if samples > 1 and (eval.temperature if temperature is None else temperature) == 0:
             yield f"{key}.samples: {samples} greedy answers to a prompt are all the same; set {key}.temperature above 0"
 
@@ -109,8 +128,8 @@ def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
 def best(checkpoint: schema.CheckpointSection) -> Iterator[str]:
     if checkpoint.best is not None and not (checkpoint.every or checkpoint.minutes):
         yield (
-            f"checkpoint.best: {checkpoint.best}, but checkpoint.every and checkpoint.minutes are 0: nothing is kept; "
-            "set one of them, or checkpoint.best=null"
+            f"checkpoint.best: {checkpoint.best}, but checkpoint.every and checkpoint.minutes are "
+            "0: nothing is kept; set one of them, or checkpoint.best=null"
         )
 
 
@@ -118,8 +137,8 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
     """An engine tells what it drew from among a bounded number of tokens."""
     if rollout.top_p < 1 and rollout.top_k is None:
         yield (
-            f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does not tell; set "
-            "rollout.top_k too, such as 50"
+            f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does "
+            "not tell; set rollout.top_k too, such as 50"
         )
     if rollout.top_k is not None and rollout.supervised:
         yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were drawn by nobody; leave it out"
@@ -132,7 +151,9 @@ def ahead(
     sync: schema.SyncSection,
     sampler: schema.SamplerSection,
 ) -> Iterator[str]:
-    """Answers older than the policy are corrected for, and there is always one that may be begun."""
+    """Answers older than the policy are corrected for, and there is always one that may be
+    begun.
+    """
     key = f"rollout.ahead: {rollout.ahead}"
     if not rollout.ahead:
         return
@@ -140,30 +161,41 @@ def ahead(
         yield f"{key}, but the data set's own answers are there already; use 0"
     elif not correction_rules.corrects(correction, loss):
         yield (
-            f"{key} trains on answers of older policies, and nothing here corrects for that: use correction=tis (a cap "
-            "on each token's weight), geo_mask_tis (answers that have drifted leave too), adaptive (a cap by the "
-            "effective sample size) or bypass (the sampler as the anchor of the loss)"
+            f"{key} trains on answers of older policies, and nothing here corrects for that: use "
+            "correction=tis (a cap on each token's weight), geo_mask_tis (answers that have "
+            "drifted leave too), adaptive (a cap by the effective sample size) or bypass (the "
+            "sampler as the anchor of the loss)"
         )
     for place, rule in enumerate(correction.reject):
         finished = rollout.in_flight is schema.InFlight.finish
-        if rule.stat == schema.Stat.staleness and rule.high is not None and rule.high < rollout.ahead and finished:
+        if (
+            rule.stat == schema.Stat.staleness
+            and rule.high is not None
+            and rule.high < rollout.ahead
+            and finished
+        ):
             yield (
-                f"correction.reject[{place}].high: {rule.high:g} with {key} rejects all answers, which are that many "
-                "updates old; raise it, or use rollout.in_flight=continue"
+                f"correction.reject[{place}].high: {rule.high:g} with {key} rejects all answers, "
+                "which are that many updates old; raise it, or use rollout.in_flight=continue"
             )
     if sync.every > rollout.ahead + 1:
         yield (
-            f"sync.every: {sync.every} with {key}: the sampler waits for a policy that is sent later than the batch is "
-            f"needed; use at most {rollout.ahead + 1}, or raise rollout.ahead"
+            f"sync.every: {sync.every} with {key}: the sampler waits for a policy that is sent "
+            f"later than the batch is needed; use at most {rollout.ahead + 1}, or raise "
+            "rollout.ahead"
         )
     if sampler.sleep is not schema.Sleep.none:
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
-    if rollout.in_flight_cache is schema.Cache.keep and rollout.in_flight is not schema.InFlight.continue_:
+    if (
+        rollout.in_flight_cache is schema.Cache.keep
+        and rollout.in_flight is not schema.InFlight.continue_
+    ):
         yield "rollout.in_flight_cache: keep with rollout.in_flight=finish: no update meets an answer; leave it out"
     if rollout.in_flight is schema.InFlight.continue_ and sync.transport != schema.Transport.file:
         yield (
-            f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that arrive in place would be "
-            "read half old and half new; use sync.transport=file, or finish"
+            f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that "
+            "arrive in place would be read half old and half new; use sync.transport=file, or "
+            "finish"
         )
 
 
@@ -173,11 +205,13 @@ def rate(optim: schema.OptimSection) -> Iterator[str]:
 
 
 def pipeline(learner: schema.LearnerSection) -> Iterator[str]:
-    chunks, stages = learner.virtual_pipeline, learner.pipeline_parallel
+    chunks = learner.virtual_pipeline
+    stages = learner.pipeline_parallel
     if chunks is not None and not (stages > 1 and chunks > 1):
         yield (
-            f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with learner.pipeline_parallel={stages}; "
-            "interleaving needs at least 2 of each, null turns it off"
+            f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with "
+            f"learner.pipeline_parallel={stages}; interleaving needs at least 2 of each, null "
+            "turns it off"
         )
 
 
@@ -190,7 +224,8 @@ def updates(learner: schema.LearnerSection, rollout: schema.RolloutSection) -> I
 
 
 def lora(learner: schema.LearnerSection) -> Iterator[str]:
-    given, default = learner.lora, schema.LoraSection()
+    given = learner.lora
+    default = schema.LoraSection()
     if not given.rank:
         if given != default:
             other = "alpha" if given.alpha != default.alpha else "targets"
@@ -210,8 +245,9 @@ def alarms(log: schema.LogSection) -> Iterator[str]:
             yield f"log.alarms.{name}: no alarm; {hint}there are {', '.join(Alarm)}"
         elif alarm_setting(value) is None:
             yield (
-                f"log.alarms.{name} is {as_written(value)}: use off, warn, stop, a bound of 0 or more, or both, "
-                "such as {stop: 0.3}"
+                f"log.alarms.{name} is {as_written(value)}: use off, warn, stop, a bound of 0 or "
+                "more, or both, such as "
+                "{stop: 0.3}"
             )
 
 
@@ -223,36 +259,69 @@ def environment(
     correction: schema.CorrectionConfig,
 ) -> list[str]:
     found = Findings(environment=environment, rollout=rollout, reward=reward)
-    name, credit = environment.name, environment.credit
-    context, single = rollout.max_context_tokens, rollout.max_prompt_tokens + rollout.max_response_tokens
+    name = environment.name
+    credit = environment.credit
+    context = rollout.max_context_tokens
+    single = rollout.max_prompt_tokens + rollout.max_response_tokens
     if redact(environment.settings) != environment.settings:
-        way_out = "let the environment read a variable of its process that environment.variables names"
-        found.append(f"environment.settings: it holds what its key calls a secret, which nobody writes down; {way_out}")
+        way_out = (
+            "let the environment read a variable of its process that environment.variables names"
+        )
+        found.append(
+            "environment.settings: it holds what its key calls a secret, which nobody writes "
+            f"down; {way_out}"
+        )
     if name is None:
         if context is not None:
-            found.add("rollout.max_context_tokens", "it is of conversations: name an environment, or use null")
+            found.add(
+                "rollout.max_context_tokens",
+                "it is of conversations: name an environment, or use null",
+            )
         return found
     if ":" not in name:
         found.add("environment.name", "use package.module:Class, or path/file.py:Class")
     if rollout.supervised:
-        found.add("environment.name", "rollout.source=dataset samples nothing; use sampler, or leave it out")
+        found.add(
+            "environment.name",
+            "rollout.source=dataset samples nothing; use sampler, or leave it out",
+        )
     if context is not None and context < single:
         way_out = f"a prompt and one answer take up to {single} (max_prompt_tokens + max_response_tokens); use as many"
         found.add("rollout.max_context_tokens", way_out)
     if reward.overlong_buffer:
-        way_out = "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
+        way_out = (
+            "it is of single answers; use 0, and reward.overlong_filter for sessions that are cut"
+        )
         found.add("reward.overlong_buffer", way_out)
     if credit != schema.Credit.outcome:
         if loss.name in {*correction_rules.PER_ROW, *correction_rules.COVARIANCE}:
-            found.add("environment.credit", f"loss.name={loss.name} knows one advantage a row; use outcome")
+            found.add(
+                "environment.credit",
+                f"loss.name={loss.name} knows one advantage a row; use outcome",
+            )
         if correction.weight.when or any(rule.when for rule in correction.reject):
-            found.add("environment.credit", "a `when` of the correction looks at the row's advantage; use outcome")
+            found.add(
+                "environment.credit",
+                "a `when` of the correction looks at the row's advantage; use outcome",
+            )
     if environment.discount != 1.0 and credit != schema.Credit.turns:
         found.add("environment.discount", "it is of turns' rewards: use 1, or credit: turns")
     return found
 
 
 RULES: tuple[Rule, ...] = (
-    check_objective, answers, environment, support, ahead, group_size, supervised, schedule, best, rate, pipeline,
-    updates, lora, alarms,
-)  # fmt: skip
+    check_objective,
+    answers,
+    environment,
+    support,
+    ahead,
+    group_size,
+    supervised,
+    schedule,
+    best,
+    rate,
+    pipeline,
+    updates,
+    lora,
+    alarms,
+)

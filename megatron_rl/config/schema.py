@@ -1,8 +1,10 @@
-"""Typed `Config`, and its sections run, model, data, eval, checkpoint and log; re-exports the others. Torch-free.
+"""Typed `Config`, and its sections run, model, data, eval, checkpoint and log; re-exports the
+others. Torch-free.
 
-The comment above a key or on its lines says what it does, and `such as X` in it is an example: docs/config.md and
-`--explain` are made of both (`reference.py`). The bounds of a value stand in its type; rules about two keys at once are
-in `rules.py`. What is minimised, and by whom, has its keys in `objective.py`; who answers, in `sampling.py`.
+The comment above a key or on its lines says what it does, and `such as X` in it is an example:
+docs/config.md and `--explain` are made of both (`reference.py`). The bounds of a value stand in its
+type; rules about two keys at once are in `rules.py`. What is minimised, and by whom, has its keys
+in `objective.py`; who answers, in `sampling.py`.
 """
 
 from collections.abc import Mapping
@@ -11,23 +13,83 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from megatron_rl.config.bounds import (  # isort: skip
-    FOLDER_NAME, Count, Nucleus, Positive, Samples, Seconds, Temperature,
-    above, are_set_names, at_least, is_reward, is_source, need,
-)  # fmt: skip
+    FOLDER_NAME,
+    Count,
+    Nucleus,
+    Positive,
+    Samples,
+    Seconds,
+    Temperature,
+    above,
+    are_set_names,
+    at_least,
+    is_reward,
+    is_source,
+    need,
+)
 from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key's choices are had from here
-    Aggregate, Anchor, Cache, Credit, Decay, Device, Divergence, Estimator, Format, Forward, History, IfExists,
-    InFlight, KlOn, KlTo, KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, Offload, OnNonFinite, Outside,
-    Precision, Recompute, Reduce, Reduction, RolloutSource, Router, Sleep, Stale, Stat, TargetBy, Transport,
-    TrustRegion, Wandb, When,
-)  # fmt: skip
+    Aggregate,
+    Anchor,
+    Cache,
+    Credit,
+    Decay,
+    Device,
+    Divergence,
+    Estimator,
+    Format,
+    Forward,
+    History,
+    IfExists,
+    InFlight,
+    KlOn,
+    KlTo,
+    KvCache,
+    Level,
+    LongPrompts,
+    LossName,
+    ModelInit,
+    NonFinite,
+    Offload,
+    OnNonFinite,
+    Outside,
+    Precision,
+    Recompute,
+    Reduce,
+    Reduction,
+    RolloutSource,
+    Router,
+    Sleep,
+    Stale,
+    Stat,
+    TargetBy,
+    Transport,
+    TrustRegion,
+    Wandb,
+    When,
+)
 from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
-    ALL_LINEAR, AdvantageConfig, CorrectionConfig, LearnerSection, LoraSection, LossConfig, OptimSection, RejectRule,
-    UpdateCheckSection, WeightConfig,
-)  # fmt: skip
+    ALL_LINEAR,
+    AdvantageConfig,
+    CorrectionConfig,
+    LearnerSection,
+    LoraSection,
+    LossConfig,
+    OptimSection,
+    RejectRule,
+    UpdateCheckSection,
+    WeightConfig,
+)
 from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
-    TIES, VERIFIERS, EnvironmentSection, FleetSection, QuantizationSection, RewardSection, RolloutSection,
-    SamplerSection, SyncSection,
-)  # fmt: skip
+    TIES,
+    VERIFIERS,
+    EnvironmentSection,
+    FleetSection,
+    QuantizationSection,
+    RewardSection,
+    RolloutSection,
+    SamplerSection,
+    SyncSection,
+)
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 # estimators whose baseline is the other answers to the same prompt
@@ -36,12 +98,15 @@ GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo,
 
 def format_number(name: str) -> int:
     """A format's place in the enumeration, for tensors; -1 where an answer came from no engine."""
-    return list(Format).index(Format(name)) if name else -1
+    if name:
+        return list(Format).index(Format(name))
+    return -1
 
 
 @dataclass(frozen=True)
 class RunSection:
-    name: Annotated[str | None, FOLDER_NAME] = None  # of the run's folder, such as mine; null: the recipe file's stem
+    # of the run's folder, such as mine; null: the recipe file's stem
+    name: Annotated[str | None, FOLDER_NAME] = None
     root: str = "runs"  # folder of the runs' folders
     seed: Count = 1  # of the prompts' order, of sampling, of weights where model.init is random
     steps: Count = 100  # batches to train on
@@ -49,14 +114,16 @@ class RunSection:
     # keys that may have changed when a run goes on, such as [data.train]
     resume_allow: list[str] = field(default_factory=list)
     device: Device = Device.auto  # of learner and engines; auto: GPUs where there are some
-    hang_timeout_s: Seconds = 1800.0  # without progress end the run, where nothing else has a limit (docs/survival.md)
-    stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
+    # without progress end the run, where nothing else has a limit (docs/survival.md)
+    hang_timeout_s: Seconds = 1800.0
+    # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
+    stop: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained) or what `convert.py import` made,
-    # such as models/Qwen3-8B
+    # a Hugging Face folder (config.json, tokenizer, weights where init is pretrained) or what
+    # `convert.py import` made, such as models/Qwen3-8B
     path: str = ""
     init: ModelInit = ModelInit.pretrained  # random: weights by run.seed
     # of the logits, in the learner and in the engines that a run starts; weights stay in BF16
@@ -66,28 +133,36 @@ class ModelSection:
     def folder(self) -> Path:
         """The folder that holds config.json and the tokenizer."""
         kept = Path(self.path) / KEPT
-        imported = not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
+        imported = (
+            not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
+        )
         return kept if imported else Path(self.path)
 
 
 @dataclass(frozen=True)
 class DataSection:
-    # .jsonl, .parquet, or the folder of a Hugging Face data set (folder/split); or several with the share of prompts
-    # that each gives, such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
-    train: Annotated[Any, need(is_source, "name a file, or a mapping of files to weights above 0")] = ""
-    eval: str | None = None  # held-out rows, such as data/aime_2024.parquet; null: none, unless eval.sets names some
-    # column of the prompt, such as question: text, or a list of chat messages; dots reach into a column, also in
-    # answer_key; null: recognised by the columns
+    # .jsonl, .parquet, or the folder of a Hugging Face data set (folder/split); or several with the
+    # share of prompts that each gives, such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
+    train: Annotated[
+        Any, need(is_source, "name a file, or a mapping of files to weights above 0")
+    ] = ""
+    eval: str | None = (
+        # held-out rows, such as data/aime_2024.parquet; null: none, unless eval.sets names some
+        None
+    )
+    # column of the prompt, such as question: text, or a list of chat messages; dots reach into a
+    # column, also in answer_key; null: recognised by the columns
     prompt_key: str | None = None
     # column of the right answer, such as reward_model.ground_truth; null: recognised by the columns
     answer_key: str | None = None
     # before the prompts that have none of their own, such as "Answer with one number."; null: none
     system_prompt: str | None = None
-    # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is text is what a user
-    # says; null: it is read as it stands
+    # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is
+    # text is what a user says; null: it is read as it stands
     template: dict[str, Any] | None = None
     shuffle: bool = True  # prompts in an order by run.seed, another in each pass
-    long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
+    # what happens to prompts above rollout.max_prompt_tokens
+    long_prompts: LongPrompts = LongPrompts.error
 
     def sources(self, key: str) -> dict[str, float]:
         """Path and weight of each file of `train` or `eval`."""
@@ -99,8 +174,8 @@ class DataSection:
 class EvalSet:
     """A set with a name; null: as the section has it."""
 
-    # a file as in data.eval, or a preset of conf/data, whose `eval` it is, such as math; null: data.eval, measured in
-    # another way
+    # a file as in data.eval, or a preset of conf/data, whose `eval` it is, such as math; null:
+    # data.eval, measured in another way
     path: str | None = None
     max_prompts: Positive | None = None  # as eval.max_prompts, such as 500
     samples: Samples | None = None  # as eval.samples, such as 32
@@ -123,20 +198,25 @@ class EvalSection:
     top_p: Nucleus = 1.0  # tokens are drawn among the first that hold this share of the probability
     # where an answer is cut, such as 8192; null: as in rollout
     max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None
-    sets: Annotated[  # more held-out sets by name, such as {aime: {path: data/aime_2024.parquet, samples: 32}}
-        dict[str, EvalSet] | None, need(are_set_names, "a set's name is one of letters, digits, _ and -")
+    # more held-out sets by name, such as {aime: {path: data/aime_2024.parquet, samples: 32}}
+    sets: Annotated[
+        dict[str, EvalSet] | None,
+        need(are_set_names, "a set's name is one of letters, digits, _ and -"),
     ] = None
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too, unless both are 0."""
+    """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too,
+    unless both are 0.
+    """
 
     every: Count = 0  # steps between checkpoints; 0: by time only
     minutes: Annotated[float, at_least(0)] = 30.0  # minutes between checkpoints; 0: by steps only
     keep_last: Positive = 2  # how many stay
     keep_every: Count = 0  # steps whose checkpoints stay; 0: none
-    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves its model-best/
+    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves
+    # its model-best/
     best: str | None = None
 
 
@@ -144,17 +224,26 @@ class CheckpointSection:
 class LogSection:
     wandb: Wandb = Wandb.none  # whether the run is at W&B too (docs/wandb.md)
     record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
-    record_experts: bool = False  # with them, the experts that the sampler has told (sampler.routed_experts)
+    # with them, the experts that the sampler has told (sampler.routed_experts)
+    record_experts: bool = False
     export: bool = False  # the final policy as a Hugging Face folder, model/
-    # torch.profiler's traces of the learner in these steps, such as [3]; of one rank of each pipeline stage
+    # torch.profiler's traces of the learner in these steps, such as [3]; of one rank of each
+    # pipeline stage
     profile_steps: Annotated[
-        list[int], need(lambda steps: all(type(one) is int and one > 0 for one in steps), "use steps, such as [3]")
+        list[int],
+        need(
+            lambda steps: all(type(one) is int and one > 0 for one in steps),
+            "use steps, such as [3]",
+        ),
     ] = field(default_factory=list)
-    # GPUs: record who allocates what, so that a snapshot of it is left where memory runs out (docs/gpu.md)
+    # GPUs: record who allocates what, so that a snapshot of it is left where memory runs out
+    # (docs/gpu.md)
     memory_history: bool = False
-    # of the run's directory, such as 50: the oldest recorded rollouts, then dumps, make room; null: no limit
+    # of the run's directory, such as 50: the oldest recorded rollouts, then dumps, make room; null:
+    # no limit
     disk_gib: Annotated[float | None, above(0)] = None
-    # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}; such as {ess: stop}
+    # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}; such as
+    # {ess: stop}
     alarms: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,5 +1,7 @@
-"""Validation of a recipe against the dataclasses of `schema.py`, each problem a sentence: unknown keys and wrong types
-in what it writes (`misfits`), bounds of the values of a made section (`sound`). `keys_of` describes each key."""
+"""Validation of a recipe against the dataclasses of `schema.py`, each problem a sentence: unknown
+keys and wrong types in what it writes (`misfits`), bounds of the values of a made section
+(`sound`). `keys_of` describes each key.
+"""
 
 import difflib
 import re
@@ -38,7 +40,9 @@ class Key:
     kind: Any
     bound: Bound | None
     inside: Mapping[str, Bound]  # of keys in a map that is handed on
-    section: Any  # the dataclass of what it holds: one, a list of them or some by names of the user's; None: a value
+    # the dataclass of what it holds: one, a list of them or some by names of the user's; None: a
+    # value
+    section: Any
     container: Any  # list, dict or None
 
     @property
@@ -48,36 +52,57 @@ class Key:
 
     @property
     def choices(self) -> type[StrEnum] | None:
-        return next((one for one in self.kinds if isinstance(one, type) and issubclass(one, StrEnum)), None)
+        return next(
+            (one for one in self.kinds if isinstance(one, type) and issubclass(one, StrEnum)), None
+        )
 
     @property
     def default(self) -> Any:
-        return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
+        if self.field.default_factory is MISSING:
+            return self.field.default
+        return self.field.default_factory()
 
     def mapped(self, value: Any, change: Callable[[str, Any], Any]) -> Any:
-        """The value with each section in it changed; `change` is told where it stands below the key."""
+        """The value with each section in it changed; `change` is told where it stands below the
+        key.
+        """
         if self.container is list and isinstance(value, list):
             return [change(f"[{index}]", one) for index, one in enumerate(value)]
         if self.container is dict and isinstance(value, Mapping):
             return {name: change(f".{name}", one) for name, one in value.items()}
-        return change("", value) if self.section and self.container is None else value
+        if self.section and self.container is None:
+            return change("", value)
+        return value
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    return tuple(get_origin(one) or one for one in (get_args(kind) if NoneType in get_args(kind) else (kind,)))
+    return tuple(
+        get_origin(one) or one
+        for one in (get_args(kind) if NoneType in get_args(kind) else (kind,))
+    )
 
 
 @cache
 def keys_of(schema: type) -> dict[str, Key]:
-    plain, annotated = get_type_hints(schema), get_type_hints(schema, include_extras=True)
+    plain = get_type_hints(schema)
+    annotated = get_type_hints(schema, include_extras=True)
     found = {}
     for field in fields(schema):
-        kind, whole = plain[field.name], annotated[field.name]
-        notes = [note for one in (whole, *get_args(whole)) for note in getattr(one, "__metadata__", ())]
+        kind = plain[field.name]
+        whole = annotated[field.name]
+        notes = [
+            note for one in (whole, *get_args(whole)) for note in getattr(one, "__metadata__", ())
+        ]
         bound = next((note for note in notes if isinstance(note, Bound)), None)
         inside: Inside = next((note for note in notes if isinstance(note, Inside)), Inside())
-        places = ((each, get_origin(one)) for one in (kind, *get_args(kind)) for each in (one, *get_args(one)))
-        section, container = next((place for place in places if is_dataclass(place[0])), (None, None))
+        places = (
+            (each, get_origin(one))
+            for one in (kind, *get_args(kind))
+            for each in (one, *get_args(one))
+        )
+        section, container = next(
+            (place for place in places if is_dataclass(place[0])), (None, None)
+        )
         found[field.name] = Key(field, kind, bound, inside, section, container)
     return found
 
@@ -85,8 +110,11 @@ def keys_of(schema: type) -> dict[str, Key]:
 def misfits(
     mapping: Mapping[Any, Any], schema: type, prefix: str = "", everywhere: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What in `mapping` is no key of `schema`, or no value that its key can take. `everywhere`: what may be meant."""
-    keys, everywhere = keys_of(schema), everywhere or keys_in(schema)
+    """What in `mapping` is no key of `schema`, or no value that its key can take. `everywhere`:
+    what may be meant.
+    """
+    keys = keys_of(schema)
+    everywhere = everywhere or keys_in(schema)
     for name, value in mapping.items():
         full = f"{prefix}{name}"
         if name not in keys:
@@ -126,7 +154,9 @@ def known(mapping: Mapping[Any, Any], schema: type) -> dict[Any, Any]:
     keys = keys_of(schema)
 
     def inner(key: Key, value: Any) -> Any:
-        return key.mapped(value, lambda _, one: known(one, key.section) if isinstance(one, Mapping) else one)
+        return key.mapped(
+            value, lambda _, one: known(one, key.section) if isinstance(one, Mapping) else one
+        )
 
     return {name: inner(keys[name], value) for name, value in mapping.items() if name in keys}
 
@@ -139,7 +169,11 @@ def _section(value: object, schema: Any, full: str, everywhere: Sequence[str]) -
 
 
 def _sections(value: object, schema: Any, full: str, everywhere: Sequence[str]) -> Iterator[str]:
-    required = {field.name: field.metadata["choices"] for field in fields(schema) if "choices" in field.metadata}
+    required = {
+        field.name: field.metadata["choices"]
+        for field in fields(schema)
+        if "choices" in field.metadata
+    }
     if not isinstance(value, list):
         keys = ", ".join(f"{name}: {choices[0]}" for name, choices in required.items())
         wanted = f"it is a list, such as [{{{keys}, ...}}], and an override replaces all of it"
@@ -147,15 +181,21 @@ def _sections(value: object, schema: Any, full: str, everywhere: Sequence[str]) 
         return
     for index, element in enumerate(value):
         yield from _section(element, schema, f"{full}[{index}]", everywhere)
-        missing = [name for name in required if isinstance(element, Mapping) and name not in element]
-        yield from (f"{full}[{index}].{name} is missing: use one of {', '.join(required[name])}" for name in missing)
+        missing = [
+            name for name in required if isinstance(element, Mapping) and name not in element
+        ]
+        yield from (
+            f"{full}[{index}].{name} is missing: use one of {', '.join(required[name])}"
+            for name in missing
+        )
 
 
 def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
     if asked := RESOLVER.search(str(value)):
         yield f"{full} holds {asked[0]}...}}: a recipe reads no environment and calls nothing; write the value itself"
         return
-    if isinstance(value, str) and "${" in value:  # an interpolation: what it stands for is known at the end
+    # an interpolation: what it stands for is known at the end
+    if isinstance(value, str) and "${" in value:
         return
     if isinstance(value, str) and "_" in value and float in key.kinds:
         yield f"{full} is {as_written(value)}: one number, without `_`; where two bounds are meant, they are two keys"
@@ -164,7 +204,8 @@ def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
     if value is None:
         fits = NoneType in key.kinds
     elif key.choices:
-        # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier runs say `raise`
+        # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier
+        # runs say `raise`
         fits = value in [*map(str, key.choices), *key.choices.__members__]
     elif type(value) is int and bool in key.kinds:
         fits = value in (0, 1)
@@ -180,9 +221,11 @@ def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
                 return
     try:
         OmegaConf.merge(_alone(schema, key.field.name), {key.field.name: value})
-    # TypeError: a list for a mapping, or the other way round; OverflowError: a whole number that no float holds
+    # TypeError: a list for a mapping, or the other way round; OverflowError: a whole number that no
+    # float holds
     except (OmegaConfBaseException, TypeError, OverflowError) as error:
-        element = str(getattr(error, "full_key", None) or "").removeprefix(key.field.name)  # of a list or a mapping
+        # of a list or a mapping
+        element = str(getattr(error, "full_key", None) or "").removeprefix(key.field.name)
         if element:
             yield f"{full}{element}: {str(getattr(error, 'msg', None) or error).splitlines()[0]}"
         else:
@@ -192,7 +235,9 @@ def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
 @cache
 def _alone(schema: type, name: str) -> Any:
     """A section of one key, which a value is tried on: a merge copies all that it merges into."""
-    return OmegaConf.structured(make_dataclass("Alone", [(name, keys_of(schema)[name].kind, NO_VALUE)]))
+    return OmegaConf.structured(
+        make_dataclass("Alone", [(name, keys_of(schema)[name].kind, NO_VALUE)])
+    )
 
 
 @cache
@@ -202,12 +247,16 @@ def defaults(schema: type) -> Any:
 
 
 def _way_out(value: object, kind: Any) -> str:
-    possible, hint = members(kind), ""
+    possible = members(kind)
+    hint = ""
     wanted = " or ".join(WANTED[one] for one in possible if one in WANTED)
     for one in possible:
         if isinstance(one, type) and issubclass(one, StrEnum):
-            near = difflib.get_close_matches(as_written(value).lower().replace("-", "_"), list(one), n=1, cutoff=0.85)
-            wanted, hint = f"one of {', '.join(one)}", f"did you mean {near[0]}? " if near else ""
+            near = difflib.get_close_matches(
+                as_written(value).lower().replace("-", "_"), list(one), n=1, cutoff=0.85
+            )
+            wanted = f"one of {', '.join(one)}"
+            hint = f"did you mean {near[0]}? " if near else ""
     return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
 
 
@@ -221,7 +270,9 @@ def keys_in(schema: type, prefix: str = "") -> list[str]:
 
 
 def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
-    """The section with every value that cannot be at null or its default, and by key what was wrong with it."""
+    """The section with every value that cannot be at null or its default, and by key what was wrong
+    with it.
+    """
     wrong: dict[str, str] = {}
     changes: dict[str, Any] = {}
 
@@ -231,7 +282,8 @@ def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
         return better
 
     for name, key in keys_of(type(section)).items():  # type: ignore[arg-type]
-        full, value = f"{path}.{name}" if path else name, getattr(section, name)
+        full = f"{path}.{name}" if path else name
+        value = getattr(section, name)
         if complaint := _complaint(full, value, key):
             wrong[full] = complaint
         if key.section:
@@ -240,7 +292,9 @@ def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
             changes[name] = None if NoneType in key.kinds else key.default
         elif key.inside:
             beyond = _inside(full, value, key.inside)
-            changes[name] = {each: one for each, one in value.items() if f"{full}.{each}" not in beyond}
+            changes[name] = {
+                each: one for each, one in value.items() if f"{full}.{each}" not in beyond
+            }
             wrong |= beyond
     return replace(section, **changes), wrong  # type: ignore[type-var]
 
@@ -263,7 +317,8 @@ def _complaint(full: str, value: Any, key: Key) -> str | None:
 def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, str]:
     wrong = {}
     for name in sorted(bounds.keys() & given.keys()):
-        full, value = f"{path}.{name}", given[name]
+        full = f"{path}.{name}"
+        value = given[name]
         if value is not None and not is_number(value):
             wrong[full] = f"{full} is {as_written(value)}: give a finite number, or leave it out"
         elif value is not None and not bounds[name].holds(value):

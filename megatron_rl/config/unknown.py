@@ -1,10 +1,14 @@
-"""Keys that recipes do not have, and what is said of them: removed ones (docs/decisions/config_keys.md says why),
-what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL call ours, and misspelt ones."""
+"""Keys that recipes do not have, and what is said of them: removed ones
+(docs/decisions/config_keys.md says why), what verl, slime, OpenRLHF, TRL, NeMo-RL, SkyRL and AReaL
+call ours, and misspelt ones.
+"""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
-VERY_CLOSE, CLOSE = 0.86, 0.6  # of two names, as difflib has it
+# of two names, as difflib has it
+VERY_CLOSE = 0.86
+CLOSE = 0.6
 REMOVED = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "run.patience_s": "set run.hang_timeout_s: there is one timeout now, 1800 s by default",
@@ -86,19 +90,30 @@ _OF_OTHERS = {
 ELSEWHERE = {name: ours for ours, names in _OF_OTHERS.items() for name in names.split()}
 
 
-def unknown(key: str, value: object, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> Iterator[str]:
-    """A key that there is not: said once; of another project's section, for each key in it that is one here."""
+def unknown(
+    key: str, value: object, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]
+) -> Iterator[str]:
+    """A key that there is not: said once; of another project's section, for each key in it that is
+    one here.
+    """
     full = f"{prefix}{key}"
     if full in REMOVED:
         yield f"{full}: unknown key; {REMOVED[full]}"
         return
     names = () if prefix else _inner_names(value)  # of a section that there is none of
-    theirs = {inner: ours for inner in names if (ours := _named(inner, everywhere) or _elsewhere(inner))}
+    theirs = {
+        inner: ours for inner in names if (ours := _named(inner, everywhere) or _elsewhere(inner))
+    }
     near = difflib.get_close_matches(key, siblings, n=1)
-    if not theirs or any(f"{prefix}{one}.{inner}" in everywhere for one in near for inner in theirs):
+    if not theirs or any(
+        f"{prefix}{one}.{inner}" in everywhere for one in near for inner in theirs
+    ):
         yield f"{full}: unknown key{_suggest(key, prefix, siblings, everywhere)}"
         return
-    yield from (f"{full}.{inner}: unknown key; did you mean {' or '.join(ours)}?" for inner, ours in theirs.items())
+    yield from (
+        f"{full}.{inner}: unknown key; did you mean {' or '.join(ours)}?"
+        for inner, ours in theirs.items()
+    )
 
 
 def _inner_names(value: object) -> Iterator[str]:
@@ -114,14 +129,23 @@ def _named(key: str, everywhere: Sequence[str]) -> list[str]:
 def _elsewhere(key: str) -> list[str]:
     """What other projects mean by it."""
     name = key.rpartition(".")[2].lower().replace("-", "_")
-    return [ELSEWHERE[name]] if name in ELSEWHERE else []
+    if name in ELSEWHERE:
+        return [ELSEWHERE[name]]
+    return []
 
 
 def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
     def beside(cutoff: float) -> list[str]:
-        return [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=cutoff)]
+        return [
+            f"{prefix}{one}"
+            for one in difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=cutoff)
+        ]
 
     same = _named(key, everywhere)
     inside = [known for known in same if known.startswith(prefix)]
-    near = inside or (beside(VERY_CLOSE) if prefix else []) or _elsewhere(key) or beside(CLOSE) or same
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
+    near = (
+        inside or (beside(VERY_CLOSE) if prefix else []) or _elsewhere(key) or beside(CLOSE) or same
+    )
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; known here: {', '.join(siblings)}"

@@ -1,4 +1,6 @@
-"""Rows of Parquet and Arrow files by index, checked at opening; of a temporary copy if Arrow or in large row groups."""
+"""Rows of Parquet and Arrow files by index, checked at opening; of a temporary copy if Arrow or in
+large row groups.
+"""
 
 import bisect
 import tempfile
@@ -23,8 +25,11 @@ LARGEST_PIECE = 8 * PIECE
 
 class ColumnRows(Rows):
     def __init__(self, key: str, path: Path) -> None:
-        """Looks at every value: text is UTF-8, and what has no plain form (dates, decimals) can be shown."""
-        self._key, self._path = key, path
+        """Looks at every value: text is UTF-8, and what has no plain form (dates, decimals) can be
+        shown.
+        """
+        self._key = key
+        self._path = path
         self._length = 0
         try:
             self._file = pq.ParquetFile(_copied(key, path) or path)
@@ -35,8 +40,13 @@ class ColumnRows(Rows):
                 self._length += piece.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             said = " ".join(str(error).split())
-            raise ConfigError(f"{key}: {path} is not a readable {path.suffix[1:]} file ({said})") from None
-        sizes = [self._file.metadata.row_group(each).num_rows for each in range(self._file.num_row_groups)]
+            raise ConfigError(
+                f"{key}: {path} is not a readable {path.suffix[1:]} file ({said})"
+            ) from None
+        sizes = [
+            self._file.metadata.row_group(each).num_rows
+            for each in range(self._file.num_row_groups)
+        ]
         self._starts = [0, *accumulate(sizes[:-1])]
         self._group = lru_cache(8)(self._file.read_row_group)
 
@@ -61,7 +71,10 @@ class ColumnRows(Rows):
 
     def pairs(self, one: str, other: str) -> Iterator[tuple[Any, Any]] | None:
         schema = self._file.schema_arrow
-        if not all(name in schema.names and types.is_string(schema.field(name).type) for name in (one, other)):
+        if not all(
+            name in schema.names and types.is_string(schema.field(name).type)
+            for name in (one, other)
+        ):
             return None
         pieces = self._file.iter_batches(PIECE, columns=[one, other])
         columns = ((piece.column(name).to_pylist() for name in (one, other)) for piece in pieces)
@@ -80,20 +93,38 @@ class ColumnRows(Rows):
         try:
             rows = piece.to_pylist()
             for row in [] if self._plain else rows:  # text that its writer has stored as bytes
-                found = {name: one.decode(errors="ignore") for name, one in row.items() if isinstance(one, bytes)}
+                found = {
+                    name: one.decode(errors="ignore")
+                    for name, one in row.items()
+                    if isinstance(one, bytes)
+                }
                 row |= {name: text for name, text in found.items() if text.encode() == row[name]}
-            return rows if self._plain else msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
-        except (ValueError, TypeError, OverflowError) as error:  # text that is not UTF-8, times that no clock shows
+            if self._plain:
+                return rows
+            return msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+        ) as error:  # text that is not UTF-8, times that no clock shows
             if piece.num_rows == 1:
-                raise ConfigError(f"{self._key}: {self.place(first)} is not readable ({error})") from None
-            return [self._rows(piece.slice(each, 1), first + each)[0] for each in range(piece.num_rows)]
+                raise ConfigError(
+                    f"{self._key}: {self.place(first)} is not readable ({error})"
+                ) from None
+            return [
+                self._rows(piece.slice(each, 1), first + each)[0] for each in range(piece.num_rows)
+            ]
 
 
 def _copied(key: str, path: Path) -> Any:
-    """A Parquet copy in small pieces of a file that is Arrow or has large ones; gone when nobody reads it any more."""
+    """A Parquet copy in small pieces of a file that is Arrow or has large ones; gone when nobody
+    reads it any more.
+    """
     if path.suffix == ".parquet":
         with pq.ParquetFile(path) as source:
-            groups = (source.metadata.row_group(each).num_rows for each in range(source.num_row_groups))
+            groups = (
+                source.metadata.row_group(each).num_rows for each in range(source.num_row_groups)
+            )
             if max(groups, default=0) <= LARGEST_PIECE:
                 return None
             return _in_pieces(key, path, source.schema_arrow, source.iter_batches(PIECE))
@@ -102,7 +133,9 @@ def _copied(key: str, path: Path) -> Any:
             stream = pa.ipc.open_stream(mapped)
         except pa.ArrowInvalid:
             file = pa.ipc.open_file(mapped)
-            return _in_pieces(key, path, file.schema, map(file.get_batch, range(file.num_record_batches)))
+            return _in_pieces(
+                key, path, file.schema, map(file.get_batch, range(file.num_record_batches))
+            )
         return _in_pieces(key, path, stream.schema, stream)
 
 
@@ -122,15 +155,22 @@ def _check_schema(key: str, path: Path, schema: Any) -> None:
         raise ConfigError(f"{key}: {path} has the column {twice[0]!r} twice; rename one")
     for column in schema:
         if _levels(column.type) > DEPTH:
-            raise ConfigError(f"{key}: {path}, column {column.name!r} is nested deeper than {DEPTH} levels")
+            raise ConfigError(
+                f"{key}: {path}, column {column.name!r} is nested deeper than {DEPTH} levels"
+            )
 
 
 def _levels(column: Any) -> int:
-    return 1 + max((_levels(column.field(each).type) for each in range(column.num_fields)), default=0)
+    return 1 + max(
+        (_levels(column.field(each).type) for each in range(column.num_fields)), default=0
+    )
 
 
 def _is_plain(column: Any) -> bool:
     """Whether Python's form of it is JSON's. A float can be NaN, which is none."""
     if types.is_struct(column) or types.is_list(column) or types.is_large_list(column):
         return all(_is_plain(column.field(each).type) for each in range(column.num_fields))
-    return any(test(column) for test in (types.is_string, types.is_large_string, types.is_integer, types.is_boolean))
+    return any(
+        test(column)
+        for test in (types.is_string, types.is_large_string, types.is_integer, types.is_boolean)
+    )

@@ -1,7 +1,9 @@
-"""Control tokens of a tokenizer, kept apart from text of messages that spells them: such text forges no turn.
+"""Control tokens of a tokenizer, kept apart from text of messages that spells them: such text
+forges no turn.
 
-Messages are marked before a chat template renders them, so that the rendered text shows who has written what. It is
-encoded by a second tokenizer, which knows the control tokens by other names, and text that spells one as text.
+Messages are marked before a chat template renders them, so that the rendered text shows who has
+written what. It is encoded by a second tokenizer, which knows the control tokens by other names,
+and text that spells one as text.
 """
 
 import json
@@ -41,9 +43,16 @@ class ControlTokens:
     """The special tokens of a tokenizer, and others that are no words."""
 
     def __init__(self, backend: Any, stop_token_ids: Container[int]) -> None:
-        self._backend, self._added = backend, backend.get_added_tokens_decoder()
-        ids = {one.content: id for id, one in self._added.items() if one.special or SPELLING.fullmatch(one.content)}
-        self._parts = {text for text, id in ids.items() if PARTS.search(text) and id not in stop_token_ids}
+        self._backend = backend
+        self._added = backend.get_added_tokens_decoder()
+        ids = {
+            one.content: id
+            for id, one in self._added.items()
+            if one.special or SPELLING.fullmatch(one.content)
+        }
+        self._parts = {
+            text for text, id in ids.items() if PARTS.search(text) and id not in stop_token_ids
+        }
         self._names = {text: secrets.token_hex(16) for text in ids}  # which no message can spell
         self._texts = "\n".join(ids).lower()
         spelled = _any_of(ids)
@@ -54,26 +63,40 @@ class ControlTokens:
         self._in_part = re.compile(rf"{spelled}|(?<!\S)(?={end})|(?={begin}\s*\Z)", re.IGNORECASE)
 
     def mark(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Mark what spells a control token in messages, or does so with the template's text around it."""
+        """Mark what spells a control token in messages, or does so with the template's text around
+        it.
+        """
         found = []
         for one in messages:
             spared = self._parts if one.get("role") == "assistant" else ()
-            found.append({key: self.mark_texts(value, spared, value not in ROLES) for key, value in one.items()})
+            found.append(
+                {
+                    key: self.mark_texts(value, spared, value not in ROLES)
+                    for key, value in one.items()
+                }
+            )
         return found
 
     def mark_texts(self, value: Any, spared: Container[str] = (), whole: bool = False) -> Any:
-        """Mark the texts of a JSON value. `whole`: also one that is the inside of a control token."""
+        """Mark the texts of a JSON value. `whole`: also one that is the inside of a control
+        token.
+        """
         if isinstance(value, Mapping):
             return {self.mark_texts(key): self.mark_texts(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark_texts(one) for one in value]
         if not isinstance(value, str):
             return value
-        text, core = _apart(value, self._in_part, spared), value.strip().lower()
-        return re.sub(r"(?=\S)", MARK, text, count=1) if whole and core and core in self._texts else text
+        text = _apart(value, self._in_part, spared)
+        core = value.strip().lower()
+        if whole and core and core in self._texts:
+            return re.sub(r"(?=\S)", MARK, text, count=1)
+        return text
 
     def rendered(self, text: str) -> str:
-        """Return what the template has made of marked messages, with marks where they are needed alone."""
+        """Return what the template has made of marked messages, with marks where they are needed
+        alone.
+        """
         if ESCAPE not in text:
             return text
         parts = self._written.split(text)
@@ -89,11 +112,19 @@ class ControlTokens:
 
     @cached_property
     def _second(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer that has other names for control tokens, and the first one's ids of its own."""
-        names = {json.dumps(one, ensure_ascii=False): json.dumps(name) for one, name in self._names.items()}
+        """The tokenizer that has other names for control tokens, and the first one's ids of its
+        own.
+        """
+        names = {
+            json.dumps(one, ensure_ascii=False): json.dumps(name)
+            for one, name in self._names.items()
+        }
         described = re.sub(_any_of(names), lambda found: names[found[0]], self._backend.to_str())
         second = type(self._backend).from_str(described)
-        ids = {second.token_to_id(self._names.get(one.content, one.content)): id for id, one in self._added.items()}
+        ids = {
+            second.token_to_id(self._names.get(one.content, one.content)): id
+            for id, one in self._added.items()
+        }
         return second, ids
 
 
@@ -106,5 +137,8 @@ def _apart(text: str, pattern: re.Pattern[str], spared: Container[str] = ()) -> 
 def _any_of(texts: Iterable[str]) -> str:
     """Return a pattern of these texts, the longest first, that looks at no character twice."""
     groups = groupby(sorted(texts, reverse=True), key=lambda text: text[:1])
-    parts = [re.escape(first) + _any_of(text[1:] for text in group) if first else "" for first, group in groups]
+    parts = [
+        re.escape(first) + _any_of(text[1:] for text in group) if first else ""
+        for first, group in groups
+    ]
     return f"(?:{'|'.join(parts) if parts else '(?!)'})"

@@ -1,5 +1,6 @@
-"""The prompts of one file: rendered and tokenized, without duplicates and rows whose answers contradict each other;
-too long ones are left out or refused."""
+"""The prompts of one file: rendered and tokenized, without duplicates and rows whose answers
+contradict each other; too long ones are left out or refused.
+"""
 
 import json
 from array import array
@@ -19,7 +20,8 @@ from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
 
-AT_ONCE = 50_000  # prompts: of a larger data set only those are encoded at the start that may be too long
+# prompts: of a larger data set only those are encoded at the start that may be too long
+AT_ONCE = 50_000
 _KINDS = 10_000  # rows in which kinds of conversation are looked for, of a large data set
 
 Messages = list[dict[str, Any]]
@@ -34,19 +36,30 @@ class Dataset:
     duplicates: int
     too_long: int
     conflicts: int = 0
-    shares: tuple[tuple[int, float], ...] = ()  # of several files: how many prompts, which are neighbours; the weight
+    # of several files: how many prompts, which are neighbours; the weight
+    shares: tuple[tuple[int, float], ...] = ()
     columns: str = ""  # how they were recognised, where nobody named them
     checksum: str = ""  # of all rows' prompts and answers, in their order
-    cut: tuple[int, int] = (0, 0)  # how many answers are longer than one may be, of how many that were looked at
+    # how many answers are longer than one may be, of how many that were looked at
+    cut: tuple[int, int] = (
+        0,
+        0,
+    )
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def describe(self) -> str:
-        counts = ((self.duplicates, "duplicates"), (self.conflicts, "with two answers"), (self.too_long, "too long"))
+        counts = (
+            (self.duplicates, "duplicates"),
+            (self.conflicts, "with two answers"),
+            (self.too_long, "too long"),
+        )
         left_out = ", ".join(f"{n} {what}" for n, what in counts if n)
         notes = [*([f"{left_out} left out"] if left_out else []), *filter(None, [self.columns])]
-        return f"{len(self)} prompts of {self.rows} rows" + (f" ({'; '.join(notes)})" if notes else "")
+        return f"{len(self)} prompts of {self.rows} rows" + (
+            f" ({'; '.join(notes)})" if notes else ""
+        )
 
 
 class Source(Sequence[Prompt]):
@@ -61,13 +74,19 @@ class Source(Sequence[Prompt]):
         needs_answer: bool,
         first_id: int = 0,
     ) -> None:
-        self._key, self._path, self._config, self._tokenizer = key, path, config, tokenizer
-        self._needs_answer, self._first_id = needs_answer, first_id
+        self._key = key
+        self._path = path
+        self._config = config
+        self._tokenizer = tokenizer
+        self._needs_answer = needs_answer
+        self._first_id = first_id
         self._most = 0  # tokens that a prompt may have
         self._rows: Rows = read_rows(key, path)
         self._layout = Layout("prompt", "answer")
         if self._rows:
-            self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, self._rows.place(0))
+            self._layout = recognised(
+                self._rows[0], config.prompt_key, config.answer_key, self._rows.place(0)
+            )
         self._sizes = array("L")  # bytes of each row's prompt
         self._found = distinct(self._sized(pair) for pair in self._pairs())
         self._kept = self._found.rows
@@ -80,22 +99,30 @@ class Source(Sequence[Prompt]):
             return [self[each] for each in range(*place.indices(len(self)))]
         return self._made(place, self._tokenizer.encode_texts([self._text(place)], self._most)[0])
 
-    def load(self, max_tokens: int, sample: int | None, longest_answer: int | None = None) -> Dataset:
-        """`sample`: only so many prompts are encoded, of which the others are like. Longer answers are counted."""
+    def load(
+        self, max_tokens: int, sample: int | None, longest_answer: int | None = None
+    ) -> Dataset:
+        """`sample`: only so many prompts are encoded, of which the others are like. Longer answers
+        are counted.
+        """
         self._most = max_tokens
         chosen = self._to_encode(max_tokens, sample)
         ids = self._tokenizer.encode_texts([self._text(each) for each in chosen], max_tokens)
         encoded = dict(zip(chosen, ids, strict=True))
         empty = next((each for each, ids in encoded.items() if not ids), None)
         if empty is not None:
-            raise ConfigError(f"{self._key}: {self._rows.place(int(self._kept[empty]))} has an empty prompt; remove it")
+            raise ConfigError(
+                f"{self._key}: {self._rows.place(int(self._kept[empty]))} has an empty prompt; "
+                "remove it"
+            )
         too_long = [each for each, ids in encoded.items() if len(ids) > max_tokens]
         if too_long and self._config.long_prompts == LongPrompts.error:
             most = max(map(len, encoded.values()))
             raise ConfigError(
-                f"rollout.max_prompt_tokens: {max_tokens}, but {len(too_long)} of {len(self)} prompts of {self._path} "
-                f"are longer (the longest has {most} tokens{' or more' if most > 2 * max_tokens else ''}); raise it, "
-                "or set data.long_prompts=drop"
+                f"rollout.max_prompt_tokens: {max_tokens}, but {len(too_long)} of {len(self)} "
+                f"prompts of {self._path} are longer (the longest has {most} "
+                f"tokens{' or more' if most > 2 * max_tokens else ''}); raise it, or set "
+                "data.long_prompts=drop"
             )
         if len(too_long) == len(self):
             lost = f"{len(self._rows)} rows, {len(too_long)} too long"
@@ -103,22 +130,35 @@ class Source(Sequence[Prompt]):
             raise ConfigError(f"{self._key}: {self._path} leaves no prompts ({lost})")
         prompts: Sequence[Prompt] = self
         if len(encoded) == len(self) and sample is None:
-            prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)
+            prompts = tuple(
+                self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens
+            )
         else:
             self._kept = np.delete(self._kept, too_long)
-        cut = (0, 0) if longest_answer is None else self._longer_answers(longest_answer)
+        if longest_answer is None:
+            cut = (0, 0)
+        else:
+            cut = self._longer_answers(longest_answer)
         counts = (len(self._rows), self._found.duplicates, len(too_long), self._found.conflicts)
-        return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum, cut=cut)
+        return Dataset(
+            prompts, *counts, columns=self._recognised(), checksum=self._found.checksum, cut=cut
+        )
 
     def _longer_answers(self, most: int) -> tuple[int, int]:
         """How many answers have no room with the token that ends them, of those looked at."""
-        answers = [self._answer(self._rows[index], index) for index in map(int, self._kept[:AT_ONCE])]
-        long = [answer for answer in answers if len(answer.encode()) >= most]  # no text has more tokens than bytes
-        return sum(len(ids) >= most for ids in self._tokenizer.encode_texts(long, most)), len(answers)
+        answers = [
+            self._answer(self._rows[index], index) for index in map(int, self._kept[:AT_ONCE])
+        ]
+        # no text has more tokens than bytes
+        long = [answer for answer in answers if len(answer.encode()) >= most]
+        return sum(len(ids) >= most for ids in self._tokenizer.encode_texts(long, most)), len(
+            answers
+        )
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
-        """Places of the prompts to encode: all of a small data set; of a large one each kind, and the longest. No
-        tokenizer makes more tokens than a text has bytes; a template adds to all what it adds to the shortest.
+        """Places of the prompts to encode: all of a small data set; of a large one each kind, and
+        the longest. No tokenizer makes more tokens than a text has bytes; a template adds to all
+        what it adds to the shortest.
         """
         if len(self) <= AT_ONCE and sample is None:
             return list(range(len(self)))
@@ -135,7 +175,9 @@ class Source(Sequence[Prompt]):
         return list(dict.fromkeys([*map(int, ranked), *kinds.values()]))
 
     def _kind(self, place: int) -> Any:
-        """The kind of conversation that a prompt is, as the template sees it; None for plain text."""
+        """The kind of conversation that a prompt is, as the template sees it; None for plain
+        text.
+        """
         prompt = self._prompt(self._rows[int(self._kept[place])], int(self._kept[place]))
         if isinstance(prompt, str):
             return None
@@ -167,8 +209,12 @@ class Source(Sequence[Prompt]):
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, list):
-            raise ConfigError(f"{where()} is {type(prompt).__name__}, expected text or a list of messages")
-        if not prompt or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt):
+            raise ConfigError(
+                f"{where()} is {type(prompt).__name__}, expected text or a list of messages"
+            )
+        if not prompt or not all(
+            isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt
+        ):
             raise ConfigError(
                 f'{where()} is a list, but not one of messages such as {{"role": "user", "content": "..."}}'
             )
@@ -176,27 +222,43 @@ class Source(Sequence[Prompt]):
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
         answer, where = self._value("answer", row, index)
-        if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes true, Python True
+        # a model writes true, Python True
+        if answer is None or isinstance(answer, (bool, list, dict)):
             kind = "null" if answer is None else type(answer).__name__
-            raise ConfigError(f"{where()} is {kind}, expected text or a number; write it as text, or remove the row")
+            raise ConfigError(
+                f"{where()} is {kind}, expected text or a number; write it as text, or remove the "
+                "row"
+            )
         return str(answer)
 
     def _value(self, name: str, row: dict[str, Any], index: int) -> tuple[Any, Callable[[], str]]:
-        """A row's prompt or answer; and where it stands, found when it is told: a file is read up to there."""
+        """A row's prompt or answer; and where it stands, found when it is told: a file is read up
+        to there.
+        """
         row, layout = split(row, self._layout)
-        key, column = f"data.{name}_key", getattr(layout, name)
+        key = f"data.{name}_key"
+        column = getattr(layout, name)
         try:
             return field(row, column), lambda: f"{key}: {column!r} of {self._rows.place(index)}"
         except LookupError as error:
-            raise ConfigError(f"{key}: {column!r} is not in {self._rows.place(index)}: {error}") from None
+            raise ConfigError(
+                f"{key}: {column!r} is not in {self._rows.place(index)}: {error}"
+            ) from None
 
     def _text(self, place: int) -> str:
         """What the model is to read."""
         index = int(self._kept[place])
-        prompt, config = self._prompt(self._rows[index], index), self._config
-        if isinstance(prompt, str) and (config.template is not None or config.system_prompt is not None):
+        prompt = self._prompt(self._rows[index], index)
+        config = self._config
+        if isinstance(prompt, str) and (
+            config.template is not None or config.system_prompt is not None
+        ):
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and config.system_prompt is not None and prompt[0]["role"] != "system":
+        if (
+            isinstance(prompt, list)
+            and config.system_prompt is not None
+            and prompt[0]["role"] != "system"
+        ):
             prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
         try:
             return self._tokenizer.text(prompt, config.template)
@@ -207,14 +269,20 @@ class Source(Sequence[Prompt]):
         index = int(self._kept[place])
         prompt = self._prompt(self._rows[index], index)
         row, layout = split(dict(self._rows[index]), self._layout)
-        for name in (layout.prompt, layout.answer):  # where it lies inside a column, everyone still reads row[name]
+        # where it lies inside a column, everyone still reads row[name]
+        for name in (
+            layout.prompt,
+            layout.answer,
+        ):
             if name not in row and has(row, name):
                 row[name] = field(row, name)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         return Prompt(self._first_id + index, tuple(ids), text, row, layout.prompt, layout.answer)
 
     def _recognised(self) -> str:
-        if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":
+        if (
+            self._config.prompt_key and self._config.answer_key
+        ) or self._layout.publisher == "as here":
             return ""
         return f"prompt in {self._layout.prompt}, answer in {self._layout.answer}: {self._layout.publisher}"
 
@@ -230,10 +298,11 @@ class Distinct:
 
 
 def distinct(pairs: Iterable[tuple[bytes, bytes]]) -> Distinct:
-    """Find the rows that count: a prompt that stands there often counts once, one with two answers not at all. Only
-    hashes are kept: tables have millions of rows.
+    """Find the rows that count: a prompt that stands there often counts once, one with two answers
+    not at all. Only hashes are kept: tables have millions of rows.
     """
-    prompt_hashes, answer_hashes = array("Q"), array("Q")
+    prompt_hashes = array("Q")
+    answer_hashes = array("Q")
     for prompt, answer in pairs:
         prompt_hashes.append(xxhash.xxh3_64_intdigest(prompt))
         answer_hashes.append(xxhash.xxh3_64_intdigest(answer.strip()))

@@ -1,5 +1,7 @@
-"""Layouts of published data sets (verl, TRL, OpenRLHF, ...): finds columns of prompt and answer that no key names;
-reads a column by its name, with dots for what is inside; and `Rows`, what readers of files offer."""
+"""Layouts of published data sets (verl, TRL, OpenRLHF, ...): finds columns of prompt and answer
+that no key names; reads a column by its name, with dots for what is inside; and `Rows`, what
+readers of files offer.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,9 @@ class Rows(ABC, Sequence[dict[str, Any]]):
     def place(self, index: int) -> str: ...  # where a row stands: `line 41 of FILE`
 
     def pairs(self, one: str, other: str) -> Iterator[tuple[str | None, str | None]] | None:
-        """Two columns that are text, where they can be read alone, which is much sooner done; else None."""
+        """Two columns that are text, where they can be read alone, which is much sooner done; else
+        None.
+        """
         return None
 
 
@@ -46,14 +50,19 @@ _CONVERSATION = Layout("messages", "messages", "as NeMo-RL has it")  # which end
 
 
 def field(row: Mapping[str, Any], name: str) -> Any:
-    """The column `name`, or, where there are dots in it, a value inside a column. LookupError says what is there."""
+    """The column `name`, or, where there are dots in it, a value inside a column. LookupError says
+    what is there.
+    """
     if name in row:
         return row[name]
     found: Any = row
     passed: list[str] = []
     for part in name.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            there = ", ".join(map(str, found)) or "nothing" if isinstance(found, Mapping) else type(found).__name__
+            if isinstance(found, Mapping):
+                there = ", ".join(map(str, found)) or "nothing"
+            else:
+                there = type(found).__name__
             raise LookupError(f"{'.'.join(passed)} has {there}" if passed else f"it has {there}")
         found = found[part]
         passed.append(part)
@@ -67,11 +76,17 @@ def has(row: Mapping[str, Any], name: str) -> bool:
         return False
 
 
-def recognised(row: Mapping[str, Any], prompt_key: str | None, answer_key: str | None, where: str) -> Layout:
+def recognised(
+    row: Mapping[str, Any], prompt_key: str | None, answer_key: str | None, where: str
+) -> Layout:
     """The layout of a data set, by its first row and what the configuration says."""
     if prompt_key is not None and answer_key is not None:
         return Layout(prompt_key, answer_key)
-    fitting = [one for one in LAYOUTS if prompt_key in (None, one.prompt) and answer_key in (None, one.answer)]
+    fitting = [
+        one
+        for one in LAYOUTS
+        if prompt_key in (None, one.prompt) and answer_key in (None, one.answer)
+    ]
     for one in fitting:
         if has(row, one.prompt) and has(row, one.answer):
             return one
@@ -81,8 +96,9 @@ def recognised(row: Mapping[str, Any], prompt_key: str | None, answer_key: str |
     prompt = prompt_key or next((name for name in prompts if has(row, name)), None)
     if prompt is None:
         raise ConfigError(
-            f"data.prompt_key: {where} has {', '.join(map(str, row)) or 'nothing'}, none of which is known to hold "
-            f"prompts ({', '.join(prompts)}, messages); name the column, with dots for a value inside one"
+            f"data.prompt_key: {where} has {', '.join(map(str, row)) or 'nothing'}, none of which "
+            f"is known to hold prompts ({', '.join(prompts)}, messages); name the column, with "
+            "dots for a value inside one"
         )
     return Layout(prompt, answer_key or "answer", "no answers were found")
 
@@ -98,4 +114,6 @@ def split(row: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], Layout]:
     if layout is not _CONVERSATION or not _ends_with_answer(row.get("messages")):
         return row, layout
     *prompt, answer = row["messages"]
-    return {**row, "prompt": prompt, "answer": answer.get("content")}, Layout("prompt", "answer", layout.publisher)
+    return {**row, "prompt": prompt, "answer": answer.get("content")}, Layout(
+        "prompt", "answer", layout.publisher
+    )

@@ -1,4 +1,6 @@
-"""Loads a configuration's data sets, checks them before a run, and draws prompts in a shuffled, resumable order."""
+"""Loads a configuration's data sets, checks them before a run, and draws prompts in a shuffled,
+resumable order.
+"""
 
 import random
 from array import array
@@ -16,7 +18,14 @@ from megatron_rl.data.rows import Joined
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
 
-__all__ = ["Dataset", "FolderTokenizer", "PromptOrder", "check_datasets", "load_dataset", "load_held_out"]
+__all__ = [
+    "Dataset",
+    "FolderTokenizer",
+    "PromptOrder",
+    "check_datasets",
+    "load_dataset",
+    "load_held_out",
+]
 
 CYCLE = 1000  # prompts in which each of several sources has its share
 EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
@@ -32,25 +41,35 @@ def load_dataset(
     sample: int | None = None,
     longest_answer: int | None = None,
 ) -> Dataset:
-    """The data set that `data.<key>` names. `sample`: every row is looked at, but only so many prompts are encoded."""
+    """The data set that `data.<key>` names. `sample`: every row is looked at, but only so many
+    prompts are encoded.
+    """
     parts: list[Dataset] = []
     sources = config.sources(key) or {"": 1.0}
     for path in sources:
         before = sum(part.rows for part in parts)
         source = Source(f"data.{key}", Path(path), config, tokenizer, needs_answer, before)
         parts.append(source.load(max_prompt_tokens, sample, longest_answer))
-    return parts[0] if len(parts) == 1 else _joined(parts, list(sources.values()))
+    if len(parts) == 1:
+        return parts[0]
+    return _joined(parts, list(sources.values()))
 
 
 def load_held_out(
-    one: HeldOut, config: DataSection, tokenizer: FolderTokenizer, max_prompt_tokens: int, sample: int | None = None
+    one: HeldOut,
+    config: DataSection,
+    tokenizer: FolderTokenizer,
+    max_prompt_tokens: int,
+    sample: int | None = None,
 ) -> Dataset:
     source = Source(one.key, Path(one.path), config, tokenizer, one.reward.needs_answer)
     return source.load(max_prompt_tokens, sample)
 
 
 def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
-    """One data set of several files. A prompt that stands in two stays in both: each gives the share of its weight."""
+    """One data set of several files. A prompt that stands in two stays in both: each gives the
+    share of its weight.
+    """
     prompts: Any = Joined([part.prompts for part in parts])
     return Dataset(
         tuple(prompts) if len(prompts) <= AT_ONCE else prompts,
@@ -66,9 +85,13 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
 
 
 def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection, list[Prompt]]]]:
-    """Raise what loading the data would, before anything is started. Returns notes and some prompts for each reward."""
-    data, rollout = config.data, config.rollout
-    tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
+    """Raise what loading the data would, before anything is started. Returns notes and some prompts
+    for each reward.
+    """
+    data = config.data
+    rollout = config.rollout
+    tokenizer = FolderTokenizer(config.model.folder)
+    longest = rollout.max_prompt_tokens
     wanted = config.reward.needs_answer or rollout.supervised
     most = rollout.max_response_tokens if rollout.supervised else None
     given: dict[str, Any] = {"needs_answer": wanted, "sample": EARLY_SAMPLE, "longest_answer": most}
@@ -76,16 +99,23 @@ def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection,
     left = len(train)
     if left < rollout.prompts_per_step:
         raise ConfigError(
-            f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} prompts: "
-            "a step would draw some twice; lower it"
+            f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} "
+            "prompts: a step would draw some twice; lower it"
         )
-    notes, least = [], "at least " * (train.too_long >= EARLY_SAMPLE)
+    notes = []
+    least = "at least " * (train.too_long >= EARLY_SAMPLE)
     if train.too_long:
         left_out = f"{least}{train.too_long} of {left + train.too_long} prompts of {data.train} are left out"
-        notes.append(f"rollout.max_prompt_tokens: {longest}, and {left_out}, as they are longer; raise it to have them")
+        notes.append(
+            f"rollout.max_prompt_tokens: {longest}, and {left_out}, as they are longer; raise it "
+            "to have them"
+        )
     if train.cut[0]:
         longer = f"{train.cut[0]} of {train.cut[1]} answers of {data.train} are longer, with the token that ends them"
-        notes.append(f"rollout.max_response_tokens: {most}, but {longer}, and are imitated without their end; raise it")
+        notes.append(
+            f"rollout.max_response_tokens: {most}, but {longer}, and are imitated without their "
+            "end; raise it"
+        )
     asked = [(config.reward, _some(train))]
     for one in held_out(config):
         rows = load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)
@@ -98,17 +128,21 @@ def _some(dataset: Dataset) -> list[Prompt]:
 
 
 class PromptOrder:
-    """The order in which prompts are drawn: endless, resumable by `position`, shuffled by (seed, epoch). Several
-    sources take turns: in a cycle of `CYCLE` places each has its weight's share, in an order drawn from (seed, cycle),
-    and epochs of its own.
+    """The order in which prompts are drawn: endless, resumable by `position`, shuffled by (seed,
+    epoch). Several sources take turns: in a cycle of `CYCLE` places each has its weight's share, in
+    an order drawn from (seed, cycle), and epochs of its own.
     """
 
     def __init__(self, dataset: Dataset, seed: int, shuffle: bool, position: int = 0) -> None:
         self._prompts = dataset.prompts
         shares = dataset.shares or ((len(dataset), 1.0),)
         self._firsts = [0, *accumulate(size for size, _ in shares)]
-        self._counts = _counts([weight for _, weight in shares]) if len(shares) > 1 else [1]
-        self._seed, self._shuffle = seed, shuffle
+        if len(shares) > 1:
+            self._counts = _counts([weight for _, weight in shares])
+        else:
+            self._counts = [1]
+        self._seed = seed
+        self._shuffle = shuffle
         self._epoch = lru_cache(len(shares))(self._shuffled)
         self._cycle = lru_cache(1)(self._turns)
         self.position = position
@@ -145,7 +179,10 @@ class PromptOrder:
     def _shuffled(self, source: int, epoch: int) -> Sequence[int]:
         order = array("L", range(self._firsts[source + 1] - self._firsts[source]))
         if self._shuffle:
-            name = f"{self._seed}/{epoch}" if len(self._counts) == 1 else f"{self._seed}/{source}/{epoch}"
+            if len(self._counts) == 1:
+                name = f"{self._seed}/{epoch}"
+            else:
+                name = f"{self._seed}/{source}/{epoch}"
             random.Random(name).shuffle(order)
         return order
 

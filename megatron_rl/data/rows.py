@@ -1,7 +1,9 @@
-"""Reads the rows of data files (.jsonl, .parquet, .arrow, a data set's folder) by index, and checks every one.
+"""Reads the rows of data files (.jsonl, .parquet, .arrow, a data set's folder) by index, and checks
+every one.
 
-A row is a JSON object: text that can be encoded, finite numbers, each key once, nothing nested deeper than `DEPTH`;
-what is otherwise is refused with its place. All rows are looked at, but none is kept, so that size is no matter.
+A row is a JSON object: text that can be encoded, finite numbers, each key once, nothing nested
+deeper than `DEPTH`; what is otherwise is refused with its place. All rows are looked at, but none
+is kept, so that size is no matter.
 """
 
 import bisect
@@ -23,13 +25,16 @@ from megatron_rl.files import read_json
 
 SUFFIXES = (".parquet", ".jsonl", ".arrow")
 _SHARD = re.compile(r"(.+?)(?:-\d{5}-of-\d{5}(?:-\w+)?)?$")
-_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # whole pairs as well: these lines are looked at once more
+# whole pairs as well: these lines are looked at once more
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_rows(key: str, path: Path) -> Rows:
     """All rows of a file, or of the files of a data set's folder."""
     files = [_one_file(key, each) for each in data_files(key, path)]
-    return files[0] if len(files) == 1 else Joined(files)
+    if len(files) == 1:
+        return files[0]
+    return Joined(files)
 
 
 def _one_file(key: str, path: Path) -> Rows:
@@ -51,14 +56,18 @@ class JsonLines(Rows):
     """Lines of one file, read again where they lie; refused once the file has been written to."""
 
     def __init__(self, key: str, path: Path) -> None:
-        self._key, self._path = key, path
-        self._starts, self._ends = array("Q"), array("Q")
+        self._key = key
+        self._path = path
+        self._starts = array("Q")
+        self._ends = array("Q")
         self._file = path.open("rb")
         end = 0
         for number, line in enumerate(self._file, 1):
-            start, end = end, end + len(line)
+            start = end
+            end = end + len(line)
             if number == 1 and line.startswith(codecs.BOM_UTF8):
-                line, start = line.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
+                line = line.removeprefix(codecs.BOM_UTF8)
+                start = len(codecs.BOM_UTF8)
             if line.strip():
                 self._check(line, number)
                 self._starts.append(start)
@@ -89,10 +98,13 @@ class JsonLines(Rows):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        start, end = self._starts[index], self._ends[index]
+        start = self._starts[index]
+        end = self._ends[index]
         line = os.pread(self._file.fileno(), end - start, start)
         if self._stamp() != self._seen:
-            raise ConfigError(f"{self._key}: {self._path} was written to since the run has read it; start again")
+            raise ConfigError(
+                f"{self._key}: {self._path} was written to since the run has read it; start again"
+            )
         try:
             return msgspec.json.decode(line)
         except msgspec.DecodeError:  # a number beyond 64 bits, which Python has
@@ -134,7 +146,11 @@ class Joined(Rows):  # of prompts, too
 
 def _object(line: bytes) -> Any:
     row = json.loads(
-        line.decode(), object_pairs_hook=_each_once, parse_constant=_finite, parse_float=_finite, parse_int=_finite
+        line.decode(),
+        object_pairs_hook=_each_once,
+        parse_constant=_finite,
+        parse_float=_finite,
+        parse_int=_finite,
     )
     if _HALF_A_PAIR.search(line) or line.count(b"[") + line.count(b"{") > DEPTH:
         _look_inside(row)
@@ -145,7 +161,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in keys if keys.count(name) > 1)!r} is there twice")
+        raise ValueError(
+            f"the key {next(name for name in keys if keys.count(name) > 1)!r} is there twice"
+        )
     return found
 
 
@@ -155,7 +173,9 @@ def _finite(text: str) -> int | float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:20]}... is too large")
-    return int(text) if text.lstrip("-").isdigit() else value
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return value
 
 
 def _look_inside(value: Any, depth: int = 0) -> None:
@@ -181,9 +201,14 @@ def data_files(key: str, path: Path) -> list[Path]:
         if not found:
             raise ConfigError(f"{key}: no {', '.join(SUFFIXES)} in the folder {str(path)!r}")
         raise ConfigError(
-            f"{key}: {str(path)!r} has the splits {', '.join(sorted(found))}; name one, such as {path / min(found)}"
+            f"{key}: {str(path)!r} has the splits {', '.join(sorted(found))}; name one, such as "
+            f"{path / min(found)}"
         )
-    if path.parent.is_dir() and not path.exists() and path.name in (found := _splits(key, path.parent)):
+    if (
+        path.parent.is_dir()
+        and not path.exists()
+        and path.name in (found := _splits(key, path.parent))
+    ):
         return found[path.name]
     return [path]
 
@@ -194,7 +219,9 @@ def _splits(key: str, folder: Path) -> dict[str, list[Path]]:
             names = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{key}: {folder / 'state.json'} is not readable ({error})") from None
-        return {folder.name: [folder / Path(name).name for name in names]} if names else {}
+        if names:
+            return {folder.name: [folder / Path(name).name for name in names]}
+        return {}
     if (folder / "dataset_dict.json").is_file():
         inner = sorted(each for each in folder.iterdir() if (each / "state.json").is_file())
         return {name: files for each in inner for name, files in _splits(key, each).items()}

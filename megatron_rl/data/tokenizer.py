@@ -1,4 +1,6 @@
-"""Tokenizer of a Hugging Face folder: renders chat templates, encodes prompts, decodes answers, names stop tokens."""
+"""Tokenizer of a Hugging Face folder: renders chat templates, encodes prompts, decodes answers,
+names stop tokens.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +13,23 @@ from megatron_rl.files import read_json
 
 Messages = Sequence[Mapping[str, Any]]
 _BATCH = 1024  # texts that are encoded at once, on all cores
-_CHARACTERS = 32  # for each token that a text may have: of a much longer one only the beginning is looked at
+# for each token that a text may have: of a much longer one only the beginning is looked at
+_CHARACTERS = 32
 
 
 class FolderTokenizer:
-    """The tokenizer of a Hugging Face folder. Transformers is imported only for chat templates, and never its torch."""
+    """The tokenizer of a Hugging Face folder. Transformers is imported only for chat templates, and
+    never its torch.
+    """
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"model.path: {folder} holds no tokenizer.json; save one there with the model")
+            raise ConfigError(
+                f"model.path: {folder} holds no tokenizer.json; save one there with the model"
+            )
         self._folder = folder
         try:
             self._backend = Backend.from_file(str(path))
@@ -34,11 +41,14 @@ class FolderTokenizer:
         self._control = ControlTokens(self._backend, self.stop_token_ids)
 
     def encode(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a prompt. Control tokens that it spells are the data's; those that messages spell are text."""
+        """Token ids of a prompt. Control tokens that it spells are the data's; those that messages
+        spell are text.
+        """
         text = self.text(prompt)
         if isinstance(text, Marked):
             return self._control.encode(text)
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)  # without the GIL
+        # without the GIL
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
     def encode_as_text(self, text: str) -> list[int]:
@@ -46,7 +56,9 @@ class FolderTokenizer:
         return self.encode(marked(self._control.mark_texts(text)))
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
-        """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""
+        """What the model is to read: a prompt as it stands, or its messages in the chat template
+        with its `options`.
+        """
         if isinstance(prompt, str):
             return prompt
         try:
@@ -54,13 +66,21 @@ class FolderTokenizer:
         except Exception as error:  # transformers and jinja raise families of their own
             first = str(error).strip().split("\n")[0]
             raise ConfigError(
-                f"model.path: the chat template of {self._folder} does not take a prompt that is a list of messages "
-                f"({type(error).__name__}: {first}); add a template, or make data.prompt_key a column of plain text"
+                f"model.path: the chat template of {self._folder} does not take a prompt that is a "
+                f"list of messages ({type(error).__name__}: {first}); add a template, or make "
+                "data.prompt_key a column of plain text"
             ) from None
 
-    def render(self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool) -> str:
-        """A conversation in the chat template; `opened`: up to where an answer begins. Raises what jinja raises."""
-        shown = {"tools": self._control.mark_texts(list(tools))} if tools else {}
+    def render(
+        self, messages: Messages, options: Mapping[str, Any], *, tools: Sequence[Any], opened: bool
+    ) -> str:
+        """A conversation in the chat template; `opened`: up to where an answer begins. Raises what
+        jinja raises.
+        """
+        if tools:
+            shown = {"tools": self._control.mark_texts(list(tools))}
+        else:
+            shown = {}
         options = {**options, "add_generation_prompt": opened, **shown}
         return self._render(list(messages), options)
 
@@ -73,16 +93,24 @@ class FolderTokenizer:
             if self._chat is None:
                 from transformers import PreTrainedTokenizerFast
 
-                self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+                self._chat = PreTrainedTokenizerFast.from_pretrained(
+                    self._folder, local_files_only=True
+                )
         options = {"add_generation_prompt": True, **options}
-        text = self._chat.apply_chat_template(self._control.mark(messages), tokenize=False, **options)
+        text = self._chat.apply_chat_template(
+            self._control.mark(messages), tokenize=False, **options
+        )
         return self._control.rendered(text)
 
     def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
         """Token ids of each text; of one that has far more than `at_most`, only the first ones."""
         beginnings = [self._beginning(text, at_most) for text in texts]
-        batches = (beginnings[start : start + _BATCH] for start in range(0, len(beginnings), _BATCH))
-        encodings = (self._backend.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)
+        batches = (
+            beginnings[start : start + _BATCH] for start in range(0, len(beginnings), _BATCH)
+        )
+        encodings = (
+            self._backend.encode_batch_fast(batch, add_special_tokens=False) for batch in batches
+        )
         found = [encoding.ids for some in encodings for encoding in some]
         for place, text in enumerate(beginnings):
             if isinstance(text, Marked):
@@ -98,7 +126,9 @@ class FolderTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
+        return self._backend.decode_batch(
+            [list(row) for row in token_ids], skip_special_tokens=True
+        )
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text with the special tokens in it, as it stands in a rendered conversation."""
@@ -125,20 +155,29 @@ def _template(folder: Path) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     found = _read_json(folder / "tokenizer_config.json").get("chat_template") or ""
-    return found if isinstance(found, str) else " ".join(str(one.get("template")) for one in found)
+    if isinstance(found, str):
+        return found
+    return " ".join(str(one.get("template")) for one in found)
 
 
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json knows best, then config.json, then the tokenizer."""
+    """End-of-sequence ids: generation_config.json knows best, then config.json, then the
+    tokenizer.
+    """
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (int(eos),)
+            if isinstance(eos, list):
+                return tuple(eos)
+            return (int(eos),)
     token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     found = backend.token_to_id(token) if token else None
     if found is None:
-        raise ConfigError(f"model.path: no eos_token_id in {folder}/config.json or generation_config.json; add one")
+        raise ConfigError(
+            f"model.path: no eos_token_id in {folder}/config.json or generation_config.json; add "
+            "one"
+        )
     return (found,)
 
 

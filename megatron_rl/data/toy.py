@@ -1,6 +1,8 @@
-"""Generator of small tasks for machines without network: rows to train and test on, tokenizer and config.json of a tiny
-model. The toys are arithmetic and counting (a tokenizer of characters, under a million parameters); questions of
-reasoning-gym come with a chat template, a byte-level BPE tokenizer trained on them, and 2.4 million. All by a seed."""
+"""Generator of small tasks for machines without network: rows to train and test on, tokenizer and
+config.json of a tiny model. The toys are arithmetic and counting (a tokenizer of characters, under
+a million parameters); questions of reasoning-gym come with a chat template, a byte-level BPE
+tokenizer trained on them, and 2.4 million. All by a seed.
+"""
 
 import json
 import random
@@ -12,30 +14,51 @@ from typing import Any
 from megatron_rl.config import ConfigError
 from megatron_rl.files import read_whole, write_whole
 
-PAD, END = "<pad>", "<end>"
+PAD = "<pad>"
+END = "<end>"
 CHARACTERS = "0123456789+-*= "
 REASONING = "chain_sum"
-REASONING_SETTINGS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "allow_negation": False}
-QUESTIONS_DRAWN, HELD_OUT = 12_000, 256  # two of three are drawn again
+REASONING_SETTINGS = {
+    "min_terms": 2,
+    "max_terms": 3,
+    "min_digits": 1,
+    "max_digits": 1,
+    "allow_negation": False,
+}
+# two of three are drawn again
+QUESTIONS_DRAWN = 12_000
+HELD_OUT = 256
 BPE_VOCABULARY = 512
-TEXT_END, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TEXT_END = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SHRUNK = frozenset(
     {
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
         "moe_intermediate_size",
     }
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class ToyTask:
-    """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of them are never
-    trained on. An answer of several `terms` applies `+b` again to each: 127+8= is 135 143 151 ...
+    """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of
+    them are never trained on. An answer of several `terms` applies `+b` again to each: 127+8= is
+    135 143 151 ...
     """
 
     smallest: int = 0
@@ -65,8 +88,11 @@ SLIPS = 0.1  # of the terms that a warm start imitates
 
 
 def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dict[str, str]:
-    """The row as somebody answers who is off by one in this share of the terms, and counts on from there."""
-    terms, off = [], 0
+    """The row as somebody answers who is off by one in this share of the terms, and counts on from
+    there.
+    """
+    terms = []
+    off = 0
     for term in map(int, row["answer"].split()):
         off += draw.choice((-1, 1)) if draw.random() < share else 0
         terms.append(str(term + off))
@@ -86,21 +112,31 @@ class ToyShape:
 
 
 def write_counting(folder: Path, like: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips, to be imitated."""
-    counts, draw = write_toy(folder, COUNTING, like=like), random.Random(COUNTING.seed)
+    """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips,
+    to be imitated.
+    """
+    counts = write_toy(folder, COUNTING, like=like)
+    draw = random.Random(COUNTING.seed)
     rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
     write_rows(folder, slips=[with_slips(row, SLIPS, draw) for row in rows])
     return counts
 
 
 def write_toy(
-    folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None, like: Mapping[str, Any] | None = None
+    folder: Path,
+    task: ToyTask | None = None,
+    shape: ToyShape | None = None,
+    like: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
-    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the family to be of."""
-    task, shape = task or ToyTask(), shape or ToyShape()
+    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the
+    family to be of.
+    """
+    task = task or ToyTask()
+    shape = shape or ToyShape()
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
-    test, train = problems[: task.held_out], problems[task.held_out :]
+    test = problems[: task.held_out]
+    train = problems[task.held_out :]
     counts = write_rows(folder, train=train, test=test)
     config = hf_config(shape) if like is None else shrunk(like)
     _write({folder / "model" / "config.json": json.dumps(config, indent=2) + "\n"})
@@ -110,22 +146,36 @@ def write_toy(
 
 def write_rows(folder: Path, **files: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Writes NAME.jsonl of each, and counts its rows."""
-    _write({folder / f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in files[name]) for name in files})
+    _write(
+        {
+            folder / f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in files[name])
+            for name in files
+        }
+    )
     return {name: len(rows) for name, rows in files.items()}
 
 
 def _write(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
         if path.exists() and read_whole(path) != text.encode():
-            raise ConfigError(f"{path} is there already, with other content: remove it, or name another folder")
+            raise ConfigError(
+                f"{path} is there already, with other content: remove it, or name another folder"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
 
 
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
-    """A model of the same family, of sizes that two cores train; its four layers divide over a pipeline."""
+    """A model of the same family, of sizes that two cores train; its four layers divide over a
+    pipeline.
+    """
     shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
-    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    experts = {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    }
     sizes = hf_config(shape) | experts
     tokens = {key: value for key, value in sizes.items() if key.endswith("_token_id")}
     return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
@@ -136,13 +186,16 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer.json that splits text into characters, of the kind that every family's own class reads."""
+    """A tokenizer.json that splits text into characters, of the kind that every family's own class
+    reads.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelled = {token.replace(" ", "Ġ"): number for token, number in vocabulary().items()}
     tokenizer = Tokenizer(models.BPE(spelled, [], unk_token=PAD))
-    tokenizer.pre_tokenizer, tokenizer.decoder = as_bytes, decoders.ByteLevel()
+    tokenizer.pre_tokenizer = as_bytes
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(PAD, special=True), AddedToken(END, special=True)])
     save_tokenizer(tokenizer, folder, pad_token=PAD, eos_token=END)
 
@@ -182,7 +235,9 @@ def hf_config(shape: ToyShape) -> dict[str, Any]:
     }
 
 
-def entries(tasks: Sequence[str], count: int, seed: int, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def entries(
+    tasks: Sequence[str], count: int, seed: int, settings: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Task and row of every question of reasoning-gym; the same each time."""
     import reasoning_gym
 
@@ -192,22 +247,31 @@ def entries(tasks: Sequence[str], count: int, seed: int, settings: Mapping[str, 
 
 
 def write_reasoning(folder: Path) -> dict[str, int]:
-    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`, which share no question."""
+    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`, which
+    share no question.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for _, entry in entries([REASONING], QUESTIONS_DRAWN, 1, REASONING_SETTINGS):
         rows.setdefault(entry["question"], {"prompt": entry["question"], **entry})
-    test, train = list(rows.values())[:HELD_OUT], list(rows.values())[HELD_OUT:]
-    write_chat_tokenizer(folder / "model", (f"user\n{row['question']}\nassistant\n{row['answer']}" for row in train))
+    test = list(rows.values())[:HELD_OUT]
+    train = list(rows.values())[HELD_OUT:]
+    write_chat_tokenizer(
+        folder / "model", (f"user\n{row['question']}\nassistant\n{row['answer']}" for row in train)
+    )
     return write_rows(folder, train=train, test=test)
 
 
 def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """A byte-level BPE tokenizer with a chat template, trained on `texts`, and config.json of a model that reads it."""
+    """A byte-level BPE tokenizer with a chat template, trained on `texts`, and config.json of a
+    model that reads it.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     special = [TEXT_END, TURN_START, TURN_END]
     trainer = trainers.BpeTrainer(
@@ -217,7 +281,13 @@ def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    save_tokenizer(tokenizer, folder, pad_token=TEXT_END, eos_token=TURN_END, chat_template=CHAT_TEMPLATE)
+    save_tokenizer(
+        tokenizer, folder, pad_token=TEXT_END, eos_token=TURN_END, chat_template=CHAT_TEMPLATE
+    )
     shape = ToyShape(hidden=256, layers=4, heads=8, kv_heads=2, head_dim=32, ffn=512, context=128)
-    tokens = {"vocab_size": BPE_VOCABULARY, "pad_token_id": 0, "eos_token_id": special.index(TURN_END)}
+    tokens = {
+        "vocab_size": BPE_VOCABULARY,
+        "pad_token_id": 0,
+        "eos_token_id": special.index(TURN_END),
+    }
     (folder / "config.json").write_text(json.dumps(hf_config(shape) | tokens, indent=2) + "\n")

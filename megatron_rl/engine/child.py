@@ -1,9 +1,10 @@
-"""Process of an embedded vLLM engine, asked by its parent: `python -m megatron_rl.engine.child FD PARENT_PID CORES`;
-`run` is the life of a server's process, too (server.py).
+"""Process of an embedded vLLM engine, asked by its parent: `python -m megatron_rl.engine.child FD
+PARENT_PID CORES`; `run` is the life of a server's process, too (server.py).
 
-The socket FD brings the engine's arguments and then requests (messages.py); its end is the process's end. The kernel
-ends the process with its parent, too. CORES, such as `0,1`, confine it to a share of the machine; `all` does not. It
-ignores Ctrl-C and USR1: its parent decides what they mean.
+The socket FD brings the engine's arguments and then requests (messages.py); its end is the
+process's end. The kernel ends the process with its parent, too. CORES, such as `0,1`, confine it to
+a share of the machine; `all` does not. It ignores Ctrl-C and USR1: its parent decides what they
+mean.
 """
 
 import socket
@@ -16,7 +17,12 @@ from typing import Any
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.service import Frame, Service, described
 from megatron_rl.processes.channel import Channel, ChannelClosed
-from megatron_rl.processes.process import die_with_parent, end_own_group, keep_to, leave_to_the_driver
+from megatron_rl.processes.process import (
+    die_with_parent,
+    end_own_group,
+    keep_to,
+    leave_to_the_driver,
+)
 from megatron_rl.processes.stacks import show_on_request
 
 
@@ -41,8 +47,15 @@ class ParentLine:
             end_own_group()
 
 
-def run(descriptor: int, parent: int, cores: str, opened: Callable[[Engine, Service], None] = lambda *_: None) -> None:
-    """The process's whole life. `opened`: what is done once there is an engine, and before the parent hears of it."""
+def run(
+    descriptor: int,
+    parent: int,
+    cores: str,
+    opened: Callable[[Engine, Service], None] = lambda *_: None,
+) -> None:
+    """The process's whole life. `opened`: what is done once there is an engine, and before the
+    parent hears of it.
+    """
     die_with_parent(parent)
     leave_to_the_driver()
     show_on_request()

@@ -1,10 +1,13 @@
-"""Double buffer of a vLLM model's weights on a CPU, for `file` updates: loaded into a copy, swapped in all at once.
+"""Double buffer of a vLLM model's weights on a CPU, for `file` updates: loaded into a copy, swapped
+in all at once.
 
-`Twin` is a copy of the live module tree: the same classes and settings, but parameters, kernels and packed
-weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, while the live model stays as it is;
-`swap` then exchanges the two, which takes a moment. Whatever goes wrong before the swap leaves the live model whole.
+`Twin` is a copy of the live module tree: the same classes and settings, but parameters, kernels and
+packed weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, while the live
+model stays as it is; `swap` then exchanges the two, which takes a moment. Whatever goes wrong
+before the swap leaves the live model whole.
 
-Attention layers are shared with the live model: they hold the cache, and on hosts no update changes them.
+Attention layers are shared with the live model: they hold the cache, and on hosts no update changes
+them.
 """
 
 import copy
@@ -17,7 +20,10 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
@@ -36,11 +42,17 @@ def can_double(model: torch.nn.Module) -> bool:
 
     The scales of a quantized cache are not: they belong to the attention layers, which are shared.
     """
-    packed = (m for m in model.modules() if isinstance(getattr(m, "quant_method", None), QuantizeMethodBase))
+    packed = (
+        m
+        for m in model.modules()
+        if isinstance(getattr(m, "quant_method", None), QuantizeMethodBase)
+    )
     known = LinearBase | VocabParallelEmbedding | RoutedExperts
     kinds = all(isinstance(m, known) or is_deferred_attention_layer(m) for m in packed)
     caches = any(cache_scale_names(name, layer) for name, layer in model.named_modules())
-    return kinds and not caches and not callable(getattr(model, "process_weights_after_loading", None))
+    return (
+        kinds and not caches and not callable(getattr(model, "process_weights_after_loading", None))
+    )
 
 
 class Twin:
@@ -59,7 +71,11 @@ class Twin:
         refuse_unwritten_experts(twin_model)
         has_head = any(isinstance(twin, ParallelLMHead) for twin in self._pairs.values())
         for twin in self._pairs.values():
-            if has_head and isinstance(twin, VocabParallelEmbedding) and not isinstance(twin, ParallelLMHead):
+            if (
+                has_head
+                and isinstance(twin, VocabParallelEmbedding)
+                and not isinstance(twin, ParallelLMHead)
+            ):
                 # only looked up in; vLLM packs it for multiplications all the same
                 twin.__dict__["cpu_linear"] = torch.nn.functional.linear
                 continue
@@ -82,7 +98,9 @@ class Twin:
         twin.__dict__["_parameters"] = dict(live._parameters)
         twin.__dict__["_buffers"] = dict(live._buffers)
         twin.__dict__["_modules"] = {
-            name: child if child is None or is_deferred_attention_layer(child) else self._twin(child)
+            name: child
+            if child is None or is_deferred_attention_layer(child)
+            else self._twin(child)
             for name, child in live._modules.items()
         }
         scheme = live.__dict__.get("scheme")
@@ -105,7 +123,8 @@ def _own_kernels(scheme: Any) -> Any:
 
 
 def _give_parameters(live: torch.nn.Module, twin: torch.nn.Module) -> None:
-    """Parameters of its own, uninitialized, in the layout of checkpoints; their loaders stay those of the live layer.
+    """Parameters of its own, uninitialized, in the layout of checkpoints; their loaders stay those
+    of the live layer.
 
     vLLM records that layout without biases, which never change it.
     """

@@ -1,4 +1,6 @@
-"""Wrapper of vLLM in an engine's process; carries out requests: generation, weight updates, modules' outputs, sleep."""
+"""Wrapper of vLLM in an engine's process; carries out requests: generation, weight updates,
+modules' outputs, sleep.
+"""
 
 import gc
 import os
@@ -20,7 +22,9 @@ Replies = list[tuple[int, Any]]  # numbers of samples; an exception, or what has
 
 
 class Engine:
-    """vLLM behind the handful of calls that a sampler needs: requests (messages.py), and what their loop asks."""
+    """vLLM behind the handful of calls that a sampler needs: requests (messages.py), and what their
+    loop asks.
+    """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         with rare_collections():  # vLLM imports most of itself when it makes an engine
@@ -32,13 +36,16 @@ class Engine:
             keeps = arguments.pop(KEEPS_EXPERTS, False)
             self.llm = LLM(**arguments)
         model = self.llm.llm_engine.model_config
-        self.vocabulary, self.longest = model.get_vocab_size(), model.max_model_len
+        self.vocabulary = model.get_vocab_size()
+        self.longest = model.max_model_len
         self.transport = arguments["weight_transfer_config"]["backend"].removeprefix(BACKEND_PREFIX)
         cache = self.llm.llm_engine.vllm_config.cache_config
         self._cache_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self.ready = Readiness()
         if keeps:
-            self.llm.collective_rpc("keep_choices", args=(model.get_total_num_hidden_layers(), model.get_num_experts()))
+            self.llm.collective_rpc(
+                "keep_choices", args=(model.get_total_num_hidden_layers(), model.get_num_experts())
+            )
         self.samples = OpenSamples(self.llm, self._kept_experts if keeps else None)
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._draining = False  # nothing new begins, so that nothing is open
@@ -52,7 +59,8 @@ class Engine:
             self.samples.step()
         self.samples.take_finished()
         gc.collect()
-        gc.freeze()  # the engine's own objects live as long as it does: no collection needs to visit them
+        # the engine's own objects live as long as it does: no collection needs to visit them
+        gc.freeze()
 
     def shutdown(self) -> None:
         """End the workers in good order: shared memory that they hold outlives a killed process."""
@@ -67,7 +75,9 @@ class Engine:
             "torn": ready.torn,
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
-            "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
+            "building": any(
+                self.llm.collective_rpc("weight_update_building")
+            ),  # new weights, beside the present ones
             "open": len(self.samples),
             "longest": self.longest,  # tokens of a prompt and its answer together
             "cache_tokens": self._cache_tokens,
@@ -84,7 +94,9 @@ class Engine:
 
     @property
     def writes(self) -> bool:
-        """Whether a step would generate tokens: samples are open, and the weights are of one version."""
+        """Whether a step would generate tokens: samples are open, and the weights are of one
+        version.
+        """
         return bool(self.samples) and not self._stands and self.ready.refusal() is None
 
     def must_wait(self, method: str) -> bool:
@@ -92,9 +104,15 @@ class Engine:
         if method == "values":  # modules that are watched see whatever runs
             self._draining = self.writes
             return self._draining
-        return method in ("await_weight_update", "finish_weight_update") and self.writes and self._is_building()
+        return (
+            method in ("await_weight_update", "finish_weight_update")
+            and self.writes
+            and self._is_building()
+        )
 
-    def generate(self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any) -> None:
+    def generate(
+        self, number: int, policy_version: int | None = None, patient: bool = False, **wanted: Any
+    ) -> None:
         """Begin a sample under this number; see messages.Generate."""
         refusal = self.ready.refusal(policy_version, or_newer=patient)
         if refusal and not patient:
@@ -106,8 +124,13 @@ class Engine:
             self.samples.add(number, **wanted)
 
     def step(self) -> Replies:
-        """Generate a token of each sample; what has finished, and what has gone wrong, by number."""
-        replies = self._begin_held() if self._held and not self._draining else []
+        """Generate a token of each sample; what has finished, and what has gone wrong, by
+        number.
+        """
+        if self._held and not self._draining:
+            replies = self._begin_held()
+        else:
+            replies = []
         if self.writes:
             try:
                 self.samples.step()
@@ -139,7 +162,9 @@ class Engine:
         self._stands = False
 
     def forget_version(self) -> None:
-        """Count what is loaded as no version: an engine that another run has used takes any version again."""
+        """Count what is loaded as no version: an engine that another run has used takes any version
+        again.
+        """
         self._on_workers("abort_weight_update")
         self._on_workers("forget_version")
         self._stands = False
@@ -153,11 +178,15 @@ class Engine:
         self.samples.salt = str(version)
 
     def values(self, kind: str, sequences: list[list[int]], policy_version: int) -> list[Any]:
-        """What the engine's modules put out for each sequence: "activations" or "routed_experts"."""
+        """What the engine's modules put out for each sequence: "activations" or
+        "routed_experts".
+        """
         refusal = self.ready.refusal(policy_version)
         if refusal:
             raise RuntimeError(refusal)
-        return [self._activations(one) for one in sequences] if kind == "activations" else self._routes(sequences)
+        if kind == "activations":
+            return [self._activations(one) for one in sequences]
+        return self._routes(sequences)
 
     def _is_building(self) -> bool:
         if time.monotonic() < self._look_again_at:
@@ -166,7 +195,9 @@ class Engine:
         return any(self.llm.collective_rpc("weight_update_building"))
 
     def _routes(self, sequences: list[list[int]]) -> list[bytes]:
-        """[tokens, layers, experts of a token] of each sequence as int32; empty where the engine cannot tell."""
+        """[tokens, layers, experts of a token] of each sequence as int32; empty where the engine
+        cannot tell.
+        """
         if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
             return [b""] * len(sequences)
         layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
@@ -178,19 +209,34 @@ class Engine:
         return told[0]
 
     def _activations(self, tokens: list[int]) -> dict[str, Any]:
-        """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its tokens."""
+        """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its
+        tokens.
+        """
         config = self.llm.llm_engine.vllm_config
-        if why := unwatchable(config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size):
+        if why := unwatchable(
+            config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size
+        ):
             raise RuntimeError(why)
         values, told = self._watched("activations", tokens, prompt_logprobs=0)
-        return {"values": values, "logprobs": [sampled(told[i], tokens[i]) for i in range(1, len(tokens))]}
+        return {
+            "values": values,
+            "logprobs": [sampled(told[i], tokens[i]) for i in range(1, len(tokens))],
+        }
 
-    def _watched(self, what: str, tokens: list[int], *arguments: int, **params: Any) -> tuple[bytes, list[Any]]:
-        """What the first worker has seen of a sequence, and the logprobs of its tokens where those were asked for."""
+    def _watched(
+        self, what: str, tokens: list[int], *arguments: int, **params: Any
+    ) -> tuple[bytes, list[Any]]:
+        """What the first worker has seen of a sequence, and the logprobs of its tokens where those
+        were asked for.
+        """
         from vllm import SamplingParams
 
-        # read whole: modules show nothing of a prefix that is cached, here from the same sequence at the last look
-        prompt: Any = {"prompt_token_ids": tokens, "cache_salt": f"watched at {time.monotonic_ns()}"}
+        # read whole: modules show nothing of a prefix that is cached, here from the same sequence
+        # at the last look
+        prompt: Any = {
+            "prompt_token_ids": tokens,
+            "cache_salt": f"watched at {time.monotonic_ns()}",
+        }
         self.llm.collective_rpc(f"watch_{what}")
         try:
             asked = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **params)
@@ -228,9 +274,11 @@ class Engine:
         self._stands = False
 
     def finish_weight_update(self, keep_cache: bool = False, stand: bool = False) -> dict[str, Any]:
-        """Open samples go on with the new weights; `keep_cache`: from the keys and values that they have.
+        """Open samples go on with the new weights; `keep_cache`: from the keys and values that they
+        have.
 
-        `stand`: they go on when `resume` is called, since no token may be of weights that are taken back.
+        `stand`: they go on when `resume` is called, since no token may be of weights that are taken
+        back.
         """
         self.await_weight_update()
         self.ready.beside = False
@@ -260,13 +308,15 @@ class Engine:
                 self.ready.abandon_update(torn=True)
         if not reset:
             raise RuntimeError(
-                "the engine's prefix cache could not be reset after an update, since blocks of it are still in use: "
-                "answers would begin on keys and values of the old weights"
+                "the engine's prefix cache could not be reset after an update, since blocks of it "
+                "are still in use: answers would begin on keys and values of the old weights"
             )
 
     @contextmanager
     def _abandoned_on_failure(self, abort: bool = False) -> Iterator[None]:
-        """A step of an update. `abort`: the workers still hold what has arrived, and have to drop it."""
+        """A step of an update. `abort`: the workers still hold what has arrived, and have to drop
+        it.
+        """
         try:
             yield
         except Exception:
@@ -285,16 +335,25 @@ class Engine:
         """Call a method of every worker; the first failure is raised here."""
         answers = self.llm.collective_rpc("guarded_call", args=(method, arguments))
         for kind, message in filter(None, answers):
-            raise WeightSyncError(message) if kind == WeightSyncError.__name__ else RuntimeError(f"{kind}: {message}")
+            raise (
+                WeightSyncError(message)
+                if kind == WeightSyncError.__name__
+                else RuntimeError(f"{kind}: {message}")
+            )
 
     def sleep(self, level: int) -> None:
         if self.samples or self._held:
-            raise RuntimeError("answers are being written: wait for them, or give them up, before the engine sleeps")
+            raise RuntimeError(
+                "answers are being written: wait for them, or give them up, before the engine "
+                "sleeps"
+            )
         self.ready.fall_asleep(level)
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Wake parts of the engine. Wholly awake, it has to hold what it held, or what a sync has brought since."""
+        """Wake parts of the engine. Wholly awake, it has to hold what it held, or what a sync has
+        brought since.
+        """
         tags = list(tags or TAGS)
         asleep = [tag for tag in tags if tag in self.ready.asleep]
         self.ready.wake(tags)
@@ -309,15 +368,17 @@ class Engine:
         if torn or lost or states[0]["policy_version"] != self.ready.policy_version:
             self.ready.torn = True
             raise RuntimeError(
-                f"the engine woke with other versions or scales than policy version {self.ready.policy_version} had: "
-                f"{(lost or states)[0]}. Sync again"
+                "the engine woke with other versions or scales than policy version "
+                f"{self.ready.policy_version} had: {(lost or states)[0]}. Sync again"
             )
 
 
 def unwatchable(eager: bool, ranks: int) -> str:
     """Why the modules of an engine cannot be watched; empty where they can."""
     if not eager:
-        return "a compiled engine shows nothing of its modules: set sampler.vllm={enforce_eager: true}"
+        return (
+            "a compiled engine shows nothing of its modules: set sampler.vllm={enforce_eager: true}"
+        )
     if ranks > 1:
         return f"the modules of an engine are watched on one rank, this has {ranks}: set sampler.tensor_parallel=1"
     return ""

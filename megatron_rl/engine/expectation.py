@@ -1,9 +1,11 @@
-"""Expected tensors of a weight update (name, shape, dtype), and the shard of each that this rank loads, read off
-a live vLLM model's own layers; also the scales of an FP8 cache there: named, read, and 1 until the first sync.
+"""Expected tensors of a weight update (name, shape, dtype), and the shard of each that this rank
+loads, read off a live vLLM model's own layers; also the scales of an FP8 cache there: named, read,
+and 1 until the first sync.
 
-Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before an update is
-accepted. Sizes are those of the whole model whatever the engine's tensor parallelism, because vLLM's loaders
-take whole tensors and cut their own shard; which part that is, and that nothing else is read, is told here too.
+Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before
+an update is accepted. Sizes are those of the whole model whatever the engine's tensor parallelism,
+because vLLM's loaders take whole tensors and cut their own shard; which part that is, and that
+nothing else is read, is told here too.
 """
 
 from collections.abc import Iterator
@@ -13,8 +15,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
@@ -24,10 +34,16 @@ from megatron_rl.weight_sync.engine_shards import NOTHING, WHOLE, Runs, Shard
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
-def expected_tensors(model: torch.nn.Module, tied: bool) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
-    """Every tensor an update must carry, by its Hugging Face name, and what vLLM's loaders take of it on this rank."""
+def expected_tensors(
+    model: torch.nn.Module, tied: bool
+) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
+    """Every tensor an update must carry, by its Hugging Face name, and what vLLM's loaders take of
+    it on this rank.
+    """
     found = {tensor.name: (tensor, shard) for tensor, shard in _tensors(model, tied)}
-    return {name: tensor for name, (tensor, _) in found.items()}, {name: shard for name, (_, shard) in found.items()}
+    return {name: tensor for name, (tensor, _) in found.items()}, {
+        name: shard for name, (_, shard) in found.items()
+    }
 
 
 def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, Shard]]:
@@ -38,14 +54,17 @@ def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, S
         elif isinstance(module, RoutedExperts):
             yield from _experts(name, module)
         elif isinstance(module, Attention):
-            owner = name.rpartition(".")[0]  # in a checkpoint the scales belong to the attention block
+            # in a checkpoint the scales belong to the attention block
+            owner = name.rpartition(".")[0]
             for scale in cache_scale_names(name, module):
                 yield TensorSpec(f"{owner}.{scale.rpartition('.')[2]}", SCALE_DTYPE, (1,)), WHOLE
         elif isinstance(module, ParallelLMHead) and tied:
             continue
         elif isinstance(module, VocabParallelEmbedding):
-            shape, own = (module.org_vocab_size, module.embedding_dim), module.shard_indices
-            first, end = own.org_vocab_start_index, own.org_vocab_end_index
+            shape = (module.org_vocab_size, module.embedding_dim)
+            own = module.shard_indices
+            first = own.org_vocab_start_index
+            end = own.org_vocab_end_index
             dtype = dtype_name(cast(torch.dtype, module.weight.dtype))
             yield TensorSpec(f"{name}.weight", dtype, shape), Shard(0, ((first, end - first),))
         else:
@@ -54,7 +73,9 @@ def _tensors(model: torch.nn.Module, tied: bool) -> Iterator[tuple[TensorSpec, S
 
 
 def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The layer's parameters as a checkpoint holds them (meta tensors vLLM recorded before it packed the layer)."""
+    """The layer's parameters as a checkpoint holds them (meta tensors vLLM recorded before it
+    packed the layer).
+    """
     parameters, _ = get_layerwise_info(layer).restore_metadata
     return parameters
 
@@ -62,11 +83,15 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
     """The key and value scale of an attention layer with a quantized cache, as vLLM names them."""
     quantized = isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype)
-    return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")] if quantized else []
+    if quantized:
+        return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")]
+    return []
 
 
 def neutral_cache_scales(model: Any) -> None:
-    """Dummy weights give a quantized cache random scales, negative ones too: 1 until the first sync."""
+    """Dummy weights give a quantized cache random scales, negative ones too: 1 until the first
+    sync.
+    """
     for layer in (module for module in model.modules() if cache_scale_names("", module)):
         for kind in ("k", "v"):
             getattr(layer, f"_{kind}_scale").fill_(1.0)
@@ -74,20 +99,27 @@ def neutral_cache_scales(model: Any) -> None:
 
 
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
-    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is not quantized."""
+    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is
+    not quantized.
+    """
     scales = {
         name: (cast(torch.Tensor, layer._k_scale), cast(torch.Tensor, layer._v_scale))
         for name, layer in model.named_modules()
         if isinstance(layer, Attention)
     }
     # in the middle of vLLM's layerwise reload they are placeholders
-    return {name: (float(k.max()), float(v.max())) for name, (k, v) in scales.items() if not k.is_meta}
+    return {
+        name: (float(k.max()), float(v.max())) for name, (k, v) in scales.items() if not k.is_meta
+    }
 
 
-def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> Iterator[tuple[TensorSpec, Shard]]:
+def _linear(
+    name: str, layer: Any, fused_names: dict[str, list[str]]
+) -> Iterator[tuple[TensorSpec, Shard]]:
     parameters = checkpoint_parameters(layer)
     for part, kinds in _parts(name, layer, fused_names):
-        rows, own = sum(kind.rows for kind in kinds), _one_after_the_other(kinds)
+        rows = sum(kind.rows for kind in kinds)
+        own = _one_after_the_other(kinds)
         for suffix, parameter in parameters.items():
             shape = _shape(name, suffix, rows, layer.input_size, layer)
             shard = Shard(0, _as_blocks(own, rows, shape[0]))
@@ -95,46 +127,66 @@ def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> Iterato
                 shard = _columns(layer.tp_rank, layer.tp_size, shape)
             yield TensorSpec(f"{part}.{suffix}", dtype_name(parameter.dtype), shape), shard
         if layer.bias is not None:
-            shard = WHOLE if isinstance(layer, RowParallelLinear) else Shard(0, own)
+            if isinstance(layer, RowParallelLinear):
+                shard = WHOLE
+            else:
+                shard = Shard(0, own)
             yield TensorSpec(f"{part}.bias", dtype_name(layer.params_dtype), (rows,)), shard
 
 
 def _experts(name: str, layer: RoutedExperts) -> Iterator[tuple[TensorSpec, Shard]]:
-    """Every expert's projections; the engine stacks gate and up of all its experts (w13), and down of all (w2)."""
+    """Every expert's projections; the engine stacks gate and up of all its experts (w13), and down
+    of all (w2).
+    """
     moe = layer.moe_config
-    hidden, inner = moe.hidden_dim_unpadded, moe.intermediate_size
+    hidden = moe.hidden_dim_unpadded
+    inner = moe.intermediate_size
     assert hidden is not None
-    gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+    gate = layer.ckpt_gate_proj_name
+    up = layer.ckpt_up_proj_name
+    down = layer.ckpt_down_proj_name
     stacked: dict[str, list[tuple[Any, int, int]]] = {
         "w13": [(gate, inner, hidden), (up, inner, hidden)],
         "w2": [(down, hidden, inner)],
     }
     own = ((moe.tp_rank * inner // moe.tp_size, inner // moe.tp_size),)
-    # padded shares and experts that stand on several ranks have rules of their own: such an engine loads from the whole
+    # padded shares and experts that stand on several ranks have rules of their own: such an engine
+    # loads from the whole
     plain = not moe.tp_shard_with_padding and moe.num_experts == moe.num_logical_experts
     place_of = layer.expert_map_manager.map_global_to_local  # -1: on another rank
-    owner = name.rpartition(".")[0]  # the checkpoint has the experts one level above the module that holds them
+    # the checkpoint has the experts one level above the module that holds them
+    owner = name.rpartition(".")[0]
     for parameter_name, parameter in checkpoint_parameters(layer).items():
         stack, _, suffix = parameter_name.partition("_")
         if stack not in stacked:
-            raise WeightSyncError(f"the engine's layer {name} has a parameter {parameter_name} that no update carries")
+            raise WeightSyncError(
+                f"the engine's layer {name} has a parameter {parameter_name} that no update carries"
+            )
         for part, rows, columns in stacked[stack]:
             shape = _shape(name, suffix, rows, columns, layer)
             shard = Shard(0, _as_blocks(own, rows, shape[0]))
             if stack == "w2":
                 shard = _columns(moe.tp_rank, moe.tp_size, shape)
             for expert in range(moe.num_logical_experts):
-                tensor = TensorSpec(f"{owner}.{expert}.{part}.{suffix}", dtype_name(parameter.dtype), shape)
+                tensor = TensorSpec(
+                    f"{owner}.{expert}.{part}.{suffix}", dtype_name(parameter.dtype), shape
+                )
                 yield tensor, WHOLE if not plain else shard if place_of(expert) >= 0 else NOTHING
 
 
-def _shape(name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Module) -> tuple[int, ...]:
+def _shape(
+    name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Module
+) -> tuple[int, ...]:
     """The shape in a checkpoint of one parameter of a linear layer."""
     if suffix == "weight":
         return (rows, columns)
     if suffix == "weight_scale":
-        return scale_shape(rows, columns, blocks=getattr(layer, "weight_block_size", None) is not None)
-    raise WeightSyncError(f"the engine's layer {name} has a parameter {suffix} that no update carries")
+        return scale_shape(
+            rows, columns, blocks=getattr(layer, "weight_block_size", None) is not None
+        )
+    raise WeightSyncError(
+        f"the engine's layer {name} has a parameter {suffix} that no update carries"
+    )
 
 
 class Rows(NamedTuple):
@@ -145,21 +197,32 @@ class Rows(NamedTuple):
     length: int
 
 
-def _parts(name: str, layer: Any, fused_names: dict[str, list[str]]) -> list[tuple[str, list[Rows]]]:
-    """The checkpoint's layers behind one engine layer, with the kinds of rows that each of them holds."""
+def _parts(
+    name: str, layer: Any, fused_names: dict[str, list[str]]
+) -> list[tuple[str, list[Rows]]]:
+    """The checkpoint's layers behind one engine layer, with the kinds of rows that each of them
+    holds.
+    """
     parent, _, last = name.rpartition(".")
-    kinds, parts = _rows(layer), fused_names.get(last, [last])
+    kinds = _rows(layer)
+    parts = fused_names.get(last, [last])
     if parts == [last]:  # not fused, or joined in the checkpoint, too
         return [(name, kinds)]
     if not isinstance(layer, ColumnParallelLinear):
-        raise WeightSyncError(f"the engine's layer {name} is fused in a way that updates do not know")
+        raise WeightSyncError(
+            f"the engine's layer {name} is fused in a way that updates do not know"
+        )
     return [(f"{parent}.{part}", [kind]) for part, kind in zip(parts, kinds, strict=True)]
 
 
 def _rows(layer: Any) -> list[Rows]:
     if isinstance(layer, QKVParallelLinear):
         kv_rank = layer.tp_rank // layer.num_kv_head_replicas
-        query = Rows(layer.total_num_heads * layer.head_size, layer.tp_rank, layer.num_heads * layer.head_size)
+        query = Rows(
+            layer.total_num_heads * layer.head_size,
+            layer.tp_rank,
+            layer.num_heads * layer.head_size,
+        )
         of_key = [
             Rows(layer.total_num_kv_heads * size, kv_rank, layer.num_kv_heads * size)
             for size in (layer.head_size, layer.v_head_size)
@@ -167,13 +230,18 @@ def _rows(layer: Any) -> list[Rows]:
         return [Rows(kind.rows, kind.first * kind.length, kind.length) for kind in (query, *of_key)]
     if isinstance(layer, ColumnParallelLinear):
         sizes = getattr(layer, "output_sizes", [layer.output_size])
-        return [Rows(rows, layer.tp_rank * (rows // layer.tp_size), rows // layer.tp_size) for rows in sizes]
+        return [
+            Rows(rows, layer.tp_rank * (rows // layer.tp_size), rows // layer.tp_size)
+            for rows in sizes
+        ]
     return [Rows(layer.output_size, 0, layer.output_size)]
 
 
 def _one_after_the_other(kinds: list[Rows]) -> Runs:
     starts = accumulate((kind.rows for kind in kinds), initial=0)
-    return tuple((start + kind.first, kind.length) for start, kind in zip(starts, kinds, strict=False))
+    return tuple(
+        (start + kind.first, kind.length) for start, kind in zip(starts, kinds, strict=False)
+    )
 
 
 def _as_blocks(runs: Runs, rows: int, shares: int) -> Runs:
@@ -184,4 +252,6 @@ def _as_blocks(runs: Runs, rows: int, shares: int) -> Runs:
 def _columns(rank: int, ranks: int, shape: tuple[int, ...]) -> Shard:
     """Equal shares of the inputs. Scales of whole rows have one column, for all ranks."""
     each = shape[1] // ranks
-    return WHOLE if shape[1] == 1 else Shard(1, ((rank * each, each),))
+    if shape[1] == 1:
+        return WHOLE
+    return Shard(1, ((rank * each, each),))

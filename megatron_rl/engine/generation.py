@@ -1,11 +1,14 @@
-"""Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after an update if not begun;
-finished ones as bytes, with their experts and tool calls. The loop itself is in service.py.
+"""Open samples of one vLLM engine, for engine.py: added, stepped, cancelled, queued anew after an
+update if not begun; finished ones as bytes, with their experts and tool calls. The loop itself is
+in service.py.
 
-Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them: what they cut is -inf.
-An engine keeps what ties with the last of the k, so that a few more candidates than k are asked for. Where all of those
-are finite there may be more, and the position is as good as unknown.
+Which tokens top_k and top_p left to draw from is told from logprobs that were taken after them:
+what they cut is -inf. An engine keeps what ties with the last of the k, so that a few more
+candidates than k are asked for. Where all of those are finite there may be more, and the position
+is as good as unknown.
 
-T tokens of an answer, N candidates of a token, K of them kept; S tokens of an answer's sequence, L layers, K experts.
+T tokens of an answer, N candidates of a token, K of them kept; S tokens of an answer's sequence, L
+layers, K experts.
 """
 
 import math
@@ -19,24 +22,31 @@ import numpy as np
 
 from megatron_rl.engine.tool_calls import ToolCallParser
 
-Experts = tuple[tuple[int, int], bytes]  # of tokens that were read: layers, experts of a token in each, and which
+# of tokens that were read: layers, experts of a token in each, and which
+Experts = tuple[tuple[int, int], bytes]
 
 
 class Sample:
     """One sample in the making: what was asked for, and what vLLM's core has written of it."""
 
     def __init__(self, number: int, candidates: int, wanted: dict[str, Any]) -> None:
-        self.number, self.wanted = number, wanted
+        self.number = number
+        self.wanted = wanted
         self._candidates = candidates
         self.tools = wanted.get("tools")
-        self._tokens, self._logprobs = array("i"), array("f")
+        self._tokens = array("i")
+        self._logprobs = array("f")
         self._spans: list[list[int]] = []  # policy version and number of tokens, in order
-        self._rows: list[tuple[np.ndarray, np.ndarray]] = []  # candidates and their logprobs, the sampled token first
+        # candidates and their logprobs, the sampled token first
+        self._rows: list[tuple[np.ndarray, np.ndarray]] = []
         self._experts: list[np.ndarray] = []  # [S, L, K], as a device engine tells them
 
     def take(self, output: Any, version: int) -> None:
-        """A step's tokens: an output of vLLM's core, as it is before vLLM makes objects for users of it."""
-        new, told = output.new_token_ids, output.new_logprobs
+        """A step's tokens: an output of vLLM's core, as it is before vLLM makes objects for users
+        of it.
+        """
+        new = output.new_token_ids
+        told = output.new_logprobs
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
         if not new:
@@ -50,10 +60,19 @@ class Sample:
             self._logprobs.extend([math.nan] * len(new))
         elif self._candidates:  # copied: they are parts of the whole batch's arrays
             width = self._candidates + 1
-            self._rows.append((told.logprob_token_ids[:, :width].copy(), told.logprobs[:, :width].copy()))
+            self._rows.append(
+                (told.logprob_token_ids[:, :width].copy(), told.logprobs[:, :width].copy())
+            )
         else:
-            drawn = zip(told.logprob_token_ids[:, 0].tolist(), told.logprobs[:, 0].tolist(), new, strict=True)
-            self._logprobs.extend([logprob if named == token else math.nan for named, logprob, token in drawn])
+            drawn = zip(
+                told.logprob_token_ids[:, 0].tolist(),
+                told.logprobs[:, 0].tolist(),
+                new,
+                strict=True,
+            )
+            self._logprobs.extend(
+                [logprob if named == token else math.nan for named, logprob, token in drawn]
+            )
 
     @property
     def token_ids(self) -> list[int]:
@@ -71,38 +90,53 @@ class Sample:
         return found_SLK.shape[1:], found_SLK.tobytes()
 
     def completed(self, finish: str, now: int) -> dict[str, Any]:
-        """The sample as it travels: arrays as bytes; NaN for a logprob that is missing, or of unknown candidates.
+        """The sample as it travels: arrays as bytes; NaN for a logprob that is missing, or of
+        unknown candidates.
 
-        `spans`: policy version and number of tokens, in order. `now`: the version of an answer without a token.
+        `spans`: policy version and number of tokens, in order. `now`: the version of an answer
+        without a token.
         """
         spans = [tuple(span) for span in self._spans] or [(now, 0)]
-        answer: dict[str, Any] = {"tokens": self._tokens.tobytes(), "finish": finish, "spans": spans}
+        answer: dict[str, Any] = {
+            "tokens": self._tokens.tobytes(),
+            "finish": finish,
+            "spans": spans,
+        }
         if not self._candidates:
             return answer | {"logprobs": self._logprobs.tobytes()}
-        kept_ids_K, counts_T, logprobs_T = drawn_among(self._rows, np.asarray(self._tokens), self._candidates)
+        kept_ids_K, counts_T, logprobs_T = drawn_among(
+            self._rows, np.asarray(self._tokens), self._candidates
+        )
         answer |= {"kept_ids": kept_ids_K.tobytes(), "kept_counts": counts_T.tobytes()}
         return answer | {"logprobs": logprobs_T.tobytes()}
 
 
 class OpenSamples:
-    """What vLLM works on: each sample a request of its own, under the number that its caller has given it.
+    """What vLLM works on: each sample a request of its own, under the number that its caller has
+    given it.
 
-    vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a small model's step.
+    vLLM's core is asked itself: what vLLM makes of its outputs for users would cost a tenth of a
+    small model's step.
     """
 
-    def __init__(self, llm: Any, kept: Callable[[list[tuple[str, int]]], list[Experts]] | None) -> None:
+    def __init__(
+        self, llm: Any, kept: Callable[[list[tuple[str, int]]], list[Experts]] | None
+    ) -> None:
         """`kept`: the experts of requests' first tokens; None: nobody keeps them."""
-        self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
+        self._engine = llm.llm_engine
+        self._core = llm.llm_engine.engine_core
         self._open: dict[str, Sample] = {}  # by the core's name, which is never used twice
         self._names: dict[int, str] = {}  # by number
         self._asked = 0
         self._finished: list[tuple[int, dict[str, Any]]] = []
         self._calls = ToolCallParser(llm.llm_engine.model_config.model)
-        self._last: tuple[Any, Any] | None = None  # what was asked for last, and vLLM's request for it
+        # what was asked for last, and vLLM's request for it
+        self._last: tuple[Any, Any] | None = None
         self.written = 0  # steps so far
         self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
         self._kept = kept
-        # of cached prefixes: the policy version whose keys and values they are. Others begin on none of them
+        # of cached prefixes: the policy version whose keys and values they are. Others begin on
+        # none of them
         self.salt = ""
 
     def __len__(self) -> int:
@@ -111,8 +145,8 @@ class OpenSamples:
     def add(self, number: int, tokens: list[int], seed: int, **wanted: Any) -> None:
         """Queue a sample in vLLM as `LLM.generate` does; see messages.Generate.
 
-        Samples of one prompt come one after the other: what vLLM makes of the first is copied for the others, as it
-        does for samples that are asked for together.
+        Samples of one prompt come one after the other: what vLLM makes of the first is copied for
+        the others, as it does for samples that are asked for together.
         """
         if wanted.get("tools"):
             self._calls.check(**wanted["tools"])
@@ -126,18 +160,25 @@ class OpenSamples:
         request.sampling_params.seed = seed
         self._core.add_request(request)
         wanted = {"tokens": tokens, "seed": seed, **wanted}
-        self._open[name], self._names[number] = Sample(number, self._clipped(**wanted), wanted), name
+        self._open[name] = Sample(number, self._clipped(**wanted), wanted)
+        self._names[number] = name
 
-    def _processed(self, tokens: list[int], candidates: int = 0, tools: Any = None, **wanted: Any) -> Any:
+    def _processed(
+        self, tokens: list[int], candidates: int = 0, tools: Any = None, **wanted: Any
+    ) -> Any:
         """vLLM's request for a sample of this prompt."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
         # logprobs: beside the sampled token's
-        params = SamplingParams(**wanted, seed=0, logprobs=self._clipped(candidates), detokenize=False)
+        params = SamplingParams(
+            **wanted, seed=0, logprobs=self._clipped(candidates), detokenize=False
+        )
         prompt: Any = tokens_input(tokens, cache_salt=self.salt)
         supported = self._engine.get_supported_tasks()
-        return self._engine.input_processor.process_inputs("sample", prompt, params, supported_tasks=supported)
+        return self._engine.input_processor.process_inputs(
+            "sample", prompt, params, supported_tasks=supported
+        )
 
     def _clipped(self, candidates: int = 0, **_: Any) -> int:
         return min(candidates, self._engine.model_config.get_vocab_size())
@@ -147,35 +188,51 @@ class OpenSamples:
         outputs = self._core.get_output()
         if outputs.weight_version is None:  # a scheduler that works ahead has only begun a step
             return
-        version, done = int(outputs.weight_version), []
+        version = int(outputs.weight_version)
+        done = []
         for one in outputs.outputs:
             sample = self._open.get(one.request_id)
             if sample is None:
                 continue
             sample.take(one, version)
             if one.prefill_stats is not None:
-                self.prefilled += one.prefill_stats.num_prompt_tokens - one.prefill_stats.num_cached_tokens
+                self.prefilled += (
+                    one.prefill_stats.num_prompt_tokens - one.prefill_stats.num_cached_tokens
+                )
             if one.finish_reason is not None:
                 del self._open[one.request_id], self._names[sample.number]
                 done.append((one, sample))
         for (one, sample), experts in zip(done, self._experts(done), strict=True):
-            completed = sample.completed(str(one.finish_reason), version) | experts | self._tool_calls(sample)
+            completed = (
+                sample.completed(str(one.finish_reason), version)
+                | experts
+                | self._tool_calls(sample)
+            )
             self._finished.append((sample.number, completed))
 
     def _experts(self, done: Sequence[tuple[Any, Sample]]) -> list[dict[str, Any]]:
-        """The experts of the tokens of samples that have just finished, before another takes their places."""
+        """The experts of the tokens of samples that have just finished, before another takes their
+        places.
+        """
         told = [sample.told_experts() for _, sample in done]
         if self._kept is not None and done:
             told = self._kept([(one.request_id, sample.processed) for one, sample in done])
-        return [{"experts": content, "experts_shape": shape} if content else {} for shape, content in told]
+        return [
+            {"experts": content, "experts_shape": shape} if content else {}
+            for shape, content in told
+        ]
 
     def _tool_calls(self, sample: Sample) -> dict[str, Any]:
         if not sample.tools:
             return {}
-        return self._calls.parsed(sample.token_ids, sample.wanted.get("stop_token_ids", []), **sample.tools)
+        return self._calls.parsed(
+            sample.token_ids, sample.wanted.get("stop_token_ids", []), **sample.tools
+        )
 
     def settle(self) -> None:
-        """End the steps that a scheduler which works ahead has begun: what they draw is of the present weights."""
+        """End the steps that a scheduler which works ahead has begun: what they draw is of the
+        present weights.
+        """
         core = self._core.engine_core
         if not self._open or not core.batch_queue:
             return
@@ -185,7 +242,9 @@ class OpenSamples:
         self._engine.wake_up(tags=["scheduling"])
 
     def renew(self) -> None:
-        """Queue samples that are not begun anew: the prefixes that they will share are of the new weights."""
+        """Queue samples that are not begun anew: the prefixes that they will share are of the new
+        weights.
+        """
         queued = self._core.engine_core.scheduler.waiting
         waiting = [self._open[one.request_id] for one in queued if not one.num_computed_tokens]
         self.cancel([sample.number for sample in waiting])
@@ -193,7 +252,8 @@ class OpenSamples:
             self.add(sample.number, **sample.wanted)
 
     def take_finished(self) -> list[tuple[int, dict[str, Any]]]:
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -205,28 +265,36 @@ class OpenSamples:
     def cancel_all(self) -> list[int]:
         """Give up everything after a step that failed; returns the samples that have no answer."""
         failed = list(self._names)
-        with suppress(Exception):  # of every kind: the engine that has failed may not take it either
+        # of every kind: the engine that has failed may not take it either
+        with suppress(Exception):
             self.cancel(failed)
         return failed
 
 
 def sampled(position: dict[int, Any] | None, token: int) -> float:
     entry = position.get(token) if position else None
-    return float("nan") if entry is None else entry.logprob
+    if entry is None:
+        return float("nan")
+    return entry.logprob
 
 
 def drawn_among(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], tokens_T: np.ndarray, candidates: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What each token was drawn among, token after token; how many that are of each; and its logprob.
+    """What each token was drawn among, token after token; how many that are of each; and its
+    logprob.
 
-    Rows are ids and logprobs: the sampled token, then the candidates, it among them. A position that is not known has
-    itself alone, and no logprob.
+    Rows are ids and logprobs: the sampled token, then the candidates, it among them. A position
+    that is not known has itself alone, and no logprob.
     """
     none = np.empty((0, candidates + 1), np.float32)
-    ids_TN = np.concatenate([none.astype(np.int32), *(ids for ids, _ in rows)], dtype=np.int32, casting="same_kind")
+    ids_TN = np.concatenate(
+        [none.astype(np.int32), *(ids for ids, _ in rows)], dtype=np.int32, casting="same_kind"
+    )
     logprobs_TN = np.concatenate([none, *(logprobs for _, logprobs in rows)])
-    logprobs_T, ids_TN, kept_TN = logprobs_TN[:, 0], ids_TN[:, 1:], np.isfinite(logprobs_TN[:, 1:])
+    logprobs_T = logprobs_TN[:, 0]
+    ids_TN = ids_TN[:, 1:]
+    kept_TN = np.isfinite(logprobs_TN[:, 1:])
     drawn_T = (kept_TN & (ids_TN == tokens_T[:, None])).any(axis=1)
     unknown_T = ~drawn_T | (kept_TN.sum(axis=1) >= candidates)
     ids_TN[unknown_T, 0] = tokens_T[unknown_T]

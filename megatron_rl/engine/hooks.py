@@ -1,8 +1,9 @@
-"""Hooks on a live vLLM model that record, for one sequence, its modules' outputs by point (models/points.py) or its
-routers' choices of experts; or, all the time, the experts of every token in a host's cache (`KeptChoices`).
+"""Hooks on a live vLLM model that record, for one sequence, its modules' outputs by point
+(models/points.py) or its routers' choices of experts; or, all the time, the experts of every token
+in a host's cache (`KeptChoices`).
 
-The first two are put on for one request and taken off again. A model that runs as a compiled graph passes hooks by, so
-that this wants an engine with enforce_eager, which is what hosts run.
+The first two are put on for one request and taken off again. A model that runs as a compiled graph
+passes hooks by, so that this wants an engine with enforce_eager, which is what hosts run.
 
 S tokens, L layers, K experts of each token.
 """
@@ -41,7 +42,9 @@ ONE_BYTE = 256  # experts that a byte can name
 
 
 class ModuleOutputs:
-    """Watched until `end`. The values are copied as they pass: vLLM adds into some of them later."""
+    """Watched until `end`. The values are copied as they pass: vLLM adds into some of them
+    later.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._passed: dict[Point, list[torch.Tensor]] = {}
@@ -51,7 +54,9 @@ class ModuleOutputs:
         """Take the hooks off; what has passed, as safetensors."""
         for handle in self._handles:
             handle.remove()
-        return save({str(point): _joined(point, values).cpu() for point, values in self._passed.items()})
+        return save(
+            {str(point): _joined(point, values).cpu() for point, values in self._passed.items()}
+        )
 
     def _hooks(self, model: torch.nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():
@@ -59,18 +64,25 @@ class ModuleOutputs:
             if point is None:
                 continue
             if point.kind is Kind.attention:
-                yield module.register_forward_pre_hook(partial(self._before, Point(Kind.rotary, point.layer)))
+                yield module.register_forward_pre_hook(
+                    partial(self._before, Point(Kind.rotary, point.layer))
+                )
             yield module.register_forward_hook(partial(self._after, point))
 
     def _before(self, point: Point, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         query, key, *_ = args
         self._keep(point, query, key)
 
-    def _after(self, point: Point, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._keep(point, output[0] if isinstance(output, tuple) else output)  # beside it: a residual, a bias
+    def _after(
+        self, point: Point, module: torch.nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        # beside it: a residual, a bias
+        self._keep(point, output[0] if isinstance(output, tuple) else output)
 
     def _keep(self, point: Point, *values: torch.Tensor) -> None:
-        self._passed.setdefault(point, []).extend(value.detach().clone().flatten(1) for value in values)
+        self._passed.setdefault(point, []).extend(
+            value.detach().clone().flatten(1) for value in values
+        )
 
 
 def _point(name: str, module: torch.nn.Module) -> Point | None:
@@ -79,12 +91,18 @@ def _point(name: str, module: torch.nn.Module) -> Point | None:
     plain = re.sub(r"^model\.layers\.\d+\.", "model.layers.{L}.", name)
     if plain in EXPERTS and "experts" in dict(module.named_children()):
         return Point(Kind.experts, number)
-    return Point(OUTPUTS[plain], number) if plain in OUTPUTS else None
+    if plain in OUTPUTS:
+        return Point(OUTPUTS[plain], number)
+    return None
 
 
 def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
-    """Queries and keys side by side. Of the logits the last come for the prompt; before them, those to sample from."""
-    return values[-1].contiguous() if point.kind is Kind.lm_head else torch.cat(values, 1)
+    """Queries and keys side by side. Of the logits the last come for the prompt; before them, those
+    to sample from.
+    """
+    if point.kind is Kind.lm_head:
+        return values[-1].contiguous()
+    return torch.cat(values, 1)
 
 
 class RouterChoices:
@@ -113,21 +131,26 @@ class RouterChoices:
         joined = {layer: torch.cat(parts) for layer, parts in self._chosen.items()}
         if not joined or any(len(ids_SK) != tokens for ids_SK in joined.values()):
             return b""
-        found_SLK = torch.full((tokens, layers, next(iter(joined.values())).shape[1]), NO_EXPERT, dtype=torch.int32)
+        found_SLK = torch.full(
+            (tokens, layers, next(iter(joined.values())).shape[1]), NO_EXPERT, dtype=torch.int32
+        )
         for layer, ids_SK in joined.items():
             found_SLK[:, layer] = ids_SK
         return found_SLK.numpy().tobytes()
 
 
 class KeptChoices:
-    """The experts of every token whose keys and values an engine on hosts holds, by their place in its cache.
+    """The experts of every token whose keys and values an engine on hosts holds, by their place in
+    its cache.
 
-    Who reads a cached prefix, is computed in chunks, or goes on after an update finds each token's latest choice there.
-    On GPUs vLLM keeps them itself (`enable_return_routed_experts`), for its second model runner alone.
+    Who reads a cached prefix, is computed in chunks, or goes on after an update finds each token's
+    latest choice there. On GPUs vLLM keeps them itself (`enable_return_routed_experts`), for its
+    second model runner alone.
     """
 
     def __init__(self, runner: Any, layers: int, experts: int) -> None:
-        self._runner, self._layers = runner, layers
+        self._runner = runner
+        self._layers = layers
         self._table = runner.input_batch.block_table[0]
         self._slots = runner.kv_cache_config.num_blocks * self._table.block_size
         self._dtype = torch.uint8 if experts <= ONE_BYTE else torch.int16
@@ -150,7 +173,9 @@ class KeptChoices:
         for layer, parts in self._seen.items():
             ids_SK = torch.cat(parts)
             if self._kept_SLK is None:
-                self._kept_SLK = torch.zeros(self._slots, self._layers, ids_SK.shape[1], dtype=self._dtype)
+                self._kept_SLK = torch.zeros(
+                    self._slots, self._layers, ids_SK.shape[1], dtype=self._dtype
+                )
             self._kept_SLK[slots, layer] = ids_SK[:tokens]
         return result
 

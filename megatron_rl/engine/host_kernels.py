@@ -1,21 +1,23 @@
-"""Replacements for vLLM's INT8, FP8 and attention choices on CPUs, which are slow, inexact or crash there; every
-worker has them (receiver.py), and on GPUs they do nothing.
+"""Replacements for vLLM's INT8, FP8 and attention choices on CPUs, which are slow, inexact or crash
+there; every worker has them (receiver.py), and on GPUs they do nothing.
 
-INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
-are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs. It takes oneDNN on every
-host, where vLLM has a second kernel for AMX tiles: one arithmetic, whatever the processor. On processors without INT8
-dot products (AVX2, the first AVX-512) oneDNN adds products in pairs of 16 bits, which saturate: ordinary layers are off
-by more than INT8's own rounding. There the codes are multiplied in FP32 (quantization/host_products.py). Goes when
-oneDNN's products are exact everywhere.
+INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also
+where activations are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing
+else differs. It takes oneDNN on every host, where vLLM has a second kernel for AMX tiles: one
+arithmetic, whatever the processor. On processors without INT8 dot products (AVX2, the first
+AVX-512) oneDNN adds products in pairs of 16 bits, which saturate: ordinary layers are off by more
+than INT8's own rounding. There the codes are multiplied in FP32 (quantization/host_products.py).
+Goes when oneDNN's products are exact everywhere.
 
-FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is exact in
-BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM does, and multiplies
-in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output. oneDNN has no BF16
-products for processors without AVX-512: there FP8 values are held and multiplied in FP32 (host_products.py, as above).
+FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8
+value is exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds
+activations to FP8 as vLLM does, and multiplies in BF16 with FP32 accumulation. The numbers agree up
+to one more BF16 rounding of the output. oneDNN has no BF16 products for processors without AVX-512:
+there FP8 values are held and multiplied in FP32 (host_products.py, as above).
 
-Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
-meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its
-place. Goes when vLLM configures its tiles at every call.
+Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have
+replaced in the meantime, and ends the process with an illegal instruction on a prompt of one token.
+Its AVX-512 kernel takes its place. Goes when vLLM configures its tiles at every call.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -39,7 +41,9 @@ from vllm.v1.attention.backends import cpu_attn
 from megatron_rl.processes import instructions
 from megatron_rl.quantization import host_products, vllm_operators
 
-TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
+# vLLM's names of its attention kernels
+TILES = "amx"
+VECTORS = "vec"
 
 
 class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -63,25 +67,36 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
     def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
         self.dnnl_handler = ops.create_onednn_scaled_mm(
-            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, vllm_operators.PRIMITIVES
+            layer.weight.t(),
+            layer.weight_scale,
+            layer.params_dtype,
+            True,
+            False,
+            vllm_operators.PRIMITIVES,
         )
         layer.weight = None  # the handler holds the packed copy
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights of old versions."""
+        """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights of old
+        versions.
+        """
         if isinstance(self.dnnl_handler, host_products.Int8Weight):
             return self._apply_weights_in_fp32(layer, x, bias)
         return self._apply_weights_onednn(layer, x, bias)
 
     def _apply_weights_in_fp32(self, layer: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_MK, scale_M1, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
+        codes_MK, scale_M1, _ = ops.onednn_scaled_int8_quant(
+            x.reshape(-1, x.shape[-1]), None, None, True
+        )
         out_MN = self.dnnl_handler.product(codes_MK, scale_M1, bias, x.dtype)
         return out_MN.reshape(*x.shape[:-1], self.dnnl_handler.n)
 
 
 @functools.cache
 def products_are_exact() -> bool:
-    """Whether this processor sums INT8 products without saturating, as oneDNN multiplies them here."""
+    """Whether this processor sums INT8 products without saturating, as oneDNN multiplies them
+    here.
+    """
     return vllm_operators.int8_is_exact()
 
 
@@ -100,7 +115,8 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        weights, activations = c.weight_quant_key.scale, c.activation_quant_key.scale
+        weights = c.weight_quant_key.scale
+        activations = c.activation_quant_key.scale
         if activations.static or not activations.group_shape.is_per_token():
             return False, "takes dynamic activations per token only"
         if not weights.group_shape.is_per_channel() or c.out_dtype != torch.bfloat16:
@@ -108,9 +124,12 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        weight_KN, scale_N1 = layer.weight.data, layer.weight_scale.data
+        weight_KN = layer.weight.data
+        scale_N1 = layer.weight_scale.data
         if torch.cpu._is_avx512_supported() and not instructions.limit("bf16"):
-            self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), vllm_operators.PRIMITIVES)
+            self.dnnl_handler = ops.create_onednn_mm(
+                weight_KN.to(torch.bfloat16), vllm_operators.PRIMITIVES
+            )
             self.scale_N = scale_N1.reshape(-1)
         else:
             self.dnnl_handler = host_products.Fp8Weight(weight_KN.t(), scale_N1)
@@ -127,7 +146,9 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def _onednn_product(
         self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """FP8 product through oneDNN: that of `host_products.Fp8Weight` but for the order of the sums."""
+        """FP8 product through oneDNN: that of `host_products.Fp8Weight` but for the order of the
+        sums.
+        """
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
         scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)
         if bias is not None:

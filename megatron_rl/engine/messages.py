@@ -1,10 +1,13 @@
-"""Messages between a sampler and an engine's process, and the server's check of each request against its form.
+"""Messages between a sampler and an engine's process, and the server's check of each request
+against its form.
 
-One transmission is a list of them, which the engine begins in one step: what is asked together shares its batches.
-A request is {id, method, arguments}. Its reply is {id, value} or {id, error: {type, message}}.
+One transmission is a list of them, which the engine begins in one step: what is asked together
+shares its batches. A request is {id, method, arguments}. Its reply is {id, value} or {id, error:
+{type, message}}.
 
-What an engine may be asked is told by REQUESTS. One token id beyond the vocabulary would end vLLM's engine, and one odd
-worker method leave it deaf: a server holds every message against its form before the engine sees it.
+What an engine may be asked is told by REQUESTS. One token id beyond the vocabulary would end vLLM's
+engine, and one odd worker method leave it deaf: a server holds every message against its form
+before the engine sees it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +32,9 @@ Few = Annotated[int, msgspec.Meta(ge=1, le=(1 << 16) - 1)]
 Version = Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Dtype = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(DTYPES)})\Z")]
-Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]], msgspec.Meta(max_length=8)]
+Shape = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]], msgspec.Meta(max_length=8)
+]
 Frames = list[dict[str, Any]]
 
 
@@ -54,7 +59,8 @@ class Generate(Body):
     stop_token_ids: list[TokenId] = []
     candidates: Annotated[int, msgspec.Meta(ge=0, le=MOST_CANDIDATES)] = 0
     policy_version: Version | None = None  # the one that the caller believes is served
-    patient: bool = False  # a newer one is as good, and what cannot be answered now waits until that has changed
+    # a newer one is as good, and what cannot be answered now waits until that has changed
+    patient: bool = False
     tools: Tools | None = None  # how tool calls are to be found in the answer
 
 
@@ -94,11 +100,21 @@ class Wake(Body):
 
 
 REQUESTS: dict[str, type[Body]] = {
-    "generate": Generate, "cancel": Cancel, "values": Values, "status": Nothing, "sleep": Sleep, "wake": Wake,
-    "init_weight_transfer_engine": Init, "start_weight_update": Nothing, "update_weights": Stage,
-    "await_weight_update": Nothing, "finish_weight_update": Finish, "resume": Nothing,
-    "abort_weight_update": Nothing, "forget_version": Nothing,
-}  # fmt: skip
+    "generate": Generate,
+    "cancel": Cancel,
+    "values": Values,
+    "status": Nothing,
+    "sleep": Sleep,
+    "wake": Wake,
+    "init_weight_transfer_engine": Init,
+    "start_weight_update": Nothing,
+    "update_weights": Stage,
+    "await_weight_update": Nothing,
+    "finish_weight_update": Finish,
+    "resume": Nothing,
+    "abort_weight_update": Nothing,
+    "forget_version": Nothing,
+}
 
 
 class FileUpdate(Body):
@@ -116,22 +132,32 @@ def _form(**fields: Any) -> Any:
 
 _TENSOR = _form(name=Name, dtype=Dtype, shape=Shape)
 _NAMED = {"names": list[Name], "dtype_names": list[Dtype], "shapes": list[Shape]}
-_HANDLE = Annotated[list[bool | int | bytes | list[int | Name] | None], msgspec.Meta(max_length=32)]  # of wire.py
-# what an engine of each transport is told before the first update, and in each; with vLLM's transports also what stands
-# around tensors, by its key. Nothing of it is unpickled
+# of wire.py
+_HANDLE = Annotated[list[bool | int | bytes | list[int | Name] | None], msgspec.Meta(max_length=32)]
+# what an engine of each transport is told before the first update, and in each; with vLLM's
+# transports also what stands around tensors, by its key. Nothing of it is unpickled
 INITS: dict[str, Any] = {
     "file": Nothing,
     "ipc": _form(packed=bool),
-    "nccl": _form(master_address=Name, master_port=Few, rank_offset=Few, world_size=Few,
-                  packed=bool, packed_buffer_size_bytes=Positive, packed_num_buffers=Few),
-}  # fmt: skip
+    "nccl": _form(
+        master_address=Name,
+        master_port=Few,
+        rank_offset=Few,
+        world_size=Few,
+        packed=bool,
+        packed_buffer_size_bytes=Positive,
+        packed_num_buffers=Few,
+    ),
+}
 TENSORS: dict[str, Any] = {
     "file": FileUpdate,
     "ipc": _form(**_NAMED, ipc_handles=dict[Name, _HANDLE], tensor_sizes=list[Natural]),
     "nccl": _form(**_NAMED),
 }
+_TENSORS = list[_TENSOR]  # type: ignore[valid-type]
+_ANNOUNCED = _form(policy_version=Natural, format=Name, staged=bool, tensors=_TENSORS)
 AROUND: dict[str, Any] = {
-    "announce": _form(announce=_form(policy_version=Natural, format=Name, staged=bool, tensors=list[_TENSOR])),  # type: ignore[valid-type]
+    "announce": _form(announce=_ANNOUNCED),
     "seal": _form(seal=_form(policy_version=Natural, checksums=dict[Name, tuple[int, int]])),
     "abandon": _form(abandon=Name),
 }
@@ -144,22 +170,28 @@ class _Frame(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
-    """Frames in as few transmissions as may travel: samples that end together may be too much for one."""
+    """Frames in as few transmissions as may travel: samples that end together may be too much for
+    one.
+    """
     part: list[msgspec.Raw] = []
     size = 0
     for frame in frames:
         content = msgspec.msgpack.encode(frame)
         if part and size + len(content) > LONGEST_TRANSMISSION // 2:
             yield msgspec.msgpack.encode(part)
-            part, size = [], 0
+            part = []
+            size = 0
         part.append(msgspec.Raw(content))
         size += len(content)
     if part:
         yield msgspec.msgpack.encode(part)
 
 
-def checked(content: bytes, vocabulary: int, longest: int, transport: str = "file") -> tuple[Frames, Frames]:
-    """The requests of one transmission, written anew from what was understood, and replies to those that do not fit.
+def checked(
+    content: bytes, vocabulary: int, longest: int, transport: str = "file"
+) -> tuple[Frames, Frames]:
+    """The requests of one transmission, written anew from what was understood, and replies to those
+    that do not fit.
 
     Refused where it is no list of requests. `longest`: tokens of a prompt and its answer together.
     """
@@ -167,12 +199,15 @@ def checked(content: bytes, vocabulary: int, longest: int, transport: str = "fil
         frames = msgspec.msgpack.decode(content, type=list[_Frame])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise Refused(f"the transmission does not fit: {error}") from None
-    requests, refusals = [], []
+    requests = []
+    refusals = []
     for one in frames:
         try:
             arguments = _arguments(one, vocabulary, longest, transport)
         except Refused as error:
-            refusals.append({"id": one.id, "error": {"type": Refused.__name__, "message": str(error)}})
+            refusals.append(
+                {"id": one.id, "error": {"type": Refused.__name__, "message": str(error)}}
+            )
         else:
             requests.append({"id": one.id, "method": one.method, "arguments": arguments})
     return requests, refusals
@@ -185,12 +220,17 @@ def _arguments(frame: _Frame, vocabulary: int, longest: int, transport: str) -> 
     try:
         body = msgspec.msgpack.decode(frame.arguments, type=form)
         if isinstance(body, Stage):
-            around = AROUND.get(next(iter(body.update_info), "")) if transport != "file" else None
+            if transport != "file":
+                around = AROUND.get(next(iter(body.update_info), ""))
+            else:
+                around = None
             msgspec.convert(body.update_info, around or TENSORS[transport])
         elif isinstance(body, Init):
             msgspec.convert(body.init_info, INITS[transport])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise Refused(f"{frame.method}: {error}; this engine takes sync.transport={transport}") from None
+        raise Refused(
+            f"{frame.method}: {error}; this engine takes sync.transport={transport}"
+        ) from None
     if isinstance(body, Generate):
         _check_lookups(body, vocabulary, longest)
     if isinstance(body, Values) and max(map(max, body.sequences), default=0) >= vocabulary:
@@ -207,6 +247,6 @@ def _check_lookups(body: Generate, vocabulary: int, longest: int) -> None:
             raise Refused(f"{name}: {max(ids)} is beyond the vocabulary of {vocabulary} tokens")
     if len(body.tokens) + body.max_tokens > longest:
         raise Refused(
-            f"a prompt of {len(body.tokens)} tokens and max_tokens={body.max_tokens} exceed {longest} tokens "
-            "(max_model_len)"
+            f"a prompt of {len(body.tokens)} tokens and max_tokens={body.max_tokens} exceed "
+            f"{longest} tokens (max_model_len)"
         )

@@ -1,8 +1,10 @@
-"""Readiness of an engine: by its updates and its sleep, whether it refuses a request and why; what its workers serve.
+"""Readiness of an engine: by its updates and its sleep, whether it refuses a request and why; what
+its workers serve.
 
-A request is refused, with the reason, while an update is unfinished that is not built beside the live weights, while
-weights or cache are asleep (an engine that shares a GPU with the learner sleeps while the learner works), and once its
-weights were discarded or torn until a sync has brought new ones; also where it names another version.
+A request is refused, with the reason, while an update is unfinished that is not built beside the
+live weights, while weights or cache are asleep (an engine that shares a GPU with the learner sleeps
+while the learner works), and once its weights were discarded or torn until a sync has brought new
+ones; also where it names another version.
 """
 
 from collections.abc import Sequence
@@ -13,16 +15,21 @@ import msgspec
 
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what can sleep
+# vLLM's names of what can sleep
+WEIGHTS = "weights"
+CACHE = "kv_cache"
 TAGS = (WEIGHTS, CACHE)
-KEEPS_EXPERTS = "keeps_experts"  # an engine's argument: it tells the experts of every token that it has read
+# an engine's argument: it tells the experts of every token that it has read
+KEEPS_EXPERTS = "keeps_experts"
 LARGEST_ID = (1 << 31) - 1  # of versions and tokens
 DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
 
 
 @dataclass(frozen=True)
 class SyncState:
-    """What a worker serves, and what its last update cost. A fleet holds what a server says to these bounds."""
+    """What a worker serves, and what its last update cost. A fleet holds what a server says to
+    these bounds.
+    """
 
     policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
     torn: bool  # loading failed half-way: the weights are of no version
@@ -45,27 +52,41 @@ class Readiness:
     asleep: set[str] = field(default_factory=set)
 
     def refusal(self, wanted: int | None = None, or_newer: bool = False) -> str | None:
-        """Why a request has to be refused now. `wanted`: the version that the caller believes is served."""
+        """Why a request has to be refused now. `wanted`: the version that the caller believes is
+        served.
+        """
         if self.asleep:
             return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake it before generating"
         if self.torn:
-            return "the last weight update stopped half-way: the weights are of no version. Sync again"
+            return (
+                "the last weight update stopped half-way: the weights are of no version. Sync again"
+            )
         if self.discarded:
             return "the weights were discarded in sleep and no sync has completed since. Sync before generating"
         if self.updating and not self.beside:
-            return "a weight update has begun and is not finished: the weights may be of two versions"
-        if wanted is not None and wanted != self.policy_version and not (or_newer and wanted < self.policy_version):
+            return (
+                "a weight update has begun and is not finished: the weights may be of two versions"
+            )
+        if (
+            wanted is not None
+            and wanted != self.policy_version
+            and not (or_newer and wanted < self.policy_version)
+        ):
             return f"the engine serves policy version {self.policy_version}, version {wanted} was announced last"
         return None
 
     def begin_update(self) -> None:
         if WEIGHTS in self.asleep:
-            raise RuntimeError("the engine's weights are asleep: wake them (tag 'weights') before a weight update")
-        self.updating, self.beside = True, False
+            raise RuntimeError(
+                "the engine's weights are asleep: wake them (tag 'weights') before a weight update"
+            )
+        self.updating = True
+        self.beside = False
 
     def abandon_update(self, torn: bool) -> None:
         """The version before goes on serving, unless its weights have been written over."""
-        self.updating, self.torn = False, torn
+        self.updating = False
+        self.torn = torn
 
     def complete_update(self, version: int) -> None:
         self.updating = self.torn = self.discarded = False
@@ -80,7 +101,10 @@ class Readiness:
     def wake(self, tags: Sequence[str]) -> None:
         unknown = sorted(set(tags) - set(TAGS))
         if unknown:
-            raise RuntimeError(f"nothing of the engine is called {unknown[0]!r}: its parts are {', '.join(TAGS)}")
-        if CACHE in self.asleep.intersection(tags) and self.updating:  # one that started meanwhile never slept
+            raise RuntimeError(
+                f"nothing of the engine is called {unknown[0]!r}: its parts are {', '.join(TAGS)}"
+            )
+        # one that started meanwhile never slept
+        if CACHE in self.asleep.intersection(tags) and self.updating:
             raise RuntimeError("a weight update has begun: finish it before the cache wakes")
         self.asleep -= set(tags)

@@ -1,11 +1,12 @@
-"""Receiver of the `file` transport in a vLLM worker, which checks a whole update before any of it reaches the live
-model; and the worker methods of every transport.
+"""Receiver of the `file` transport in a vLLM worker, which checks a whole update before any of it
+reaches the live model; and the worker methods of every transport.
 
-vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases: `update_weights`
-checks version, names, shapes, dtypes, sizes and checksums, and builds the new weights beside the live ones where the
-model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place, once every worker has
-accepted the update. With `background` the first phase runs in a thread, while the engine goes on generating from its
-present weights; `await_weight_update` then ends it.
+vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases:
+`update_weights` checks version, names, shapes, dtypes, sizes and checksums, and builds the new
+weights beside the live ones where the model allows it (`double_buffer`); `finish_weight_update`
+swaps them in, or loads in place, once every worker has accepted the update. With `background` the
+first phase runs in a thread, while the engine goes on generating from its present weights;
+`await_weight_update` then ends it.
 """
 
 import threading
@@ -21,7 +22,11 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
@@ -62,12 +67,18 @@ class _Ready:
     build_s: float
 
 
-def begin(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
-    """Prepare a worker for updates of any transport: the tensors that each must carry, and what is loaded of them."""
+def begin(
+    vllm_config: VllmConfig, model: torch.nn.Module
+) -> tuple[dict[str, TensorSpec], dict[str, Shard]]:
+    """Prepare a worker for updates of any transport: the tensors that each must carry, and what is
+    loaded of them.
+    """
     die_with_spawner()
     if vllm_config.load_config.load_format == "dummy":
         expectation.neutral_cache_scales(model)
-    return expectation.expected_tensors(model, bool(vllm_config.model_config.hf_config.tie_word_embeddings))
+    return expectation.expected_tensors(
+        model, bool(vllm_config.model_config.hf_config.tie_word_embeddings)
+    )
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -76,13 +87,18 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     supports_draft_weight_update = False
 
     def __init__(
-        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         (self.expected, self.shards), self.state = begin(vllm_config, model), NOTHING_LOADED
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._building: Future[_Ready] | None = None
-        self._one_at_a_time = threading.Lock()  # an update that was given up may still be in the making
+        # an update that was given up may still be in the making
+        self._one_at_a_time = threading.Lock()
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -95,7 +111,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if update_info.background:
-            self._building = in_thread("weight-sync-builder", partial(self._build_beside, update_info))
+            self._building = in_thread(
+                "weight-sync-builder", partial(self._build_beside, update_info)
+            )
             return
         self._building = Future()
         self._building.set_result(self._build(update_info))
@@ -105,7 +123,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return self._building is not None and not self._building.done()
 
     def await_built(self) -> _Ready:
-        """The update that `update_weights` began, once it is checked and built; raises where it is refused."""
+        """The update that `update_weights` began, once it is checked and built; raises where it is
+        refused.
+        """
         if self._building is None:
             raise WeightSyncError("finish_weight_update without an accepted update_weights")
         return self._building.result()
@@ -124,22 +144,32 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.state.policy_version,
             shards=self.shards,
         )
-        start, checking = time.perf_counter(), staged.tensors.seconds
-        # all of it is read, and checked, before the live weights change: into a twin, or beside them
+        start = time.perf_counter()
+        checking = staged.tensors.seconds
+        # all of it is read, and checked, before the live weights change: into a twin, or beside
+        # them
         make_live = self.prepare(staged.tensors if self._doubles else self._held(staged.tensors))
         checked = staged.tensors.seconds - checking
         built = time.perf_counter() - start - checked
-        return _Ready(staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built)
+        return _Ready(
+            staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built
+        )
 
     def _held(self, tensors: Mapping[str, torch.Tensor]) -> Held:
-        """On the device, from which they are loaded soonest, where that has room for them and a layer being loaded."""
+        """On the device, from which they are loaded soonest, where that has room for them and a
+        layer being loaded.
+        """
         held = Held.of(tensors, self.shards)
-        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] > ROOM * held.nbytes:
+        if (
+            self.device.type == "cuda"
+            and torch.cuda.mem_get_info(self.device)[0] > ROOM * held.nbytes
+        ):
             held.move(self.device)
         return held
 
     def finish_weight_update(self) -> None:
-        ready, self._building = self.await_built(), None
+        ready = self.await_built()
+        self._building = None
         start = time.perf_counter()
         try:
             ready.make_live()
@@ -147,10 +177,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.state = replace(self.state, torn=True)
             raise
         load_s = time.perf_counter() - start
-        self.state = SyncState(ready.policy_version, False, ready.verify_s, load_s, ready.nbytes, ready.build_s)
+        self.state = SyncState(
+            ready.policy_version, False, ready.verify_s, load_s, ready.nbytes, ready.build_s
+        )
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Everything that can be done while the present weights serve; returns what is left to do."""
+        """Everything that can be done while the present weights serve; returns what is left to
+        do.
+        """
         if self._doubles:
             return double_buffer.Twin(self.model, tensors).swap
         return partial(reload.load, self.model, self.model_config, self.device, tensors.items())
@@ -173,7 +207,8 @@ class WorkerExtension:
     model_runner: Any
     rank: int
 
-    _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
+    # of which version, and what they were
+    _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None
 
     def weight_sync_state(self) -> dict[str, Any]:
         """`intact`: the cache's scales are still those that this version was loaded with."""
@@ -186,8 +221,8 @@ class WorkerExtension:
     def guarded_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
         """Call a worker method; a failure comes back as (type, message).
 
-        An exception in one of several workers would leave the answers of the others in vLLM's queue, to be
-        taken for the answers of the next call.
+        An exception in one of several workers would leave the answers of the others in vLLM's
+        queue, to be taken for the answers of the next call.
         """
         try:
             getattr(self, method)(**arguments)
@@ -208,7 +243,9 @@ class WorkerExtension:
         self.weight_transfer_engine.abort()
 
     def forget_version(self) -> None:
-        """Count what is loaded as no version: a server that another run has used takes any version again."""
+        """Count what is loaded as no version: a server that another run has used takes any version
+        again.
+        """
         engine = self.weight_transfer_engine
         engine.state = replace(engine.state, policy_version=NO_VERSION)
 
@@ -227,7 +264,9 @@ class WorkerExtension:
 
     def kept_choices(self, wanted: list[tuple[str, int]]) -> list[tuple[tuple[int, int], bytes]]:
         """Of each request's first tokens; of the first of an engine's ranks, which route alike."""
-        return [self._choices.of(name, tokens) for name, tokens in wanted] if not self.rank else []
+        if not self.rank:
+            return [self._choices.of(name, tokens) for name, tokens in wanted]
+        return []
 
     def seen_routes(self, tokens: int, layers: int) -> bytes:
         """What was seen since `watch_routes`; ends the watch."""

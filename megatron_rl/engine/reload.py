@@ -1,9 +1,11 @@
-"""Loads checkpoint-layout tensors into a live vLLM model, repacks what kernels hold, refuses unwritten parameters.
+"""Loads checkpoint-layout tensors into a live vLLM model, repacks what kernels hold, refuses
+unwritten parameters.
 
-Hosts: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own in-place
-reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy, experts are packed on
-the first load only). Here every packed layer gets its checkpoint-layout parameters back, the model's own
-`load_weights` fills them, and every layer is processed again as after a first load.
+Hosts: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own
+in-place reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy,
+experts are packed on the first load only). Here every packed layer gets its checkpoint-layout
+parameters back, the model's own `load_weights` fills them, and every layer is processed again as
+after a first load.
 
 GPUs: vLLM's layerwise reload keeps the tensors that CUDA graphs captured; it is used as it is.
 """
@@ -16,7 +18,10 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -33,7 +38,10 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 
 @torch.no_grad()
 def load(
-    model: Any, model_config: ModelConfig, device: torch.device, tensors: Iterable[tuple[str, torch.Tensor]]
+    model: Any,
+    model_config: ModelConfig,
+    device: torch.device,
+    tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Replace every parameter of the live model; raises if one of them was not written."""
     dtype = model_config.dtype
@@ -49,8 +57,12 @@ def load(
             load_layerwise(model, model_config, tensors)
 
 
-def load_layerwise(model: Any, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """vLLM's own way, with its books read before they are closed: it reports what was not written in its log alone."""
+def load_layerwise(
+    model: Any, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """vLLM's own way, with its books read before they are closed: it reports what was not written
+    in its log alone.
+    """
     initialize_layerwise_reload(model)
     wanted = wanted_names(model)
     loaded = model.load_weights(tensors)
@@ -75,7 +87,9 @@ def restore_checkpoint_layout(model: Any) -> None:
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
                 # uninitialized, with the class and the weight loader of the recorded one
-                layer.register_parameter(name, restore_layer_refs(materialize_meta_tensor(meta), layer))
+                layer.register_parameter(
+                    name, restore_layer_refs(materialize_meta_tensor(meta), layer)
+                )
     mark_unwritten_experts(model)
 
 
@@ -90,8 +104,8 @@ def mark_unwritten_experts(model: Any) -> None:
 def wanted_names(model: Any) -> set[str]:
     """Every parameter that an update has to write, by the names that `load_weights` reports.
 
-    Left out: a tied head, which is loaded as the embedding, and what attention layers hold beside the scales of a
-    quantized cache.
+    Left out: a tied head, which is loaded as the embedding, and what attention layers hold beside
+    the scales of a quantized cache.
     """
     tied = bool(model.config.tie_word_embeddings)
     names: set[str] = set()
@@ -99,7 +113,9 @@ def wanted_names(model: Any) -> set[str]:
         if is_deferred_attention_layer(layer):
             names |= set(cache_scale_names(name, layer))
         elif not (tied and isinstance(layer, ParallelLMHead)):
-            names |= {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)}
+            names |= {
+                f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)
+            }
     return names
 
 
@@ -107,7 +123,9 @@ def half_written_experts(model: Any) -> Iterator[str]:
     """Layers whose experts vLLM is still waiting for when everything has arrived."""
     for name, layer in model.named_modules():
         books = get_layerwise_info(layer)
-        if isinstance(layer, RoutedExperts) and 0 < books.load_numel < (books.load_numel_total or 0):
+        if isinstance(layer, RoutedExperts) and 0 < books.load_numel < (
+            books.load_numel_total or 0
+        ):
             yield f"{name} (some of its experts)"
 
 
@@ -128,7 +146,11 @@ def refuse_unwritten_experts(model: Any) -> None:
 def _expert_stacks(layer: RoutedExperts) -> dict[str, torch.Tensor]:
     """The unquantized weights of a layer's experts, the first dimension counting experts."""
     plain = (torch.bfloat16, torch.float16, torch.float32)
-    return {name: weight.data for name, weight in layer.named_parameters(recurse=False) if weight.dtype in plain}
+    return {
+        name: weight.data
+        for name, weight in layer.named_parameters(recurse=False)
+        if weight.dtype in plain
+    }
 
 
 def refresh_tied_head(model: Any) -> None:
@@ -145,4 +167,6 @@ def refresh_tied_head(model: Any) -> None:
 
 def refuse_missing(names: set[str]) -> None:
     if names:
-        raise WeightSyncError(f"the update left parameters of the engine unwritten: {', '.join(sorted(names)[:8])}")
+        raise WeightSyncError(
+            f"the update left parameters of the engine unwritten: {', '.join(sorted(names)[:8])}"
+        )

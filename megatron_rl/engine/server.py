@@ -1,8 +1,10 @@
-"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID CORES HOST PORT`.
+"""HTTP and WebSocket server of an engine: `python -m megatron_rl.engine.server FD PARENT_PID CORES
+HOST PORT`.
 
-The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A WebSocket at /engine
-carries the same messages as the socket of a child, held against their forms (messages.py), behind a key, with strangers
-kept few (server_access.py). GET /health says whether the engine answers, works, or hangs. There is nothing else.
+The process is a child's (child.py) with a door beside: a thread in which uvicorn answers. A
+WebSocket at /engine carries the same messages as the socket of a child, held against their forms
+(messages.py), behind a key, with strangers kept few (server_access.py). GET /health says whether
+the engine answers, works, or hangs. There is nothing else.
 """
 
 import asyncio
@@ -31,7 +33,8 @@ class Caller:
     """One connection: what it asks, and the replies on their way to it."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self._loop = send, asyncio.get_running_loop()
+        self._send = send
+        self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
 
     def send(self, frames: list[Frame]) -> None:
@@ -59,7 +62,11 @@ class Door:
         elif (scope["method"], scope["path"]) == ("GET", "/health"):
             await _answer(send, *await self._heartbeat.look())
         else:
-            await _answer(send, 404, {"error": f"an engine has no request {scope['method']} {scope['path']:.100}"})
+            await _answer(
+                send,
+                404,
+                {"error": f"an engine has no request {scope['method']} {scope['path']:.100}"},
+            )
 
     async def _converse(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -74,7 +81,8 @@ class Door:
                     caller.send(refusals)
                 self._service.ask(caller, requests)
         except Refused as error:
-            reason = str(error).encode()[:120].decode(errors="ignore")  # a frame that closes has room for 123 bytes
+            # a frame that closes has room for 123 bytes
+            reason = str(error).encode()[:120].decode(errors="ignore")
             await send({"type": "websocket.close", "code": 1008, "reason": reason})
         finally:
             delivering.cancel()
@@ -101,7 +109,9 @@ async def _answer(send: Send, status: int, content: dict[str, str]) -> None:
 
 
 def reserved(host: str, port: int) -> socket.socket:
-    """A port that nobody else gets while the engine starts: it may be one that clients' own ends are taken from."""
+    """A port that nobody else gets while the engine starts: it may be one that clients' own ends
+    are taken from.
+    """
     place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     place.bind((host, port))

@@ -1,9 +1,11 @@
-"""Access control of an engine's server: middleware that asks for the key, connections that cut off strangers in time.
+"""Access control of an engine's server: middleware that asks for the key, connections that cut off
+strangers in time.
 
-An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its weights. The key comes
-from the environment, which other users of the machine cannot read.
+An ASGI middleware asks for the key before anything else: whoever reaches the engine can move its
+weights. The key comes from the environment, which other users of the machine cannot read.
 
-Uvicorn waits for ever for a request's header: connections without the key are limited (processes/strangers.py).
+Uvicorn waits for ever for a request's header: connections without the key are limited
+(processes/strangers.py).
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class RequireKey:
     def __init__(self, app: App) -> None:
         key = os.environ.get(VARIABLE, "")
         if not key:
-            raise RuntimeError(f"{VARIABLE} is not set: a server of the fleet does not start without a key")
+            raise RuntimeError(
+                f"{VARIABLE} is not set: a server of the fleet does not start without a key"
+            )
         self._app = app
         self._key = Key(key)
 
@@ -58,7 +62,9 @@ class RequireKey:
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error": "this server needs its key"}'})
+            await send(
+                {"type": "http.response.body", "body": b'{"error": "this server needs its key"}'}
+            )
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -73,7 +79,8 @@ _strangers = Strangers(STRANGERS)
 class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._header_bytes: int | None = 0  # so far; None between a header and the end of its request
+        # so far; None between a header and the end of its request
+        self._header_bytes: int | None = 0
         _strangers.add(transport, STRANGER_S)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,7 +1,9 @@
-"""Service loop of an engine's process: takes requests from its socket or connections, steps vLLM, sends the replies.
+"""Service loop of an engine's process: takes requests from its socket or connections, steps vLLM,
+sends the replies.
 
-Between two of the engine's steps it is asked whatever has arrived; what a step has finished goes to whoever asked, all
-of it in one transmission. A line is what a request came by: a child's socket, or one connection of a server.
+Between two of the engine's steps it is asked whatever has arrived; what a step has finished goes to
+whoever asked, all of it in one transmission. A line is what a request came by: a child's socket, or
+one connection of a server.
 """
 
 import os
@@ -24,9 +26,11 @@ class Line(Protocol):
 class Service:
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[tuple[Line, Sequence[Frame]]] = queue.SimpleQueue()
-        self._open: dict[int, tuple[Line, int]] = {}  # by the engine's number: who asked, and by which number of theirs
+        # by the engine's number: who asked, and by which number of theirs
+        self._open: dict[int, tuple[Line, int]] = {}
         self._count = 0
-        self._replies: dict[int, tuple[Line, list[Frame]]] = {}  # by the line's identity, not sent yet
+        # by the line's identity, not sent yet
+        self._replies: dict[int, tuple[Line, list[Frame]]] = {}
 
     def ask(self, line: Line, frames: Sequence[Frame]) -> None:
         """Any thread: these requests have come by a line."""
@@ -37,11 +41,14 @@ class Service:
         self._arrived.put((line, [{"id": -1, "method": "hung_up", "arguments": {}}]))
 
     def run(self, engine: Engine) -> None:
-        """Until the process ends, or one of the engine's workers has: what is open then comes to nothing."""
+        """Until the process ends, or one of the engine's workers has: what is open then comes to
+        nothing.
+        """
         waiting: list[tuple[Line, Frame]] = []
         while True:
             waiting += self._next(wait=not waiting and not engine.writes)
-            now, waiting = waiting, []
+            now = waiting
+            waiting = []
             for line, request in now:
                 if engine.must_wait(request["method"]):
                     waiting.append((line, request))
@@ -56,7 +63,8 @@ class Service:
                 if number in self._open:
                     line, theirs = self._open.pop(number)
                     self._reply(line, theirs, reply)
-            replies, self._replies = self._replies, {}
+            replies = self._replies
+            self._replies = {}
             for line, frames in replies.values():
                 line.send(frames)
 
@@ -67,7 +75,9 @@ class Service:
         return [(line, frame) for line, frames in found for frame in frames]
 
     def _take(self, engine: Engine, line: Line, request: Frame) -> None:
-        number, method, arguments = request["id"], request["method"], request["arguments"]
+        number = request["id"]
+        method = request["method"]
+        arguments = request["arguments"]
         try:
             if method == "generate":
                 self._count += 1
@@ -92,7 +102,9 @@ class Service:
     def _cancel(self, engine: Engine, line: Line, wanted: set[int] | None) -> None:
         """`wanted`: by the line's own numbers; None: all of it."""
         given_up = [
-            number for number, (of, theirs) in self._open.items() if of is line and (wanted is None or theirs in wanted)
+            number
+            for number, (of, theirs) in self._open.items()
+            if of is line and (wanted is None or theirs in wanted)
         ]
         engine.cancel(given_up)
         for number in given_up:

@@ -1,4 +1,6 @@
-"""Parser of the tool calls in an answer's tokens: decodes them, and asks the tool-call parser of vLLM that is named."""
+"""Parser of the tool calls in an answer's tokens: decodes them, and asks the tool-call parser of
+vLLM that is named.
+"""
 
 import json
 from functools import lru_cache
@@ -18,26 +20,39 @@ class ToolCallParser:
         self._parser = lru_cache(4)(self._made)
 
     def check(self, parser: str, schemas: str) -> None:
-        """Refuses a request whose parser cannot be made: its answer would fail in the middle of a step."""
+        """Refuses a request whose parser cannot be made: its answer would fail in the middle of a
+        step.
+        """
         try:
             self._parser(parser, schemas)
         except Exception as error:
-            raise Refused(f"tool_parser {parser!r}, or its tools: {type(error).__name__}: {error}"[:500]) from None
+            raise Refused(
+                f"tool_parser {parser!r}, or its tools: {type(error).__name__}: {error}"[:500]
+            ) from None
 
-    def parsed(self, token_ids: list[int], stop_token_ids: list[int], parser: str, schemas: str) -> dict[str, Any]:
+    def parsed(
+        self, token_ids: list[int], stop_token_ids: list[int], parser: str, schemas: str
+    ) -> dict[str, Any]:
         """What was said beside the calls, and each call's name and arguments, as JSON text.
 
         Text in which no call can be read is all content.
         """
         tool_parser, request = self._parser(parser, schemas)
-        text = self._tokenizer.decode(without_stops(token_ids, stop_token_ids), skip_special_tokens=False)
+        text = self._tokenizer.decode(
+            without_stops(token_ids, stop_token_ids), skip_special_tokens=False
+        )
         try:
             found = tool_parser.extract_tool_calls(text, request)
-            calls = [{"name": one.function.name, "arguments": one.function.arguments} for one in found.tool_calls]
+            calls = [
+                {"name": one.function.name, "arguments": one.function.arguments}
+                for one in found.tool_calls
+            ]
             content = found.content
-            "".join([content or "", *(text for one in calls for text in one.values())]).encode()  # no half pair travels
+            # no half pair travels
+            "".join([content or "", *(text for one in calls for text in one.values())]).encode()
         except Exception:  # a parser's, of whatever kind: the text is what a model wrote
-            calls, content = [], text
+            calls = []
+            content = text
         return {"content": text if content is None and not calls else content or "", "calls": calls}
 
     def _made(self, parser: str, schemas: str) -> tuple[Any, Any]:
@@ -47,7 +62,9 @@ class ToolCallParser:
 
         if self._tokenizer is None:
             if not Path(self._folder, "tokenizer.json").exists():
-                raise RuntimeError(f"tool calls cannot be read: {self._folder} has no tokenizer.json")
+                raise RuntimeError(
+                    f"tool calls cannot be read: {self._folder} has no tokenizer.json"
+                )
             self._tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
         asked: dict[str, Any] = {
             "messages": [{"role": "user", "content": ""}],

@@ -1,17 +1,23 @@
-"""Receiver of `ipc` and `nccl` updates in a vLLM worker: subclasses of vLLM's WeightTransferEngine that check first.
+"""Receiver of `ipc` and `nccl` updates in a vLLM worker: subclasses of vLLM's WeightTransferEngine
+that check first.
 
-Each has `Checked` in front of vLLM's own. An update is announced (version, names, shapes, dtypes: compared
-with what the engine expects before anything moves), received, sealed (checksums of every tensor) and loaded.
+Each has `Checked` in front of vLLM's own. An update is announced (version, names, shapes, dtypes:
+compared with what the engine expects before anything moves), received, sealed (checksums of every
+tensor) and loaded.
 
 What is promised differs by where the tensors wait:
-- staged (`sync.staged: true`): beside the live weights, on the device, each worker what it will load. Nothing touches
-  the live model before the seal has been verified, as with files. Costs the memory of the worker's weights again; an
+- staged (`sync.staged: true`): beside the live weights, on the device, each worker what it will
+  load. Nothing touches
+  the live model before the seal has been verified, as with files. Costs the memory of the worker's
+  weights again; an
   engine whose KV cache sleeps during the sync has it.
-- in place (`sync.staged: false`): verified before the next request. The version before is gone once tensors move; an
-  update that fails leaves the engine without a version, and it refuses to generate until one succeeds.
+- in place (`sync.staged: false`): verified before the next request. The version before is gone once
+  tensors move; an
+  update that fails leaves the engine without a version, and it refuses to generate until one
+  succeeds.
 
-vLLM imports this module in every worker through `worker_extension_cls`. Seen on one GPU (docs/gpu.md); the checks run
-on any device and are tested with a real engine on hosts.
+vLLM imports this module in every worker through `worker_extension_cls`. Seen on one GPU
+(docs/gpu.md); the checks run on any device and are tested with a real engine on hosts.
 """
 
 import time
@@ -28,7 +34,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from megatron_rl.engine import reload
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
-from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
+
+# what vLLM looks for here
+from megatron_rl.engine.receiver import (
+    WorkerExtension as WorkerExtension,
+)
 from megatron_rl.engine.receiver import begin
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest, wire
@@ -43,10 +53,16 @@ class Inbox:
     """Stands where vLLM's engines expect a model: whatever they load passes through here."""
 
     def __init__(
-        self, announced: Announcement, live: Callable[[Tensors], Any] | None, shards: Mapping[str, Shard]
+        self,
+        announced: Announcement,
+        live: Callable[[Tensors], Any] | None,
+        shards: Mapping[str, Shard],
     ) -> None:
-        """`live`: where tensors go at once; None: what this rank loads of them is held until the seal is verified."""
-        self.announced, self._live = announced, live
+        """`live`: where tensors go at once; None: what this rank loads of them is held until the
+        seal is verified.
+        """
+        self.announced = announced
+        self._live = live
         self.staged = Held(shards)
         self._sums: dict[str, torch.Tensor] = {}
         self._sealed = False
@@ -58,7 +74,8 @@ class Inbox:
                 raise WeightSyncError(f"duplicate tensor {name}: sent twice in one update")
             self._sums[name] = wire.checksum(tensor)
             if self._live is None:
-                self.staged.take(name, tensor)  # copies: vLLM reuses the buffers that these are views of
+                # copies: vLLM reuses the buffers that these are views of
+                self.staged.take(name, tensor)
         if self._live is not None:
             self._live(arrived)
         return {name for name, _ in arrived}
@@ -80,9 +97,14 @@ class Inbox:
         return sum(tensor.nbytes for tensor in self.announced.tensors)
 
 
-def check_announcement(announced: Announcement, expected: Mapping[str, TensorSpec], current_version: int) -> None:
+def check_announcement(
+    announced: Announcement, expected: Mapping[str, TensorSpec], current_version: int
+) -> None:
     names = [tensor.name for tensor in announced.tensors]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+    else:
+        twice = []
     if twice:
         raise WeightSyncError(f"duplicate tensor {twice[0]}: announced twice in one update")
     manifest.verify_version(announced.policy_version, current_version, announced.policy_version)
@@ -90,7 +112,9 @@ def check_announcement(announced: Announcement, expected: Mapping[str, TensorSpe
 
 
 class Checked:
-    """Mixin before vLLM's WeightTransferEngine that checks an update before it serves: `class X(Checked, Base)`."""
+    """Mixin before vLLM's WeightTransferEngine that checks an update before it serves: `class
+    X(Checked, Base)`.
+    """
 
     building = False  # nothing is built beside the live weights
 
@@ -100,14 +124,20 @@ class Checked:
     supports_draft_weight_update = False
 
     def __init__(
-        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         (self.expected, self.shards), self.state = begin(vllm_config, model), NOTHING_LOADED
         self._inbox: Inbox | None = None
 
     def start_weight_update(self) -> None:
-        """vLLM would prepare the live model here; that waits until the announcement has been accepted."""
+        """vLLM would prepare the live model here; that waits until the announcement has been
+        accepted.
+        """
         self._inbox = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -134,7 +164,9 @@ class Checked:
 
     def _receive(self, update_info: dict[str, Any], inbox: Inbox) -> None:
         if "ipc_handles" in update_info:
-            update_info = update_info | {"ipc_handles": wire.decode_handles(update_info["ipc_handles"])}
+            update_info = update_info | {
+                "ipc_handles": wire.decode_handles(update_info["ipc_handles"])
+            }
         info = self.parse_update_info(update_info)  # type: ignore[attr-defined]
         self.set_weight_update_target(inbox, self.model_config)  # type: ignore[attr-defined]
         try:
@@ -145,18 +177,22 @@ class Checked:
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        inbox, self._inbox = self._inbox, None
+        inbox = self._inbox
+        self._inbox = None
         if inbox is None:
             raise WeightSyncError("finish_weight_update without an announced update")
         inbox.require_sealed()
-        started, before = time.perf_counter(), self.state
+        started = time.perf_counter()
+        before = self.state
         self.state = replace(before, torn=True)
         if not inbox.in_place:
             reload.load(self.model, self.model_config, self.device, inbox.staged.items())
         else:
             super().finish_weight_update()  # type: ignore[misc]
         loaded = time.perf_counter() - started
-        self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
+        self.state = SyncState(
+            inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes
+        )
 
     def await_built(self) -> None:
         """Raise where the update has not been accepted as far as it can be before it is loaded."""
@@ -165,8 +201,11 @@ class Checked:
         self._inbox.require_sealed()
 
     def abort(self) -> None:
-        """Drop the update. What arrived in place stays, torn; vLLM's books on it are closed before the next one."""
-        inbox, self._inbox = self._inbox, None
+        """Drop the update. What arrived in place stays, torn; vLLM's books on it are closed before
+        the next one.
+        """
+        inbox = self._inbox
+        self._inbox = None
         if inbox is not None and inbox.in_place:
             super().finish_weight_update()  # type: ignore[misc]
 

@@ -1,1 +1,3 @@
-"""Environments: conversations of several turns between the policy and tools, simulators, or an agent of the user's."""
+"""Environments: conversations of several turns between the policy and tools, simulators, or an
+agent of the user's.
+"""

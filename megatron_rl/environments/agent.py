@@ -1,7 +1,9 @@
-"""HTTP gateway where a user's agent gets the policy's answers, as OpenAI chat completions; runs one agent a session.
+"""HTTP gateway where a user's agent gets the policy's answers, as OpenAI chat completions; runs one
+agent a session.
 
-A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's (conversation.py),
-if all of the answer was sent while the client was there, which has not closed its connection over it unread.
+A turn of an agent's is a request to the engines like any other; its tokens are kept as any turn's
+(conversation.py), if all of the answer was sent while the client was there, which has not closed
+its connection over it unread.
 """
 
 import asyncio
@@ -52,7 +54,8 @@ class Opened:
 class Connection(web.RequestHandler):
     """A connection to the gateway: a stranger's until it has shown a key."""
 
-    unread: Callable[[], None] | None = None  # to be called if the answer that was sent last was not read
+    # to be called if the answer that was sent last was not read
+    unread: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -62,7 +65,8 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         STRANGERS.forget(self.transport)
-        if exc is not None and self.unread is not None:  # it was reset, as one is that is closed before all is read
+        # it was reset, as one is that is closed before all is read
+        if exc is not None and self.unread is not None:
             self.unread()
         super().connection_lost(exc)
 
@@ -104,12 +108,15 @@ class Gateway:
 
     def begin(self, policy: Policy) -> tuple[str, str, str]:
         """A session's name, its address, and its key."""
-        name, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        name = secrets.token_hex(8)
+        key = secrets.token_urlsafe(32)
         self._sessions[name] = Opened(policy, key)
         return name, f"http://127.0.0.1:{self._port}/{name}/v1", key
 
     def end(self, name: str) -> list[asyncio.Task[Any]]:
-        """Cancel what is still asked. Raises what the engines have failed with, whatever the agent has made of it."""
+        """Cancel what is still asked. Raises what the engines have failed with, whatever the agent
+        has made of it.
+        """
         opened = self._sessions.pop(name)
         tasks = list(opened.tasks)
         for task in tasks:
@@ -141,17 +148,27 @@ class Gateway:
     def _admitted(self, request: web.BaseRequest) -> Opened:
         """The session of a request, by its key: nothing of its body is read before."""
         _, name, *_ = [*request.path.split("/"), ""]
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
+        given = (
+            request.headers.get("Authorization", "")
+            .removeprefix("Bearer ")
+            .encode("utf-8", "surrogateescape")
+        )
         opened = self._sessions.get(name)
         # compared also where there is none: a name is not to be found by its timing
-        right = hmac.compare_digest(given, (opened.key if opened else secrets.token_urlsafe(32)).encode())
+        right = hmac.compare_digest(
+            given, (opened.key if opened else secrets.token_urlsafe(32)).encode()
+        )
         if opened is None or not right:
-            raise Refused(401, "this address wants the key of its session, which OPENAI_API_KEY has")
+            raise Refused(
+                401, "this address wants the key of its session, which OPENAI_API_KEY has"
+            )
         STRANGERS.forget(request.transport)
         assert isinstance(request.protocol, Connection)
         request.protocol.unread = None
         if len(self._server.connections) > (most := descriptors() // 2):
-            raise Refused(429, f"the agents of this run have more than {most} connections open; close some")
+            raise Refused(
+                429, f"the agents of this run have more than {most} connections open; close some"
+            )
         return opened
 
 
@@ -165,10 +182,16 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
         raise Refused(404, f"{request.method} /{path[:60]}: there are chat/completions and models")
     policy, transcript, rules = opened.policy, opened.policy.transcript, opened.policy.rules
     try:
-        asked = await policy.apart(partial(chat_request, await _body(request, rules.context_tokens)))
+        asked = await policy.apart(
+            partial(chat_request, await _body(request, rules.context_tokens))
+        )
         if opened.answers >= rules.section.turns:
             transcript.end = "turns"
-            raise Refused(400, f"all environment.turns={rules.section.turns} answers are given", code="turns_exceeded")
+            raise Refused(
+                400,
+                f"all environment.turns={rules.section.turns} answers are given",
+                code="turns_exceeded",
+            )
         opened.answers += 1
         try:
             return await _completed(opened, request, asked)
@@ -185,14 +208,19 @@ async def _answered(opened: Opened, request: web.BaseRequest) -> web.StreamRespo
         raise Refused(500, f"the engines have failed: {error}") from None
 
 
-async def _completed(opened: Opened, request: web.BaseRequest, asked: dict[str, Any]) -> web.Response:
+async def _completed(
+    opened: Opened, request: web.BaseRequest, asked: dict[str, Any]
+) -> web.Response:
     """The response that holds an answer, sent; ConnectionError where the client had left before."""
-    transcript, connection = opened.policy.transcript, request.protocol
+    transcript = opened.policy.transcript
+    connection = request.protocol
     async with opened.policy.answering(**asked) as answered:
         if transcript.end != "turns":
             transcript.end = "done"  # whatever was refused before for its length
-        turns, place = transcript.turns, answered.number
-        turns.extend([SessionTurn(finish_reason="abort")] * (place + 1 - len(turns)))  # others are still asked
+        turns = transcript.turns
+        place = answered.number
+        # others are still asked
+        turns.extend([SessionTurn(finish_reason="abort")] * (place + 1 - len(turns)))
         turns[place] = SessionTurn(
             tokens=len(answered.completion.token_ids),
             finish_reason=answered.completion.finish_reason,
@@ -212,8 +240,11 @@ async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
     """All of a request, if it can be one of a conversation of so many tokens."""
     if "Content-Encoding" in request.headers:
         raise Refused(400, "requests are taken unpacked; leave it out", field="Content-Encoding")
-    most, body = CHARACTERS * context_tokens + BESIDE, bytearray()
-    full = ContextFull(f"above {most} bytes no request fits into rollout.max_context_tokens={context_tokens}")
+    most = CHARACTERS * context_tokens + BESIDE
+    body = bytearray()
+    full = ContextFull(
+        f"above {most} bytes no request fits into rollout.max_context_tokens={context_tokens}"
+    )
     if (request.content_length or 0) > most:
         raise full
     try:
@@ -229,7 +260,9 @@ async def _body(request: web.BaseRequest, context_tokens: int) -> bytes:
     return bytes(body)
 
 
-async def play(policy: Policy, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]) -> None:
+async def play(
+    policy: Policy, process: EnvironmentProcess, gateway: Gateway, row: Mapping[str, Any]
+) -> None:
     """Let an agent hold its conversation."""
     transcript = policy.transcript
     transcript.end = "done"
@@ -240,4 +273,5 @@ async def play(policy: Policy, process: EnvironmentProcess, gateway: Gateway, ro
     finally:
         await asyncio.gather(*gateway.end(name), return_exceptions=True)
         await policy.apart(policy.leave_unread)
-    transcript.reward, transcript.numbers = found["reward"], found["numbers"]
+    transcript.reward = found["reward"]
+    transcript.numbers = found["numbers"]

@@ -1,4 +1,6 @@
-"""Environment `Calculator`: a question with one number as its answer, and a tool that calculates with whole numbers."""
+"""Environment `Calculator`: a question with one number as its answer, and a tool that calculates
+with whole numbers.
+"""
 
 import ast
 import operator
@@ -7,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.environments.environment import Answer, Environment, Message, Step, Tool
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 MOST_CHARACTERS = 200  # of an expression
 MOST_DIGITS = 100  # of any number on the way
 
@@ -16,7 +20,9 @@ MOST_DIGITS = 100  # of any number on the way
 def calculate(expression: str) -> str:
     """Calculate with whole numbers: +, - and *, with parentheses, such as 12*(34+5)."""
     if len(expression) > MOST_CHARACTERS:
-        raise ValueError(f"the expression has {len(expression)} characters, at most {MOST_CHARACTERS}")
+        raise ValueError(
+            f"the expression has {len(expression)} characters, at most {MOST_CHARACTERS}"
+        )
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, MemoryError, RecursionError):
@@ -52,12 +58,16 @@ class Calculator(Environment):
     tools: Sequence[Tool] = (calculate,)
 
     def __init__(self, own_reward: bool = True, instruction: str = "") -> None:
-        self._own_reward, self._instruction = own_reward, instruction
+        self._own_reward = own_reward
+        self._instruction = instruction
         self._answer = ""
 
     def reset(self, row: Mapping[str, object]) -> Sequence[Message]:
         prompt = row["prompt"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)  # type: ignore[call-overload]
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        else:
+            messages = list(prompt)  # type: ignore[call-overload]
         if self._instruction:
             last = messages[-1]
             messages[-1] = {**last, "content": f"{last['content']}\n\n{self._instruction}"}

@@ -1,7 +1,8 @@
-"""OpenAI's chat completions: what a request may hold, with a sentence for what it may not, and the replies.
+"""OpenAI's chat completions: what a request may hold, with a sentence for what it may not, and the
+replies.
 
-A field that would change an answer is done or refused. How tokens are drawn is the recipe's: such fields are ignored,
-as agents send them by habit, and so are those that say who asks.
+A field that would change an answer is done or refused. How tokens are drawn is the recipe's: such
+fields are ignored, as agents send them by habit, and so are those that say who asks.
 """
 
 import json
@@ -19,7 +20,15 @@ MODEL = "policy"
 Count = Annotated[int, Meta(gt=0)]
 Text = Annotated[str, Meta(min_length=1)]
 IGNORED = (
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+    ),
     *("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
 )
 # fields with the values that are taken, and what is said of all others
@@ -28,7 +37,10 @@ FIXED: Mapping[str, tuple[list[Any], str]] = {
     "stream": ([False], "answers come whole here; leave it out"),
     "n": ([1], "one answer for each request; ask again for another"),
     "logprobs": ([False], "the run keeps them, agents get none; leave it out"),
-    "response_format": ([{"type": "text"}], "answers are free text; ask for a form in the messages"),
+    "response_format": (
+        [{"type": "text"}],
+        "answers are free text; ask for a form in the messages",
+    ),
     "tool_choice": (["auto", "none"], "the policy chooses ('auto'), or sees no tools ('none')"),
     "parallel_tool_calls": ([True, False], "true or false"),
 }
@@ -37,10 +49,19 @@ FIXED: Mapping[str, tuple[list[Any], str]] = {
 class Refused(Exception):
     """A request that is not answered: the status that says so, and the field that is wrong."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, field: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, field: str | None = None
+    ) -> None:
         super().__init__(message if field is None else f"{field}: {message}")
         self.status = status
-        self.content = {"error": {"message": str(self), "type": "invalid_request_error", "code": code, "param": field}}
+        self.content = {
+            "error": {
+                "message": str(self),
+                "type": "invalid_request_error",
+                "code": code,
+                "param": field,
+            }
+        }
 
 
 class Function(msgspec.Struct):
@@ -112,7 +133,13 @@ def completion(answered: Answered) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{**one, "function": _as_text(one["function"])} for one in calls]
         reason = "tool_calls" if reason == "stop" else reason
-    choice = {"index": 0, "message": message, "finish_reason": reason, "stop_reason": answered.stop, "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": reason,
+        "stop_reason": answered.stop,
+        "logprobs": None,
+    }
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
@@ -131,19 +158,29 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates want it: text as text, arguments as mappings."""
     message = {name: value for name, value in given.items() if value is not None}
     content = message.get("content", "")
-    message["content"] = content if isinstance(content, str) else "".join(one["text"] for one in content)
+    message["content"] = (
+        content if isinstance(content, str) else "".join(one["text"] for one in content)
+    )
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = [{**one, "function": _as_sampled(one["function"])} for one in calls]
     return message
 
 
 def _as_sampled(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The name first, as it was answered: OpenAI's clients turn the order, and a template may write all of it."""
+    """The name first, as it was answered: OpenAI's clients turn the order, and a template may write
+    all of it.
+    """
     arguments = function.get("arguments", "")
-    read = read_arguments(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        read = read_arguments(arguments)
+    else:
+        read = arguments
     return {"name": function["name"], **function, "arguments": read}
 
 
 def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
-    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+    return {
+        **function,
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+    }

@@ -1,10 +1,12 @@
-"""Conversation: the exact tokens of a session's requests, as a tree whose branches are rows to train on.
+"""Conversation: the exact tokens of a session's requests, as a tree whose branches are rows to
+train on.
 
-A request is the tokens before it, exactly as they were sampled, and the tokens of what was added. Text decides where it
-goes on: the chat template is asked for the whole conversation, and what it makes of it either begins with what it made
-of it before (the request then goes on there), or it does not: some templates leave earlier thinking out, some agents
-rewrite what was said. Then the conversation forks: where the texts part, a new branch begins. What was sampled is never
-tokenized again to be trained on; a token that several branches share is trained in the first of them.
+A request is the tokens before it, exactly as they were sampled, and the tokens of what was added.
+Text decides where it goes on: the chat template is asked for the whole conversation, and what it
+makes of it either begins with what it made of it before (the request then goes on there), or it
+does not: some templates leave earlier thinking out, some agents rewrite what was said. Then the
+conversation forks: where the texts part, a new branch begins. What was sampled is never tokenized
+again to be trained on; a token that several branches share is trained in the first of them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megatron_rl.environments.environment import Message
 from megatron_rl.sampler.client.interface import Completion
 from megatron_rl.types import TEXT
 
-SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"  # where an answer stands in a rendered conversation
+# where an answer stands in a rendered conversation
+SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
 
 @dataclass(eq=False)
@@ -40,7 +43,8 @@ class Turn:
     parent: Turn | None  # the turn behind whose answer it goes on
     added: list[int]  # tokens between the parent's end and this turn's answer
     sampled: Completion | None = None
-    closed: str | None = None  # the text with the answer in it, and its end; None: it does not begin with `text`
+    # the text with the answer in it, and its end; None: it does not begin with `text`
+    closed: str | None = None
     stop: str = ""  # the end of the answer, as `closed` has it
     kinds: Sequence[int] = ()  # of the sampled tokens; empty: all text
     trained: bool = False  # by a row that was made before
@@ -56,7 +60,8 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        found, one = [self], self.parent
+        found = [self]
+        one = self.parent
         while one is not None:
             found.append(one)
             one = one.parent
@@ -84,7 +89,8 @@ class Row:
 class Conversation:
     tokenizer: FolderTokenizer
     options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
-    appends: bool = False  # go on behind the last answer, whatever the template would make of it now
+    # go on behind the last answer, whatever the template would make of it now
+    appends: bool = False
     turns: list[Turn] = field(default_factory=list)
 
     def request(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Turn:
@@ -105,13 +111,16 @@ class Conversation:
         turn.sampled = sampled
         if self.appends:
             return
-        closed = self._so_far([*turn.messages, answer], turn.tools)  # where it refuses, whoever goes on begins a branch
+        # where it refuses, whoever goes on begins a branch
+        closed = self._so_far([*turn.messages, answer], turn.tools)
         if closed.startswith(turn.text):
-            ended = self._ends.search(closed, len(turn.text))  # some templates write a last end of all behind it
+            # some templates write a last end of all behind it
+            ended = self._ends.search(closed, len(turn.text))
             end, behind = (ended[1], closed[ended.end(1) :]) if ended else self._closing(turn)
             turn.closed = closed
             if closed.endswith(end + behind):
-                turn.stop, turn.closed = end, closed[: len(closed) - len(behind)]
+                turn.stop = end
+                turn.closed = closed[: len(closed) - len(behind)]
 
     @property
     def leaves(self) -> list[Turn]:
@@ -129,33 +138,50 @@ class Conversation:
         return [_row(leaf) for leaf in self.leaves]
 
     def _before(self, messages: Sequence[Message], done: Sequence[Turn]) -> Turn | None:
-        """The turn whose answer these go on behind: of several the longest, of those one that said what they have."""
+        """The turn whose answer these go on behind: of several the longest, of those one that said
+        what they have.
+        """
         found: list[Turn] = []
         for one in sorted(done, key=lambda one: (len(one.messages), one.number), reverse=True):
             n = len(one.messages)
             if found and n < len(found[0].messages):
                 break
-            if n < len(messages) and messages[n]["role"] == "assistant" and one.messages == tuple(messages[:n]):
+            if (
+                n < len(messages)
+                and messages[n]["role"] == "assistant"
+                and one.messages == tuple(messages[:n])
+            ):
                 found.append(one)
         if len(found) < 2:
             return found[0] if found else None
         said = messages[len(found[0].messages)].get("content") or ""
         return next(
-            (one for one in found if one.sampled and said in self.tokenizer.decode_all(one.sampled.token_ids)), found[0]
+            (
+                one
+                for one in found
+                if one.sampled and said in self.tokenizer.decode_all(one.sampled.token_ids)
+            ),
+            found[0],
         )
 
     def _continued(self, text: str, done: Sequence[Turn]) -> tuple[Turn | None, list[int]]:
-        """The parent of the turn of this text, and its own tokens: behind the longest text that it begins with, an
-        answer's or a request's.
+        """The parent of the turn of this text, and its own tokens: behind the longest text that it
+        begins with, an answer's or a request's.
         """
-        found = [(len(one.closed), 1, one) for one in done if one.closed is not None and text.startswith(one.closed)]
+        found = [
+            (len(one.closed), 1, one)
+            for one in done
+            if one.closed is not None and text.startswith(one.closed)
+        ]
         found += [(len(one.text), 0, one) for one in self.turns if text.startswith(one.text)]
         if not found:
             return None, self._encoded(text)
         length, answered, longest = max(found, key=lambda each: (*each[:2], each[2].number))
         if answered:
             return longest, self._encoded(self._without_stop(longest, longest.stop) + text[length:])
-        return longest.parent, longest.added + self._encoded_again(text[length:], self.turns[longest.number :])
+        return longest.parent, longest.added + self._encoded_again(
+            text[length:], self.turns[longest.number :]
+        )
 
     def _behind(self, before: Turn, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Tokens of what follows the answer of the turn before."""
@@ -166,18 +192,22 @@ class Conversation:
             _, found, rest = self._rendered(shown, tools, True).rpartition(answer["content"])
             if found and (stop := self._stop.search(rest)):
                 return self._encoded(self._without_stop(before, rest[stop.start() :]))
-        raise ValueError("the chat template shows no end of an answer: use environment.history=template")
+        raise ValueError(
+            "the chat template shows no end of an answer: use environment.history=template"
+        )
 
     def _encoded_again(self, text: str, turns: Sequence[Turn]) -> list[int]:
-        """Tokens of text behind a request, in which answers of these turns may stand: those, as they were sampled.
+        """Tokens of text behind a request, in which answers of these turns may stand: those, as
+        they were sampled.
 
-        Answers stand behind what the template opens one with, as the text itself does; each is an end of what was
-        sampled, such as all behind the thinking.
+        Answers stand behind what the template opens one with, as the text itself does; each is an
+        end of what was sampled, such as all behind the thinking.
         """
         opening = self._opening(turns[0])
         if not opening:
             return self._encoded(text)
-        tokens, pending = list[int](), ""
+        tokens = list[int]()
+        pending = ""
         left = [one for one in turns if one.sampled is not None]
         for place, piece in enumerate(text.split(opening)):
             stop = self._stop.search(piece)
@@ -194,9 +224,13 @@ class Conversation:
         return tokens + self._encoded(pending)
 
     def _closing(self, turn: Turn) -> tuple[str, str]:
-        """How the template closes an answer that it does not end with a stop, and what it puts behind the end."""
+        """How the template closes an answer that it does not end with a stop, and what it puts
+        behind the end.
+        """
         answer = _sentinel()
-        _, found, rest = self._so_far([*turn.messages, answer], turn.tools).rpartition(answer["content"])
+        _, found, rest = self._so_far([*turn.messages, answer], turn.tools).rpartition(
+            answer["content"]
+        )
         if stop := self._stop.search(rest):
             return stop[0], rest[stop.end() :]
         return (rest, "") if found else ("", "")
@@ -204,7 +238,9 @@ class Conversation:
     def _opening(self, turn: Turn) -> str:
         """What the template puts where an answer is to begin."""
         closed = self._so_far(turn.messages, turn.tools)
-        return turn.text.removeprefix(closed) if closed and turn.text.startswith(closed) else ""
+        if closed and turn.text.startswith(closed):
+            return turn.text.removeprefix(closed)
+        return ""
 
     def _end_of(self, turn: Turn, text: str) -> list[int] | None:
         """The last of the turn's sampled tokens whose text this is."""
@@ -212,8 +248,12 @@ class Conversation:
         text = plain(text)
         ids = without_stops(turn.sampled.token_ids, self.tokenizer.stop_token_ids)
         # texts of shorter ends are shorter
-        start = bisect_left(range(len(ids)), -len(text), key=lambda at: -len(self.tokenizer.decode_all(ids[at:])))
-        return ids[start:] if ids[start:] and self.tokenizer.decode_all(ids[start:]) == text else None
+        start = bisect_left(
+            range(len(ids)), -len(text), key=lambda at: -len(self.tokenizer.decode_all(ids[at:]))
+        )
+        if ids[start:] and self.tokenizer.decode_all(ids[start:]) == text:
+            return ids[start:]
+        return None
 
     def _without_stop(self, turn: Turn, tail: str) -> str:
         """How an answer is closed, less the stop that was sampled itself."""
@@ -226,14 +266,20 @@ class Conversation:
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
-        """The end of a conversation that was answered: the stop of the last answer, and what may stand behind it."""
+        """The end of a conversation that was answered: the stop of the last answer, and what may
+        stand behind it.
+        """
         stop = self._stop.pattern
         return re.compile(rf"({stop})(?:{stop}|\s)*\Z")
 
     @cached_property
     def _stop(self) -> re.Pattern[str]:
         """Any stop that the template has written, as text."""
-        stops = [text for one in self.tokenizer.stop_token_ids if (text := self.tokenizer.decode_all([one]))]
+        stops = [
+            text
+            for one in self.tokenizer.stop_token_ids
+            if (text := self.tokenizer.decode_all([one]))
+        ]
         return re.compile(f"(?<!{MARK})(?:{'|'.join(map(re.escape, stops)) or '(?!)'})")
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], opened: bool) -> str:
@@ -247,7 +293,9 @@ class Conversation:
             return ""
 
     def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer.encode(marked(text)) if text else []
+        if text:
+            return self.tokenizer.encode(marked(text))
+        return []
 
 
 def _sentinel() -> dict[str, str]:
@@ -257,22 +305,45 @@ def _sentinel() -> dict[str, str]:
 
 def _row(leaf: Turn) -> Row:
     path = leaf.path
-    types = {"token_ids": "i", "logprobs": "f", "mask": "b", "turns": "i", "kinds": "b", "versions": "i"}
-    columns: dict[str, Any] = {name: array(of) for name, of in (types | {"kept_ids": "i", "kept_counts": "i"}).items()}
+    types = {
+        "token_ids": "i",
+        "logprobs": "f",
+        "mask": "b",
+        "turns": "i",
+        "kinds": "b",
+        "versions": "i",
+    }
+    columns: dict[str, Any] = {
+        name: array(of) for name, of in (types | {"kept_ids": "i", "kept_counts": "i"}).items()
+    }
 
     def put(**values: Iterable[Any]) -> None:
         for name, more in values.items():
             columns[name].extend(more)
 
     for turn in path:
-        sampled, added = turn.sampled, turn.added if turn is not path[0] else []
+        sampled = turn.sampled
+        added = turn.added if turn is not path[0] else []
         assert sampled is not None
         versions = [version for version, tokens in sampled.spans for _ in range(tokens)]
-        first, n = versions[0] if versions else sampled.spans[0][0], len(added)
-        put(token_ids=added, logprobs=[0] * n, mask=[0] * n, turns=[-1] * n, kinds=[TEXT] * n, versions=[first] * n)
+        first = versions[0] if versions else sampled.spans[0][0]
+        n = len(added)
+        put(
+            token_ids=added,
+            logprobs=[0] * n,
+            mask=[0] * n,
+            turns=[-1] * n,
+            kinds=[TEXT] * n,
+            versions=[first] * n,
+        )
         put(kept_ids=added, kept_counts=[1] * n)  # drawn among itself alone
         n = len(sampled.token_ids)
-        put(token_ids=sampled.token_ids, logprobs=sampled.logprobs, mask=[not turn.trained] * n, versions=versions)
+        put(
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            mask=[not turn.trained] * n,
+            versions=versions,
+        )
         put(turns=[turn.number] * n, kinds=turn.kinds or [TEXT] * n)
         put(kept_ids=sampled.kept_ids or (), kept_counts=sampled.kept_counts or ())
         turn.trained = True
@@ -283,8 +354,14 @@ def _row(leaf: Turn) -> Row:
 
 
 def _experts(path: Sequence[Turn]) -> np.ndarray | None:
-    """Of the tokens of a branch, as they were when each turn was sampled: a later one may have read them anew."""
-    told = [turn.sampled.experts_SLK for turn in path if turn.sampled and turn.sampled.experts_SLK is not None]
+    """Of the tokens of a branch, as they were when each turn was sampled: a later one may have read
+    them anew.
+    """
+    told = [
+        turn.sampled.experts_SLK
+        for turn in path
+        if turn.sampled and turn.sampled.experts_SLK is not None
+    ]
     if len(told) < len(path):
         return None
     found_SLK = told[-1].copy()

@@ -1,9 +1,11 @@
-"""Environment: interface of what a policy talks to for several turns; loads a recipe's class or agent, checks replies.
+"""Environment: interface of what a policy talks to for several turns; loads a recipe's class or
+agent, checks replies.
 
-A subclass says how a conversation begins (`reset`), and what follows an answer (`step`); `tools` are plain typed Python
-functions, which are called for it. An agent is a coroutine function `run(base_url, row, **settings)`, or a class with
-such a method, whose constructor takes the settings: it holds the conversation itself, by OpenAI's API.
-docs/environments.md takes both to a run.
+A subclass says how a conversation begins (`reset`), and what follows an answer (`step`); `tools`
+are plain typed Python functions, which are called for it. An agent is a coroutine function
+`run(base_url, row, **settings)`, or a class with such a method, whose constructor takes the
+settings: it holds the conversation itself, by OpenAI's API. docs/environments.md takes both to a
+run.
 """
 
 import inspect
@@ -32,7 +34,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows an answer. `step` may also return the first three, or four, of these as a tuple."""
+    """What follows an answer. `step` may also return the first three, or four, of these as a
+    tuple.
+    """
 
     messages: Sequence[Message] | str = ()  # a text: a message of the user
     reward: float | None = None  # None: none for this turn
@@ -42,8 +46,8 @@ class Step:
 
 
 class Environment:
-    """A conversation. One object holds one at a time, in a process of its own; `settings` of the recipe are what its
-    constructor is given.
+    """A conversation. One object holds one at a time, in a process of its own; `settings` of the
+    recipe are what its constructor is given.
     """
 
     tools: Sequence[Tool] = ()
@@ -53,11 +57,15 @@ class Environment:
         return row["prompt"]
 
     def step(self, answer: Answer) -> Step | tuple[Any, ...]:
-        """What follows an answer without tool calls: by default the end, and the recipe's reward judges the answer."""
+        """What follows an answer without tool calls: by default the end, and the recipe's reward
+        judges the answer.
+        """
         return Step(done=True)
 
     def close(self) -> float | None:
-        """Called at the conversation's end, whatever that was; a number is added to the last turn's reward."""
+        """Called at the conversation's end, whatever that was; a number is added to the last turn's
+        reward.
+        """
         return None
 
 
@@ -70,7 +78,9 @@ class Loaded:
 
 
 def load(name: str) -> Loaded:
-    """`package.module:Class`, or `path/file.py:function`; LookupError says what is wrong with the name."""
+    """`package.module:Class`, or `path/file.py:function`; LookupError says what is wrong with the
+    name.
+    """
     from megatron_rl.rewards.functions import imported
 
     found = imported(name)
@@ -79,9 +89,15 @@ def load(name: str) -> Loaded:
     if isinstance(found, type) and inspect.iscoroutinefunction(getattr(found, "run", None)):
         return Loaded(agent=lambda **settings: found(**settings).run)
     if not callable(found):
-        raise LookupError(f"{name!r} is {type(found).__name__}: neither a class nor a coroutine function")
-    if isinstance(found, type) and not all(callable(getattr(found, one, None)) for one in ("reset", "step")):
-        raise LookupError(f"{name!r} has no methods reset and step: derive it from {__name__}.Environment")
+        raise LookupError(
+            f"{name!r} is {type(found).__name__}: neither a class nor a coroutine function"
+        )
+    if isinstance(found, type) and not all(
+        callable(getattr(found, one, None)) for one in ("reset", "step")
+    ):
+        raise LookupError(
+            f"{name!r} has no methods reset and step: derive it from {__name__}.Environment"
+        )
     return Loaded(make=found)
 
 
@@ -92,7 +108,9 @@ def as_step(returned: Any) -> Step:
     elif isinstance(returned, tuple) and 3 <= len(returned) <= 4:
         step = Step(*returned)
     else:
-        raise TypeError(f"step returned {type(returned).__name__}; return Step, or (messages, reward, done)")
+        raise TypeError(
+            f"step returned {type(returned).__name__}; return Step, or (messages, reward, done)"
+        )
     reward = None if step.reward is None else finite(step.reward)
     return Step(step.messages, reward, bool(step.done), step.numbers or {}, step.advantage)
 
@@ -114,6 +132,8 @@ def as_messages(given: Any) -> list[dict[str, Any]]:
         content = one.get("content", "")
         if not (content is None or isinstance(content, str | list)):
             raise TypeError(f"the content of a message is {type(content).__name__}, not text")
-        if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
+        if isinstance(content, list) and all(
+            isinstance(each, dict) and each.get("type") == "text" for each in content
+        ):
             one["content"] = "".join(each["text"] for each in content)
     return messages

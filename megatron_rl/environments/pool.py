@@ -1,7 +1,9 @@
-"""Pool of environment processes: has them forked, lends one to a session, kills bad ones; preflight's trial of a class.
+"""Pool of environment processes: has them forked, lends one to a session, kills bad ones;
+preflight's trial of a class.
 
-In the driver, or chat, from one event loop, but for `start` and `close`. A process that misses its deadline, dies or
-answers with something else is killed with all that it has started; the next conversation gets another.
+In the driver, or chat, from one event loop, but for `start` and `close`. A process that misses its
+deadline, dies or answers with something else is killed with all that it has started; the next
+conversation gets another.
 """
 
 import asyncio
@@ -11,6 +13,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -23,21 +26,33 @@ from megatron_rl.processes import pulse
 from megatron_rl.processes.channel import LENGTH, Channel
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
-from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json, first_reply, user_process
+from megatron_rl.rewards.user_process import (
+    RewardLog,
+    as_json,
+    first_reply,
+    user_process,
+)
 from megatron_rl.types import LARGEST_NUMBER
 
 NURSERY = "environment nursery"
+FORK_TIMEOUT_S = 20.0  # for a nursery that has started
+REAP_S = 0.5
 GRACE_S = 5.0  # beyond a call's own limit, which the process itself keeps where it can
 LARGEST_REPLY = 16 << 20
-NURSERIES = 3  # that may be gone, one after the other, when a process is asked for, or under one session
+# that may be gone, one after the other, when a process is asked for, or under one session
+NURSERIES = 3
 
 
 class EnvironmentFailed(RuntimeError):
-    """The environment has raised something, was too late, or has died: this conversation cannot go on."""
+    """The environment has raised something, was too late, or has died: this conversation cannot go
+    on.
+    """
 
 
 class NurseryGone(EnvironmentFailed):
-    """It died, and what it has forked with it: of no conversation's doing, so that it costs none of them a try."""
+    """It died, and what it has forked with it: of no conversation's doing, so that it costs none of
+    them a try.
+    """
 
 
 class _About(msgspec.Struct):
@@ -57,7 +72,13 @@ Objects = list[dict[str, Any]]
 Numbers = dict[str, Number]
 VALUES: dict[str, dict[str, Any]] = {  # of replies, by request
     "reset": {"messages": Objects, "tools": Objects},
-    "step": {"messages": Objects, "reward": Number, "advantage": Number, "done": bool, "numbers": Numbers},
+    "step": {
+        "messages": Objects,
+        "reward": Number,
+        "advantage": Number,
+        "done": bool,
+        "numbers": Numbers,
+    },
     "tool": {"text": str, "failed": bool},
     "run": {"reward": Number, "numbers": Numbers},
     "close": {"reward": Number},
@@ -77,11 +98,17 @@ class EnvironmentProcess:
     """One forked process."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, nursery: subprocess.Popen[bytes]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pid: int,
+        nursery: subprocess.Popen[bytes],
     ) -> None:
         """`nursery`: it has forked this one, which does not outlive it."""
-        self.pid, self.nursery = pid, nursery
-        self._reader, self._writer = reader, writer
+        self.pid = pid
+        self.nursery = nursery
+        self._reader = reader
+        self._writer = writer
         self._numbers = itertools.count(1)
         self._killed = False
 
@@ -92,7 +119,9 @@ class EnvironmentProcess:
     async def ask(self, what: dict[str, Any], seconds: float) -> Any:
         """The reply to a request; the process is killed where there is none in time."""
         number = next(self._numbers)
-        frame = msgspec.msgpack.encode({"id": number, "seconds": seconds, "what": as_json(what).decode()})
+        frame = msgspec.msgpack.encode(
+            {"id": number, "seconds": seconds, "what": as_json(what).decode()}
+        )
         try:
             self._writer.write(LENGTH.pack(len(frame)) + frame)
             async with asyncio.timeout(seconds + GRACE_S):
@@ -104,14 +133,19 @@ class EnvironmentProcess:
                 check_value(reply.value, what["do"])
         except TimeoutError:
             self.kill()
-            raise EnvironmentFailed(f"no reply within {seconds:g} s: its process was killed") from None
+            raise EnvironmentFailed(
+                f"no reply within {seconds:g} s: its process was killed"
+            ) from None
         except (OSError, asyncio.IncompleteReadError):
             self.kill()
-            failure = EnvironmentFailed if self.nursery.poll() is None else NurseryGone
-            raise failure("its process died") from None
+            if await ends_soon(self.nursery):
+                raise NurseryGone("its process died") from None
+            raise EnvironmentFailed("its process died") from None
         except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError) as error:
             self.kill()
-            raise EnvironmentFailed(f"its process sent something else than a reply ({str(error)[:100]})") from None
+            raise EnvironmentFailed(
+                f"its process sent something else than a reply ({str(error)[:100]})"
+            ) from None
         except BaseException:
             self.kill()  # cancelled in the middle: what it says next is no answer to anything
             raise
@@ -126,6 +160,14 @@ class EnvironmentProcess:
         end_with_descendants(self.pid)
 
 
+async def ends_soon(nursery: subprocess.Popen[bytes]) -> bool:
+    """Whether a nursery has ended. What it has forked may be seen to end before it is."""
+    deadline = time.monotonic() + REAP_S
+    while nursery.poll() is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return nursery.poll() is not None
+
+
 async def receive(reader: asyncio.StreamReader) -> Any:
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > LARGEST_REPLY:
@@ -134,10 +176,13 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 
 class EnvironmentPool:
-    """As many processes as conversations are open at once; sessions.Player keeps to `environment.sessions`."""
+    """As many processes as conversations are open at once; sessions.Player keeps to
+    `environment.sessions`.
+    """
 
     def __init__(self, config: EnvironmentSection) -> None:
-        self._config, self._log = config, RewardLog()
+        self._config = config
+        self._log = RewardLog()
         self.about = _About()
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -146,20 +191,28 @@ class EnvironmentPool:
         self.closed = False
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The nursery that lives, and the way to it; fails, with the key's name, where the class cannot be made."""
+        """The nursery that lives, and the way to it; fails, with the key's name, where the class
+        cannot be made.
+        """
         with self._starting:
-            nursery, control = self._nursery, self._control
+            nursery = self._nursery
+            control = self._control
             if nursery is not None and control is not None and nursery.poll() is None:
                 return nursery, control
             self._end_nursery(nursery)
             if self.closed:
                 raise EnvironmentFailed("the environments are closed")
             variables = for_rewards(os.environ, self._config.variables, "environment.variables")
-            nursery, control = user_process("megatron_rl.environments.worker", NURSERY, self._log, variables)
-            self._nursery, self._control = nursery, control
+            nursery, control = user_process(
+                "megatron_rl.environments.worker", NURSERY, self._log, variables
+            )
+            self._nursery = nursery
+            self._control = control
             start = {"name": self._config.name, "settings": self._config.settings}
             died = "its process died at its start"
-            self.about = msgspec.convert(first_reply(Channel(control), start, LARGEST_REPLY, died), _About)
+            self.about = msgspec.convert(
+                first_reply(Channel(control), start, LARGEST_REPLY, died), _About
+            )
             if self.about.error is not None:
                 self._end_nursery(nursery)
                 raise ConfigError(f"environment.name: {self.about.error}")
@@ -189,14 +242,12 @@ class EnvironmentPool:
                 raise NurseryGone(f"no process could be forked ({error})") from None
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_REPLY)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(FORK_TIMEOUT_S):
                 pid = int((await receive(reader))["pid"])
         except (TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
             writer.close()
             self._end_nursery(nursery)  # it is deaf, or cannot fork any more
-            gone = isinstance(error, (ConnectionError, asyncio.IncompleteReadError))
-            failure = NurseryGone if gone else EnvironmentFailed
-            raise failure(f"no process was forked ({type(error).__name__})") from None
+            raise NurseryGone(f"no process was forked ({type(error).__name__})") from None
         return EnvironmentProcess(reader, writer, pid, nursery)
 
     def give_back(self, process: EnvironmentProcess) -> None:
@@ -209,11 +260,14 @@ class EnvironmentPool:
         self._log.close()
 
     def _end_nursery(self, nursery: subprocess.Popen[bytes] | None) -> None:
-        """With it end all processes that it has forked; whoever asks one of them sees the end of its stream."""
+        """With it end all processes that it has forked; whoever asks one of them sees the end of
+        its stream.
+        """
         if nursery is not self._nursery:
             return  # another has taken its place
         self._nursery = None
-        control, self._control = self._control, None
+        control = self._control
+        self._control = None
         if nursery is not None:
             end_with_descendants(nursery.pid)
             nursery.wait()

@@ -1,5 +1,7 @@
-"""Session: plays one conversation of policy and environment, has its tool calls made, notes turns, tokens and rewards.
-Its `Policy`, which asks the engines, serves agents too: they hold the conversation themselves (agent.py)."""
+"""Session: plays one conversation of policy and environment, has its tool calls made, notes turns,
+tokens and rewards. Its `Policy`, which asks the engines, serves agents too: they hold the
+conversation themselves (agent.py).
+"""
 
 import asyncio
 import json
@@ -33,7 +35,13 @@ class Asks(Protocol):
     """What a session needs of the engines: sampler.Turns is one."""
 
     async def ask(
-        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int,
+        key: str,
+        tools: ToolFormat | None = None,
     ) -> tuple[Completion, str]: ...
 
 
@@ -52,7 +60,8 @@ class Rules:
     context_tokens: int
     options: Mapping[str, Any]  # of the chat template
     parser: str | None  # of tool calls
-    system: str | None = None  # what conversations begin with that have no such message of their own
+    # what conversations begin with that have no such message of their own
+    system: str | None = None
     kinds: TokenKinds | None = None  # None: all tokens are text
     workers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WORKERS))
 
@@ -73,9 +82,13 @@ class Transcript:
 
     @property
     def messages(self) -> str:
-        """What was asked in the last branch, as JSON: without its last answer, which is in `answer`."""
+        """What was asked in the last branch, as JSON: without its last answer, which is in
+        `answer`.
+        """
         leaves = self.conversation.leaves
-        return json.dumps(leaves[-1].messages, ensure_ascii=False) if leaves else "[]"
+        if leaves:
+            return json.dumps(leaves[-1].messages, ensure_ascii=False)
+        return "[]"
 
 
 @dataclass(frozen=True)
@@ -99,16 +112,24 @@ class TemplateRefuses(Exception):
 
 
 class Policy:
-    """The policy's side of one session: each request goes to the engines, each answer into the transcript.
+    """The policy's side of one session: each request goes to the engines, each answer into the
+    transcript.
 
     Templates and tokenizers work in threads, so that a long conversation holds no other one up.
     """
 
-    def __init__(self, engines: Asks, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str) -> None:
+    def __init__(
+        self, engines: Asks, tokenizer: FolderTokenizer, rules: Rules, seeds: Any, key: str
+    ) -> None:
         """`seeds`: of each turn's number."""
-        self.transcript = Transcript(Conversation(tokenizer, rules.options, appends=rules.section.history == "append"))
+        self.transcript = Transcript(
+            Conversation(tokenizer, rules.options, appends=rules.section.history == "append")
+        )
         self.rules = rules
-        self._engines, self._tokenizer, self._seeds, self._key = engines, tokenizer, seeds, key
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._seeds = seeds
+        self._key = key
         self._order = asyncio.Lock()
 
     async def answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Answered:
@@ -125,24 +146,41 @@ class Policy:
         stops: Sequence[str] = (),
         most_calls: int | None = None,
     ) -> AsyncIterator[Answered]:
-        """The policy's answer: a turn once the block has ended well, else an answer that was never read.
+        """The policy's answer: a turn once the block has ended well, else an answer that was never
+        read.
 
         Nothing goes on behind the latter, and no row holds it.
         """
-        transcript, rules = self.transcript, self.rules
+        transcript = self.transcript
+        rules = self.rules
         turn, tokens = await self.apart(partial(self._request, messages, tools))
-        format = ToolFormat(rules.parser, json.dumps(tools)) if tools and rules.parser else None
-        most = min(rules.context_tokens - len(tokens), rules.response_tokens, max_tokens or rules.response_tokens)
-        asked = {"max_tokens": most, "seed": self._seeds(turn.number), "key": self._key, "tools": format}
+        if tools and rules.parser:
+            format = ToolFormat(rules.parser, json.dumps(tools))
+        else:
+            format = None
+        most = min(
+            rules.context_tokens - len(tokens),
+            rules.response_tokens,
+            max_tokens or rules.response_tokens,
+        )
+        asked = {
+            "max_tokens": most,
+            "seed": self._seeds(turn.number),
+            "key": self._key,
+            "tools": format,
+        }
         try:
             completion, weights = await self._engines.ask(tokens, **asked)
-            answered = await self.apart(partial(self._answered, turn, len(tokens), completion, stops, most_calls))
+            answered = await self.apart(
+                partial(self._answered, turn, len(tokens), completion, stops, most_calls)
+            )
             turn.sampled = answered.completion
             yield answered
         except BaseException:
             self.unread(turn)
             raise
-        transcript.format, transcript.answer = weights, answered.text
+        transcript.format = weights
+        transcript.answer = answered.text
 
     def unread(self, turn: Turn) -> None:
         """Forget an answer that was never read; one that something has gone on behind was."""
@@ -151,7 +189,9 @@ class Policy:
             self.transcript.counts["answers_unread"] += 1
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """Do a piece of work in a thread, those of one session in their order; begun, it is done to its end."""
+        """Do a piece of work in a thread, those of one session in their order; begun, it is done to
+        its end.
+        """
 
         async def begun() -> T:
             async with self._order, self.rules.workers:
@@ -168,28 +208,44 @@ class Policy:
             turn.number = number
         transcript.conversation.turns = read
 
-    def _request(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> tuple[Turn, list[int]]:
+    def _request(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> tuple[Turn, list[int]]:
         """The next turn, and the tokens of its request."""
         conversation = self.transcript.conversation
         try:
             turn = conversation.request(messages, tools)
         except Exception as error:  # of jinja's families
-            raise TemplateRefuses(f"the chat template does not take these messages: {str(error)[:300]}") from error
+            raise TemplateRefuses(
+                f"the chat template does not take these messages: {str(error)[:300]}"
+            ) from error
         tokens = turn.tokens
         most = self.rules.context_tokens
         if len(tokens) >= most:
             conversation.turns.remove(turn)
-            raise ContextFull(f"{len(tokens)} tokens leave no room for an answer: rollout.max_context_tokens={most}")
+            raise ContextFull(
+                f"{len(tokens)} tokens leave no room for an answer: "
+                f"rollout.max_context_tokens={most}"
+            )
         return turn, tokens
 
     def _answered(
-        self, turn: Turn, asked: int, completion: Completion, stops: Sequence[str], most_calls: int | None
+        self,
+        turn: Turn,
+        asked: int,
+        completion: Completion,
+        stops: Sequence[str],
+        most_calls: int | None,
     ) -> Answered:
-        """The message and the end that an answer has in the conversation; nothing goes on behind it yet."""
+        """The message and the end that an answer has in the conversation; nothing goes on behind it
+        yet.
+        """
         kinds = self.rules.kinds.of(turn.text, completion) if self.rules.kinds else ()
         ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
         decode = self._tokenizer.decode_all
-        completion, stop = ended(completion, stops, ids=ids, kinds=kinds, prompt=asked, decode=decode)
+        completion, stop = ended(
+            completion, stops, ids=ids, kinds=kinds, prompt=asked, decode=decode
+        )
         turn.kinds = kinds[: len(completion.token_ids)]
         message: dict[str, Any] = {"role": "assistant", "content": completion.content}
         if completion.content is None:
@@ -197,7 +253,8 @@ class Policy:
         if completion.calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call{turn.number:02d}{place:03d}",  # nine characters: what Mistral's template takes
+                    # nine characters: what Mistral's template takes
+                    "id": f"call{turn.number:02d}{place:03d}",
                     "type": "function",
                     "function": {"name": one.name, "arguments": read_arguments(one.arguments)},
                 }
@@ -206,7 +263,14 @@ class Policy:
         self.transcript.conversation.answered(turn, completion, message)
         turn.sampled = None  # until somebody reads it
         (text,) = self._tokenizer.decode([completion.token_ids])
-        return Answered(turn.number, asked, completion, message, text if stop is None else message["content"], stop)
+        return Answered(
+            turn.number,
+            asked,
+            completion,
+            message,
+            text if stop is None else message["content"],
+            stop,
+        )
 
 
 def read_arguments(text: str) -> Any:
@@ -228,10 +292,17 @@ def size_of(value: Any) -> float:
 
 
 class EnvironmentSession:
-    """One conversation with an environment: played to its end, or step by step by whoever has the user's turns."""
+    """One conversation with an environment: played to its end, or step by step by whoever has the
+    user's turns.
+    """
 
-    def __init__(self, policy: Policy, process: AnswersRequests, rules: Rules, tokenizer: FolderTokenizer) -> None:
-        self._policy, self._process, self._rules, self._tokenizer = policy, process, rules, tokenizer
+    def __init__(
+        self, policy: Policy, process: AnswersRequests, rules: Rules, tokenizer: FolderTokenizer
+    ) -> None:
+        self._policy = policy
+        self._process = process
+        self._rules = rules
+        self._tokenizer = tokenizer
         self._limit_s = rules.section.tool_timeout_s
         self.messages: list[dict[str, Any]] = []
         self._tools: Sequence[Any] = ()
@@ -261,20 +332,29 @@ class EnvironmentSession:
             transcript.end = "turns"
         last = (await self._process.ask({"do": "close"}, self._limit_s))["reward"]
         if last is not None and transcript.turns:
-            transcript.turns[-1] = replace(transcript.turns[-1], reward=(transcript.turns[-1].reward or 0.0) + last)
+            transcript.turns[-1] = replace(
+                transcript.turns[-1], reward=(transcript.turns[-1].reward or 0.0) + last
+            )
         rewards = [one.reward for one in transcript.turns if one.reward is not None]
         transcript.reward = sum(rewards) if rewards else None
 
     async def begin(self, row: Mapping[str, Any]) -> None:
         """The first messages, and the tools."""
         begun = await self._process.ask({"do": "reset", "row": dict(row)}, self._limit_s)
-        self.messages, self._tools = list(begun["messages"]), begun["tools"]
-        if self._rules.system is not None and not any(one["role"] == "system" for one in self.messages):
+        self.messages = list(begun["messages"])
+        self._tools = begun["tools"]
+        if self._rules.system is not None and not any(
+            one["role"] == "system" for one in self.messages
+        ):
             self.messages.insert(0, {"role": "system", "content": self._rules.system})
 
     async def answer(self) -> Answered:
-        """What the policy says next; see Policy.answer. Nothing is rendered that has no room in the context."""
-        if size_of([self.messages, self._tools]) > MOST_CHARACTERS * max(self._rules.context_tokens, 4096):
+        """What the policy says next; see Policy.answer. Nothing is rendered that has no room in the
+        context.
+        """
+        if size_of([self.messages, self._tools]) > MOST_CHARACTERS * max(
+            self._rules.context_tokens, 4096
+        ):
             raise ContextFull
         answered = await self._policy.answer(self.messages, self._tools)
         self.messages.append(answered.message)
@@ -294,22 +374,35 @@ class EnvironmentSession:
         if calls := message.get("tool_calls"):
             return [await self._called(place, call) for place, call in enumerate(calls)]
         begun = any(opening in content for opening, _ in CALLS.get(self._rules.parser or "", ()))
-        if begun and answered.completion.finish_reason != "length":  # a call, which the parser has left in the text
+        # a call, which the parser has left in the text
+        if begun and answered.completion.finish_reason != "length":
             self._policy.transcript.counts["calls_unread"] += 1
             return [{"role": "tool", "content": "error: the tool call could not be read"}]
         return []
 
     async def _follow(self, answered: Answered) -> tuple[SessionTurn, list[dict[str, Any]] | None]:
-        """What follows an answer: what the turn came to, and the messages to add; None: the session is over."""
-        transcript, completion, begun = self._policy.transcript, answered.completion, time.perf_counter()
-        about: dict[str, Any] = {"tokens": len(completion.token_ids), "finish_reason": completion.finish_reason}
+        """What follows an answer: what the turn came to, and the messages to add; None: the session
+        is over.
+        """
+        transcript = self._policy.transcript
+        completion = answered.completion
+        begun = time.perf_counter()
+        about: dict[str, Any] = {
+            "tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+        }
         if more := await self.called(answered):
             calls = len(answered.message.get("tool_calls", []))
-            return SessionTurn(tool_calls=calls, tool_seconds=time.perf_counter() - begun, **about), more
+            return SessionTurn(
+                tool_calls=calls, tool_seconds=time.perf_counter() - begun, **about
+            ), more
         answer = {
-            "text": transcript.answer, "content": answered.message["content"], "turn": answered.number,
-            "finish_reason": completion.finish_reason, "token_ids": list(completion.token_ids),
-        }  # fmt: skip
+            "text": transcript.answer,
+            "content": answered.message["content"],
+            "turn": answered.number,
+            "finish_reason": completion.finish_reason,
+            "token_ids": list(completion.token_ids),
+        }
         step = await self._process.ask({"do": "step", "answer": answer}, self._limit_s)
         transcript.numbers |= step["numbers"]
         about |= {"reward": step["reward"], "advantage": step["advantage"]}
@@ -318,7 +411,8 @@ class EnvironmentSession:
 
     async def _called(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
         """The message that answers a tool call."""
-        counts, function = self._policy.transcript.counts, call["function"]
+        counts = self._policy.transcript.counts
+        function = call["function"]
         told: dict[str, Any]
         if place >= MOST_CALLS:
             told = {"text": f"error: more than {MOST_CALLS} calls at once", "failed": True}
@@ -330,15 +424,24 @@ class EnvironmentSession:
         counts["calls"] += 1
         counts["calls_failed"] += told["failed"]
         counts["calls_late"] += told.get("late", False)
-        return {"role": "tool", "name": function["name"], "tool_call_id": call["id"], "content": told["text"]}
+        return {
+            "role": "tool",
+            "name": function["name"],
+            "tool_call_id": call["id"],
+            "content": told["text"],
+        }
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message of what the turn adds, cut to `environment.observation_tokens`; it says so."""
         most = self._rules.section.observation_tokens
-        cut = {key: value[:most] if isinstance(value, str) else value for key, value in message.items()}
+        cut = {
+            key: value[:most] if isinstance(value, str) else value for key, value in message.items()
+        }
         if (size := size_of(cut)) > MOST_CHARACTERS * most:
             key = f"environment.observation_tokens={most}"
-            raise EnvironmentFailed(f"a message has {size} bytes beside its text, more than {key} takes; raise it")
+            raise EnvironmentFailed(
+                f"a message has {size} bytes beside its text, more than {key} takes; raise it"
+            )
         if isinstance(text := message.get("content"), str):
             cut["content"] = self._beginning(text, most)
         self._policy.transcript.counts["observations_cut"] += cut != message
@@ -347,7 +450,8 @@ class EnvironmentSession:
     def _beginning(self, text: str, most: int) -> str:
         if len(text) <= most:  # no token is less than a character ...
             return text
-        ids = self._tokenizer.encode_as_text(text[: MOST_CHARACTERS * most])  # ... and few are more than this
+        # ... and few are more than this
+        ids = self._tokenizer.encode_as_text(text[: MOST_CHARACTERS * most])
         if len(ids) <= most and len(text) <= MOST_CHARACTERS * most:
             return text
         return f"{self._tokenizer.decode_all(ids[:most])}\n[cut: the first {most} tokens]"

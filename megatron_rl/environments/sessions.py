@@ -1,6 +1,8 @@
-"""Sampler of whole conversations: plays sessions side by side, a failed one again; a rollout a branch, with its credit.
+"""Sampler of whole conversations: plays sessions side by side, a failed one again; a rollout a
+branch, with its credit.
 
-To whoever collects batches a session is asked for as any answer is. The engines are a Sampler's (sampler.py).
+To whoever collects batches a session is asked for as any answer is. The engines are a Sampler's
+(sampler.py).
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 
-from megatron_rl.config.schema import Config, Credit, DataSection, EnvironmentSection, RolloutSection
+from megatron_rl.config.schema import (
+    Config,
+    Credit,
+    DataSection,
+    EnvironmentSection,
+    RolloutSection,
+)
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import Gateway, play
@@ -48,8 +56,12 @@ class Sessions:
         patience_s: float,
     ) -> None:
         """`patience_s`: the longest that an engine may take for an answer."""
-        self._section, self._rollout, self._data, self._patience_s = section, rollout, data, patience_s
-        self._tokenizer, self._sampler = tokenizer, sampler
+        self._section = section
+        self._rollout = rollout
+        self._data = data
+        self._patience_s = patience_s
+        self._tokenizer = tokenizer
+        self._sampler = sampler
         self.pool = EnvironmentPool(section)
         self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
         self._gateway: Gateway | None = None
@@ -67,16 +79,31 @@ class Sessions:
             self._loop.call(self._gateway.open())
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        seed: int,
+        first_group: int,
+        step: int,
     ) -> list[Rollout]:
-        """Ordered by prompt, sample and branch; the group of a prompt is `first_group` plus its index."""
+        """Ordered by prompt, sample and branch; the group of a prompt is `first_group` plus its
+        index.
+        """
         return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True) -> SessionsAnswering:
+    def answering(
+        self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
+    ) -> SessionsAnswering:
         rules = Rules(
-            self._section, params.max_tokens, self._rollout.context_tokens, self._data.template or {}, self._parser,
-            self._data.system_prompt, self._kinds,
-        )  # fmt: skip
+            self._section,
+            params.max_tokens,
+            self._rollout.context_tokens,
+            self._data.template or {},
+            self._parser,
+            self._data.system_prompt,
+            self._kinds,
+        )
         turns = self._sampler.turns(params, patient=patient)
         player = Player(self, rules, turns, seed)
         return SessionsAnswering(self._loop, player, params.samples, turns, self._patience_s)
@@ -93,7 +120,9 @@ class Sessions:
 def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iterator[Sessions]:
     """Sessions as a recipe wants them."""
     patience_s = config.sampler.request_timeout_s
-    with closing(Sessions(config.environment, config.rollout, config.data, tokenizer, sampler, patience_s)) as sessions:
+    with closing(
+        Sessions(config.environment, config.rollout, config.data, tokenizer, sampler, patience_s)
+    ) as sessions:
         sessions.start()
         yield sessions
 
@@ -101,8 +130,13 @@ def opened(config: Config, tokenizer: FolderTokenizer, sampler: Sampler) -> Iter
 class SessionsAnswering:
     """Sessions that are being played, for one thread."""
 
-    def __init__(self, loop: EventLoopThread, player: Player, samples: int, turns: Turns, patience_s: float) -> None:
-        self._loop, self._player, self._samples, self._turns = loop, player, samples, turns
+    def __init__(
+        self, loop: EventLoopThread, player: Player, samples: int, turns: Turns, patience_s: float
+    ) -> None:
+        self._loop = loop
+        self._player = player
+        self._samples = samples
+        self._turns = turns
         self._patience_s = patience_s
         self._done: queue.SimpleQueue[list[Rollout] | BaseException] = queue.SimpleQueue()
         self._open = 0
@@ -122,7 +156,8 @@ class SessionsAnswering:
         try:
             async with asyncio.TaskGroup() as together:
                 played = [
-                    together.create_task(self._player.play(prompt, group, sample)) for sample in range(self._samples)
+                    together.create_task(self._player.play(prompt, group, sample))
+                    for sample in range(self._samples)
                 ]
             self._done.put([rollout for one in played for rollout in one.result()])
         except BaseExceptionGroup as failed:
@@ -134,11 +169,14 @@ class SessionsAnswering:
             self._done.put(error)
 
     def finished(self) -> list[list[Rollout]]:
-        """The groups that are complete by now, each by sample; waits for one. Empty: nothing is open any more."""
+        """The groups that are complete by now, each by sample; waits for one. Empty: nothing is
+        open any more.
+        """
         if not self._open:
             return []
         key = "session_timeout_s" if self._player.agents else "tool_timeout_s"
-        limit_s = max(getattr(self._player.rules.section, key), self._patience_s)  # for environments, and engines
+        # for environments, and engines
+        limit_s = max(getattr(self._player.rules.section, key), self._patience_s)
         groups: list[list[Rollout]] = []
         with waiting("", limit_s, f"environment.{key}"):
             while not groups or not self._done.empty():
@@ -170,17 +208,26 @@ class Player:
     """Plays sessions, as many at once as there may be environments."""
 
     def __init__(self, sessions: Sessions, rules: Rules, turns: Turns, seed: int) -> None:
-        self.rules, self._turns, self._seed = rules, turns, seed
-        self._tokenizer, self._sampler = sessions._tokenizer, sessions._sampler
-        self._pool, self._gateway = sessions.pool, sessions._gateway
-        self._room, self.agents = asyncio.Semaphore(rules.section.sessions), self._gateway is not None
+        self.rules = rules
+        self._turns = turns
+        self._seed = seed
+        self._tokenizer = sessions._tokenizer
+        self._sampler = sessions._sampler
+        self._pool = sessions.pool
+        self._gateway = sessions._gateway
+        self._room = asyncio.Semaphore(rules.section.sessions)
+        self.agents = self._gateway is not None
 
     async def play(self, prompt: Prompt, group: int, sample: int) -> list[Rollout]:
-        """The rows of one session; begun again where its environment fails: once, and whenever all have died."""
+        """The rows of one session; begun again where its environment fails: once, and whenever all
+        have died.
+        """
         async with self._room:
             left = TRIES
             for attempt in range(TRIES + NURSERIES):
-                policy = Policy(self._turns, self._tokenizer, self.rules, self._seeds(group, sample), f"{group}")
+                policy = Policy(
+                    self._turns, self._tokenizer, self.rules, self._seeds(group, sample), f"{group}"
+                )
                 transcript = policy.transcript
                 transcript.counts["restarts"] = attempt
                 try:
@@ -189,14 +236,21 @@ class Player:
                 except EnvironmentFailed as error:
                     if self._pool.closed:
                         raise SessionsEnded("the sessions are closed") from None
-                    transcript.error, transcript.end = str(error), "error"
+                    transcript.error = str(error)
+                    transcript.end = "error"
                     left -= not isinstance(error, NurseryGone)
                     if not left:
                         break
-        return rollouts(transcript, prompt, group, sample, self.rules.section, self._sampler.policy_version)
+        return rollouts(
+            transcript, prompt, group, sample, self.rules.section, self._sampler.policy_version
+        )
 
     async def _played(self, policy: Policy, prompt: Prompt) -> None:
-        row = {"prompt": field(prompt.row, prompt.prompt_key), "answer": prompt.answer, **prompt.row}
+        row = {
+            "prompt": field(prompt.row, prompt.prompt_key),
+            "answer": prompt.answer,
+            **prompt.row,
+        }
         process = await self._pool.take()
         try:
             if self._gateway is not None:
@@ -216,31 +270,61 @@ class Player:
         def seed(turn: int) -> int:
             if turn == 0:
                 return request_seed(self._seed, group) + sample
-            digest = blake2b(f"{self._seed}/{group}/{sample}/{turn}".encode(), digest_size=8).digest()
+            digest = blake2b(
+                f"{self._seed}/{group}/{sample}/{turn}".encode(), digest_size=8
+            ).digest()
             return int.from_bytes(digest, "little") >> 1
 
         return seed
 
 
 def rollouts(
-    transcript: Transcript, prompt: Prompt, group: int, sample: int, section: EnvironmentSection, served: int
+    transcript: Transcript,
+    prompt: Prompt,
+    group: int,
+    sample: int,
+    section: EnvironmentSection,
+    served: int,
 ) -> list[Rollout]:
-    """A row for each branch; one without tokens, of the version that is served, where nothing was sampled."""
+    """A row for each branch; one without tokens, of the version that is served, where nothing was
+    sampled.
+    """
     rows = transcript.conversation.rows()
     counts = {**transcript.counts, "forks": max(0, len(rows) - 1)}
     session = Session(
-        turns=tuple(transcript.turns), rows=max(1, len(rows)), reward=transcript.reward, error=transcript.error,
-        end=transcript.end, numbers=transcript.numbers, counts=counts, answer=transcript.answer,
+        turns=tuple(transcript.turns),
+        rows=max(1, len(rows)),
+        reward=transcript.reward,
+        error=transcript.error,
+        end=transcript.end,
+        numbers=transcript.numbers,
+        counts=counts,
+        answer=transcript.answer,
         conversation=transcript.messages,
-    )  # fmt: skip
-    whole = Rollout(prompt, group, sample, (), (), (), "abort", served, format=transcript.format, session=session)
+    )
+    whole = Rollout(
+        prompt,
+        group,
+        sample,
+        (),
+        (),
+        (),
+        "abort",
+        served,
+        format=transcript.format,
+        session=session,
+    )
     if not rows:
         return [whole]
     return [_branch(whole, session, row, number, section) for number, row in enumerate(rows)]
 
 
-def _branch(whole: Rollout, session: Session, row: Row, number: int, section: EnvironmentSection) -> Rollout:
-    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [whole.policy_version]
+def _branch(
+    whole: Rollout, session: Session, row: Row, number: int, section: EnvironmentSection
+) -> Rollout:
+    own = [version for version, kept in zip(row.versions, row.mask, strict=True) if kept] or [
+        whole.policy_version
+    ]
     mixed = any(one != other for one, other in pairwise(row.versions))
     return replace(
         whole,
@@ -262,7 +346,9 @@ def _branch(whole: Rollout, session: Session, row: Row, number: int, section: En
 
 
 def credit(row: Row, session: Session, section: EnvironmentSection) -> list[float] | None:
-    """What each token's return differs from the session's reward (`turns`), or its advantage (`environment`)."""
+    """What each token's return differs from the session's reward (`turns`), or its advantage
+    (`environment`).
+    """
     if section.credit == Credit.outcome:
         return None
     if section.credit == Credit.environment:
@@ -271,7 +357,8 @@ def credit(row: Row, session: Session, section: EnvironmentSection) -> list[floa
         earned = [one.reward or 0.0 for one in session.turns]
         if earned and all(one.reward is None for one in session.turns):
             earned[-1] = session.reward or 0.0  # an agent's, which names no turn
-        by_turn, later = [0.0] * len(earned), 0.0
+        by_turn = [0.0] * len(earned)
+        later = 0.0
         for place in reversed(range(len(earned))):
             later = earned[place] + section.discount * later
             by_turn[place] = later - (session.reward or 0.0)

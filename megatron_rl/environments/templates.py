@@ -1,4 +1,6 @@
-"""Checks of a model's chat template for conversations: whether turns append or fork, which parser reads its calls."""
+"""Checks of a model's chat template for conversations: whether turns append or fork, which parser
+reads its calls.
+"""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,25 +18,34 @@ from megatron_rl.sampler.client.interface import Completion
 
 # what a template says of tool calls, and vLLM's parser of those; the first that is found
 WRITES = (
-    ("[TOOL_CALLS]", "mistral"), ("functools[", "phi4_mini_json"), ("<|tool_call|>", "phi4_mini_json"),
-    ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("functools[", "phi4_mini_json"),
+    ("<|tool_call|>", "phi4_mini_json"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
     ('"parameters":', "llama3_json"),
-)  # fmt: skip
+)
 
 
 def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
-    """The parser that the recipe names, or that the chat template shows; ConfigError where it shows none."""
+    """The parser that the recipe names, or that the chat template shows; ConfigError where it shows
+    none.
+    """
     if section.tool_parser != AUTO:
         known = fields_of("vllm", ("tool_parsers/__init__.py",), ("_TOOL_PARSERS_TO_REGISTER",))
         if known and section.tool_parser not in known:
-            raise ConfigError(f"environment.tool_parser: {section.tool_parser}: vLLM has {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"environment.tool_parser: {section.tool_parser}: vLLM has "
+                f"{', '.join(sorted(known))}"
+            )
         return section.tool_parser
     template = tokenizer.template()
     found = next((parser for mark, parser in WRITES if mark in template), None)
     if found is None:
         raise ConfigError(
-            "environment.tool_parser: auto, but the chat template does not show how tool calls are written; name one "
-            "of vLLM's parsers, such as hermes"
+            "environment.tool_parser: auto, but the chat template does not show how tool calls "
+            "are written; name one of vLLM's parsers, such as hermes"
         )
     return found
 
@@ -43,23 +54,34 @@ def parser_of(section: EnvironmentSection, tokenizer: FolderTokenizer) -> str:
 class Behaviour:
     """What the template does to a turn that has been answered."""
 
-    appends_tool: bool | None  # behind a tool's answer: what was said stays as it was; None: it was not tried
+    # behind a tool's answer: what was said stays as it was; None: it was not tried
+    appends_tool: bool | None
     appends_user: bool | None  # behind the user's next message; None: the template refuses it
     thinking_stays: bool | None = None  # the same where the answer has thought
 
     def describe(self) -> str:
-        words = {True: "appends", False: "rewrites the answer before: the conversation forks", None: "is not taken"}
+        words = {
+            True: "appends",
+            False: "rewrites the answer before: the conversation forks",
+            None: "is not taken",
+        }
         said = [f"a user's message {words[self.appends_user]}"]
         if self.appends_tool is not None:
             said.insert(0, f"a tool's answer {words[self.appends_tool]}")
         if self.thinking_stays is False and self.appends_user:
             said.append("thinking of turns before is left out: there it forks")
         forks = False in (self.appends_user, self.appends_tool, self.thinking_stays)
-        return "; ".join(said) + (" (environment.history=append keeps what was said)" if forks else "")
+        return "; ".join(said) + (
+            " (environment.history=append keeps what was said)" if forks else ""
+        )
 
 
 def problems(
-    section: EnvironmentSection, folder: Path, options: Mapping[str, Any], tools: Sequence[Any], agent: bool
+    section: EnvironmentSection,
+    folder: Path,
+    options: Mapping[str, Any],
+    tools: Sequence[Any],
+    agent: bool,
 ) -> Iterator[str]:
     """Why the model in this folder cannot hold conversations with this environment."""
     if not has_template(folder):
@@ -75,8 +97,8 @@ def problems(
         return
     if seen.appends_user is None and seen.appends_tool is None:
         yield (
-            f"environment.name: the chat template of {folder} takes neither a second turn nor a tool's answer; name "
-            "another model"
+            f"environment.name: the chat template of {folder} takes neither a second turn nor a "
+            "tool's answer; name another model"
         )
 
 
@@ -86,7 +108,11 @@ def describe(section: EnvironmentSection, folder: Path, options: Mapping[str, An
         return "each turn goes on behind the exact tokens before it (environment.history: append)"
     tool = {
         "type": "function",
-        "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "add",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
     return f"by the model's chat template {behaviour(FolderTokenizer(folder), options, [tool]).describe()}"
 
@@ -95,14 +121,19 @@ QUESTION = {"role": "user", "content": "What is 12 + 30?"}
 ANSWER = {"role": "assistant", "content": "It is 42."}
 THOUGHT = {"role": "assistant", "content": "<think>\nTwelve and thirty.\n</think>\n\nIt is 42."}
 CALL: dict[str, Any] = {
-    "role": "assistant", "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 12}}}],
-}  # fmt: skip
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 12}}}
+    ],
+}
 NOTHING = Completion(array("i"), array("f"), "stop", [(0, 0)])
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "42"}
 
 
-def behaviour(tokenizer: FolderTokenizer, options: Mapping[str, Any], tools: Sequence[Any]) -> Behaviour:
+def behaviour(
+    tokenizer: FolderTokenizer, options: Mapping[str, Any], tools: Sequence[Any]
+) -> Behaviour:
     """Try the template on conversations of two turns."""
 
     def appends(answer: Mapping[str, Any], more: Mapping[str, Any]) -> bool | None:
@@ -114,4 +145,8 @@ def behaviour(tokenizer: FolderTokenizer, options: Mapping[str, Any], tools: Seq
         except Exception:  # of jinja's families
             return None
 
-    return Behaviour(appends(CALL, RESULT) if tools else None, appends(ANSWER, QUESTION), appends(THOUGHT, QUESTION))
+    return Behaviour(
+        appends(CALL, RESULT) if tools else None,
+        appends(ANSWER, QUESTION),
+        appends(THOUGHT, QUESTION),
+    )

@@ -1,6 +1,8 @@
-"""Tools of an environment: JSON schemas of typed functions; checks and binds a model's arguments; worker.py calls.
+"""Tools of an environment: JSON schemas of typed functions; checks and binds a model's arguments;
+worker.py calls.
 
-A function with an attribute `schema`, as OpenAI's API has it, is shown with that one, and checks its arguments itself.
+A function with an attribute `schema`, as OpenAI's API has it, is shown with that one, and checks
+its arguments itself.
 """
 
 import inspect
@@ -19,8 +21,12 @@ class ToolBox:
 
     def __init__(self, tools: Any) -> None:
         self._tools = {getattr(tool, "__name__", type(tool).__name__): tool for tool in tools or ()}
-        self._own = {name: tool.schema for name, tool in self._tools.items() if hasattr(tool, "schema")}
-        self._forms = {name: _form(name, tool) for name, tool in self._tools.items() if name not in self._own}
+        self._own = {
+            name: tool.schema for name, tool in self._tools.items() if hasattr(tool, "schema")
+        }
+        self._forms = {
+            name: _form(name, tool) for name, tool in self._tools.items() if name not in self._own
+        }
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -41,13 +47,19 @@ class ToolBox:
             return partial(self._tools[name], **arguments)
         form = self._forms.get(name)
         if form is None:
-            raise ValueError(f"there is no tool {name[:100]!r}; there are: {', '.join(self._tools) or 'none'}")
+            raise ValueError(
+                f"there is no tool {name[:100]!r}; there are: {', '.join(self._tools) or 'none'}"
+            )
         try:
             given = form.model_validate(dict(arguments))
         except pydantic.ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+            wrong = "; ".join(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3]
+            )
             raise ValueError(f"{name}: {wrong}"[:500]) from None
-        return partial(self._tools[name], **{key: getattr(given, key) for key in type(given).model_fields})
+        return partial(
+            self._tools[name], **{key: getattr(given, key) for key in type(given).model_fields}
+        )
 
 
 def _form(name: str, tool: Tool) -> type[pydantic.BaseModel]:
@@ -57,9 +69,19 @@ def _form(name: str, tool: Tool) -> type[pydantic.BaseModel]:
         hints = {}
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(tool).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"tool {name}: parameter {parameter} has no name that a model could give; name each one")
-        default = ... if parameter.default is parameter.empty else parameter.default
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
+            raise TypeError(
+                f"tool {name}: parameter {parameter} has no name that a model could give; name "
+                "each one"
+            )
+        if parameter.default is parameter.empty:
+            default = ...
+        else:
+            default = parameter.default
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
     return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
 
@@ -70,9 +92,15 @@ def _plain(schema: Any) -> Any:
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _plain(value) for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+    return {
+        key: _plain(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
 
 
 def as_text(result: Any) -> str:
     """What a tool has returned, as the policy reads it."""
-    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, default=str, ensure_ascii=False)

@@ -1,8 +1,9 @@
-"""Environment processes: a nursery imports the user's module once and forks others; each answers for one environment at
-a time (reset, step, tool, close), or runs an agent.
+"""Environment processes: a nursery imports the user's module once and forks others; each answers
+for one environment at a time (reset, step, tool, close), or runs an agent.
 
-`python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The nursery is sent a socket for each process that it
-is to fork, which answers there, one by one, until it closes. A call that hangs or crashes is nothing to other sessions.
+`python -m megatron_rl.environments.worker DESCRIPTOR PARENT_PID`. The nursery is sent a socket for
+each process that it is to fork, which answers there, one by one, until it closes. A call that hangs
+or crashes is nothing to other sessions.
 """
 
 import asyncio
@@ -18,7 +19,16 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from megatron_rl.environments.environment import Agent, Answer, Environment, Loaded, as_messages, as_step, finite, load
+from megatron_rl.environments.environment import (
+    Agent,
+    Answer,
+    Environment,
+    Loaded,
+    as_messages,
+    as_step,
+    finite,
+    load,
+)
 from megatron_rl.environments.tools import ToolBox, as_text
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent
@@ -55,7 +65,9 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether it is an agent, and the tools that it has; an environment is made once, to see that it can be."""
+    """Whether it is an agent, and the tools that it has; an environment is made once, to see that
+    it can be.
+    """
     if loaded.make is None:
         assert loaded.agent is not None
         inspect.signature(loaded.agent(**settings)).bind("", {})
@@ -67,7 +79,9 @@ def _about(loaded: Loaded, settings: Mapping[str, Any]) -> dict[str, Any]:
         _settle(asyncio.new_event_loop(), _closed(environment))
 
 
-def _live(connection: socket.socket, nursery: int, loaded: Loaded, settings: Mapping[str, Any]) -> None:
+def _live(
+    connection: socket.socket, nursery: int, loaded: Loaded, settings: Mapping[str, Any]
+) -> None:
     """The life of a forked process."""
     try:
         os.setsid()
@@ -97,7 +111,8 @@ class Conversation:
     """Answers requests about one environment, or runs an agent."""
 
     def __init__(self, loaded: Loaded, settings: Mapping[str, Any]) -> None:
-        self._loaded, self._settings = loaded, settings
+        self._loaded = loaded
+        self._settings = settings
         self._environment: Environment | None = None
         self._agent: Agent | None = None
         self._tools = ToolBox(())
@@ -123,7 +138,12 @@ class Conversation:
             channel.send(reply | {"id": request["id"]})
 
     def _answer(self, what: dict[str, Any]) -> Any:
-        answers: dict[str, Any] = {"reset": self._reset, "step": self._step, "tool": self._tool, "run": self._run}
+        answers: dict[str, Any] = {
+            "reset": self._reset,
+            "step": self._step,
+            "tool": self._tool,
+            "run": self._run,
+        }
         return (answers | {"close": self._close})[what.pop("do")](**what)
 
     def _reset(self, row: Mapping[str, Any]) -> Any:
@@ -137,20 +157,35 @@ class Conversation:
     def _step(self, answer: dict[str, Any]) -> Any:
         assert self._environment is not None
         step = as_step(self._settled(self._environment.step(Answer(**answer))))
-        messages = [] if step.done and not step.messages else as_messages(step.messages)
+        if step.done and not step.messages:
+            messages = []
+        else:
+            messages = as_messages(step.messages)
         if not step.done and not messages:
-            raise ValueError("step returned no message and done=False: the policy would have nothing to answer")
+            raise ValueError(
+                "step returned no message and done=False: the policy would have nothing to answer"
+            )
         advantage = None if step.advantage is None else finite(step.advantage)
-        about = {"reward": step.reward, "done": bool(step.done), "numbers": for_metrics(step.numbers)}
+        about = {
+            "reward": step.reward,
+            "done": bool(step.done),
+            "numbers": for_metrics(step.numbers),
+        }
         return {"messages": _plain(messages), "advantage": advantage, **about}
 
     def _tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the policy is to read, and whether the call has failed: a failure is something to be answered."""
+        """What the policy is to read, and whether the call has failed: a failure is something to be
+        answered.
+        """
         try:
             text = _cut(as_text(self._settled(self._tools.bound(name, arguments)())))
         except TooLate:
             self._loop = asyncio.new_event_loop()
-            return {"text": f"error: {name} was stopped: it took too long", "failed": True, "late": True}
+            return {
+                "text": f"error: {name} was stopped: it took too long",
+                "failed": True,
+                "late": True,
+            }
         except BaseException as error:  # the user's code: an exit, too, is something to be answered
             return {"text": f"error: {_text_of(error)}", "failed": True}
         return {"text": text, "failed": False}
@@ -158,17 +193,31 @@ class Conversation:
     def _run(self, base_url: str, key: str, row: Mapping[str, Any]) -> Any:
         assert self._loaded.agent is not None
         self._agent = self._agent or self._loaded.agent(**self._settings)
-        os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}  # where OpenAI's clients look for them
+        # where OpenAI's clients look for them
+        os.environ |= {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": key,
+        }
         found = self._settled(self._agent(base_url, row))
-        others = dict(found) if isinstance(found, Mapping) else {"reward": found}
+        if isinstance(found, Mapping):
+            others = dict(found)
+        else:
+            others = {"reward": found}
         score = others.pop("score", None)
         reward = others.pop("reward", score)
-        return {"reward": None if reward is None else finite(reward), "numbers": for_metrics(others)}
+        return {
+            "reward": None if reward is None else finite(reward),
+            "numbers": for_metrics(others),
+        }
 
     def _close(self) -> Any:
         """The reward that the environment adds at the end."""
-        environment, self._environment = self._environment, None
-        reward = None if environment is None else self._settled(_closed(environment))
+        environment = self._environment
+        self._environment = None
+        if environment is None:
+            reward = None
+        else:
+            reward = self._settled(_closed(environment))
         return {"reward": None if reward is None else finite(reward)}
 
     def _settled(self, returned: Any) -> Any:
@@ -176,7 +225,9 @@ class Conversation:
 
 
 def _settle(loop: asyncio.AbstractEventLoop, returned: Any) -> Any:
-    return loop.run_until_complete(returned) if inspect.isawaitable(returned) else returned
+    if inspect.isawaitable(returned):
+        return loop.run_until_complete(returned)
+    return returned
 
 
 def _closed(environment: Any) -> Any:
@@ -187,7 +238,12 @@ def _closed(environment: Any) -> Any:
 def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages that travel: text cut to a bound, everything else as JSON has it."""
     cut = [
-        one | {"content": _cut(one["content"]) if isinstance(one.get("content"), str) else one.get("content") or ""}
+        one
+        | {
+            "content": _cut(one["content"])
+            if isinstance(one.get("content"), str)
+            else one.get("content") or ""
+        }
         for one in messages
     ]
     return json.loads(json.dumps(cut, default=str))
@@ -200,7 +256,10 @@ def _cut(text: str) -> str:
 
 def _text_of(error: BaseException) -> str:
     try:
-        text = str(error) if isinstance(error, LookupError | ValueError | TypeError) and str(error) else ""
+        if isinstance(error, LookupError | ValueError | TypeError) and str(error):
+            text = str(error)
+        else:
+            text = ""
         text = text or "".join(traceback.format_exception_only(error)).strip()
     except BaseException:
         text = type(error).__name__

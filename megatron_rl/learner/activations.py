@@ -1,9 +1,10 @@
-"""Hooks on a learner on a CPU that pair its values with an engine's at each point of a forward pass (models/points.py),
-and can put the engine's in their place.
+"""Hooks on a learner on a CPU that pair its values with an engine's at each point of a forward pass
+(models/points.py), and can put the engine's in their place.
 
-Where the pass goes on from the engine's values, whatever differs at a point was computed from the engine's own inputs.
-Each rank looks at its own layers, columns and positions. megatron-core keeps queries, keys and values interleaved by
-group: a port says which columns of a point's values pass here, in which order.
+Where the pass goes on from the engine's values, whatever differs at a point was computed from the
+engine's own inputs. Each rank looks at its own layers, columns and positions. megatron-core keeps
+queries, keys and values interleaved by group: a port says which columns of a point's values pass
+here, in which order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,11 +33,15 @@ class Port:
 
 class _Ports:
     def __init__(self, learner: Policy) -> None:
-        self.learner, self.shape, self.layout, self.place = learner, learner.shape, learner.layout, learner.place
+        self.learner = learner
+        self.shape = learner.shape
+        self.layout = learner.layout
+        self.place = learner.place
         if self.shape.kv_heads % self.layout.tp:
             raise ValueError(
-                f"learner.tensor_parallel: {self.layout.tp} ranks do not share {self.shape.kv_heads} key/value heads "
-                "evenly, so that their values cannot be compared with the engine's; use fewer"
+                f"learner.tensor_parallel: {self.layout.tp} ranks do not share "
+                f"{self.shape.kv_heads} key/value heads evenly, so that their values cannot be "
+                "compared with the engine's; use fewer"
             )
 
     def all(self) -> Iterator[Port]:
@@ -48,20 +53,30 @@ class _Ports:
             if policy.decoder.final_layernorm is not None:
                 yield self._hidden(Point(Kind.final_norm), policy.decoder.final_layernorm)
             if policy.post_process:
-                yield Port(Point(Kind.lm_head), policy.output_layer, self._of_param("output_layer.weight"))
+                yield Port(
+                    Point(Kind.lm_head), policy.output_layer, self._of_param("output_layer.weight")
+                )
 
     def _layer(self, layer: int, block: Any) -> Iterator[Port]:
-        def port(kind: Kind, module: torch.nn.Module, columns: Tensor, argument: int | None = None) -> Port:
+        def port(
+            kind: Kind, module: torch.nn.Module, columns: Tensor, argument: int | None = None
+        ) -> Port:
             return Port(Point(kind, layer), module, columns, argument=argument)
 
         def hidden(kind: Kind, module: torch.nn.Module) -> Port:
             return self._hidden(Point(kind, layer), module)
 
-        attention, mlp, name = block.self_attention, block.mlp, f"decoder.layers.{layer}"
+        attention = block.self_attention
+        mlp = block.mlp
+        name = f"decoder.layers.{layer}"
         query = self._share(0, self.shape.size("q"))
         key = self._share(self.shape.size("q"), self.shape.size("kv"))
         yield hidden(Kind.input_norm, block.input_layernorm)
-        yield port(Kind.qkv, attention.linear_qkv, self._of_param(f"{name}.self_attention.linear_qkv.weight"))
+        yield port(
+            Kind.qkv,
+            attention.linear_qkv,
+            self._of_param(f"{name}.self_attention.linear_qkv.weight"),
+        )
         if self.shape.has("qk_norm"):
             yield port(Kind.head_norm, attention.q_layernorm, query)
             yield port(Kind.head_norm, attention.k_layernorm, key)
@@ -78,7 +93,12 @@ class _Ports:
         yield hidden(Kind.down, mlp.linear_fc2)
 
     def _hidden(self, point: Point, module: torch.nn.Module) -> Port:
-        return Port(point, module, torch.arange(self.shape.hidden), rows_split=self.learner.positions_shard is not None)
+        return Port(
+            point,
+            module,
+            torch.arange(self.shape.hidden),
+            rows_split=self.learner.positions_shard is not None,
+        )
 
     def _share(self, start: int, size: int) -> Tensor:
         """This rank's share of columns that are cut evenly."""
@@ -87,12 +107,15 @@ class _Ports:
 
     def _of_param(self, name: str) -> Tensor:
         """The outputs of a matrix, in the order in which its rows lie on this rank."""
-        here, start = [], 0
+        here = []
+        start = 0
         for piece in find(name, self.shape).slices(self.shape, self.layout, self.place):
             here += [(span.local, start + span.full, span.length) for span in piece.spans]
             start += piece.shape[0]
         nothing = torch.zeros(0, dtype=torch.int64)
-        return torch.cat([nothing, *(torch.arange(full, full + length) for _, full, length in sorted(here))])
+        return torch.cat(
+            [nothing, *(torch.arange(full, full + length) for _, full, length in sorted(here))]
+        )
 
 
 @dataclass
@@ -107,12 +130,16 @@ class _Pass:
         self.pack = kwargs["pack"]
 
     def look(self, port: Port, passing: Tensor) -> Tensor | None:
-        """Note the values that pass at a port; the values that go on in their place, where `replace` is asked for."""
+        """Note the values that pass at a port; the values that go on in their place, where
+        `replace` is asked for.
+        """
         assert self.pack is not None
         if not self.pack.rows:  # an empty micro-batch
             return None
-        engine, rows = self.values[str(port.point)], passing.flatten(1)
-        if port.point.kind is Kind.lm_head:  # of which a learner computes those that predict the response
+        engine = self.values[str(port.point)]
+        rows = passing.flatten(1)
+        # of which a learner computes those that predict the response
+        if port.point.kind is Kind.lm_head:
             engine = engine[self.pack.logit_index_N]
         start = self.rank * len(rows) if port.rows_split else 0
         engine = engine[start : start + len(rows)][:, port.columns]
@@ -130,10 +157,13 @@ class Activations:
 
     def __init__(self, learner: Policy) -> None:
         if learner.device.type != "cpu":
-            raise ValueError("the learner's modules are compared with the engine's on hosts only so far")
+            raise ValueError(
+                "the learner's modules are compared with the engine's on hosts only so far"
+            )
         self._learner = learner
         self._ports = list(_Ports(learner).all())
-        self._kept: dict[Port, Any] = {}  # the engine's values, in the form in which the port's module puts them out
+        # the engine's values, in the form in which the port's module puts them out
+        self._kept: dict[Port, Any] = {}
         self._hooks: list[Any] = []
         self._stilled: list[Any] = []
 
@@ -141,12 +171,16 @@ class Activations:
     def beside(
         self, values: Mapping[str, Tensor], replace: bool = False, only: Point | None = None
     ) -> Iterator[dict[Point, list[Pair]]]:
-        """Yields what forward passes fill: pairs of values of the one sequence passed, ours and the engine's `values`.
+        """Yields what forward passes fill: pairs of values of the one sequence passed, ours and the
+        engine's `values`.
 
         `replace`: the pass goes on from them, at each point.
         """
         one = _Pass(values, replace, self._learner.place.tp)
-        hooks = [policy.register_forward_pre_hook(one.begin, with_kwargs=True) for policy in self._learner.modules]
+        hooks = [
+            policy.register_forward_pre_hook(one.begin, with_kwargs=True)
+            for policy in self._learner.modules
+        ]
         try:
             self._hold_logits(True)
             hooks += [self._watch(port, one) for port in self._ports if only in (None, port.point)]
@@ -157,15 +191,20 @@ class Activations:
                 hook.remove()
 
     def hold(self, point: Point) -> None:
-        """Fix this point at the engine's values of the last replacing pass until `release`: a module that has them as
-        outputs computes nothing."""
+        """Fix this point at the engine's values of the last replacing pass until `release`: a
+        module that has them as outputs computes nothing.
+        """
         self._hold_logits(True)
         for port in self._ports:
             if port.point != point:
                 continue
             kept = self._kept[port]
             if port.argument is not None:
-                self._hooks.append(port.module.register_forward_pre_hook(partial(_with_argument, port.argument, kept)))
+                self._hooks.append(
+                    port.module.register_forward_pre_hook(
+                        partial(_with_argument, port.argument, kept)
+                    )
+                )
             else:
                 port.module.forward = lambda *_, _kept=kept, **__: _kept
                 self._stilled.append(port.module)
@@ -175,7 +214,8 @@ class Activations:
             hook.remove()
         for module in self._stilled:
             del module.forward
-        self._hooks, self._stilled = [], []
+        self._hooks = []
+        self._stilled = []
         self._hold_logits(False)
 
     def _hold_logits(self, whole: bool) -> None:
@@ -203,5 +243,7 @@ class Activations:
         return port.module.register_forward_pre_hook(before)
 
 
-def _with_argument(place: int, value: Tensor, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_argument(
+    place: int, value: Tensor, module: torch.nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
     return (*args[:place], value, *args[place + 1 :])

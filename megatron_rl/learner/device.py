@@ -1,5 +1,6 @@
-"""Allocator setting that lets the learner return GPU memory at syncs to an engine that has slept, and a clock for
-the forward passes inside an update."""
+"""Allocator setting that lets the learner return GPU memory at syncs to an engine that has slept,
+and a clock for the forward passes inside an update.
+"""
 
 import os
 import time
@@ -16,19 +17,26 @@ SETTINGS = "expandable_segments:True"
 
 
 def keep_returnable(sleep: Sleep, transport: Transport) -> None:
-    """Let torch return memory where an engine takes its share back at every sync; to be called before any allocation.
+    """Let torch return memory where an engine takes its share back at every sync; to be called
+    before any allocation.
 
-    Packs differ in length, so that plain segments stay half used, and those cannot be returned. Not told to the
-    engine's process, which keeps what sleeps in a pool; not under `ipc`, which shares plain segments; not against the
-    environment.
+    Packs differ in length, so that plain segments stay half used, and those cannot be returned. Not
+    told to the engine's process, which keeps what sleeps in a pool; not under `ipc`, which shares
+    plain segments; not against the environment.
     """
-    if sleep == Sleep.none or transport != Transport.file or any(os.environ.get(name) for name in GIVEN):
+    if (
+        sleep == Sleep.none
+        or transport != Transport.file
+        or any(os.environ.get(name) for name in GIVEN)
+    ):
         return
     torch._C._accelerator_setAllocatorSettings(SETTINGS)
 
 
 class ForwardClock:
-    """Time of the forward passes inside an update: on a GPU, asked of the GPU once it is through with them."""
+    """Time of the forward passes inside an update: on a GPU, asked of the GPU once it is through
+    with them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -53,5 +61,7 @@ class ForwardClock:
         for begun, ended in self._spans:
             ended.synchronize()
             self._seconds += begun.elapsed_time(ended) / 1000
-        seconds, self._seconds, self._spans = self._seconds, 0.0, []
+        seconds = self._seconds
+        self._seconds = 0.0
+        self._spans = []
         return seconds

@@ -1,5 +1,5 @@
-"""Forward passes, base class of Learner: logprobs by its own weights, the reference's or re-rounded ones, or as the
-sampler computes; and what passes show: maxima for the sync's scales, router flips.
+"""Forward passes, base class of Learner: logprobs by its own weights, the reference's or re-rounded
+ones, or as the sampler computes; and what passes show: maxima for the sync's scales, router flips.
 
 B rows of the batch, T response positions, N response tokens of a pack, L layers.
 """
@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.policy import Policy, Sections  # patches the host before megatron is imported
+# patches the host before megatron is imported
+from megatron_rl.learner.policy import (
+    Policy,
+    Sections,
+)
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
@@ -44,7 +48,9 @@ MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compu
 
 @dataclass(frozen=True)
 class Work:
-    """A pass over some rows of a batch: which each replica has, and this one's packs, on its device."""
+    """A pass over some rows of a batch: which each replica has, and this one's packs, on its
+    device.
+    """
 
     rows: list[list[int]]
     packs: list[Pack]
@@ -61,7 +67,8 @@ class ForwardPasses(Policy):
 
     def __init__(self, model: Model, sections: Sections) -> None:
         super().__init__(model, sections)
-        quantization, sampler = sections.quantization, sections.sampler
+        quantization = sections.quantization
+        sampler = sections.sampler
         self.rollout = sections.rollout
         self.plane = DataPlane(self.ranks)
         self.own_layers = self.layout.own_layers(self.shape.layers, self.place.pp)
@@ -75,25 +82,33 @@ class ForwardPasses(Policy):
             self._replay = RouterReplay(self.shape.layers, self.device, self.learner.router)
         for first_layer, module in self.numbered_modules:
             if self._replay is not None:
-                self._replay.watch(module, first_layer, self.own_layers.index(first_layer), self.positions_shard)
+                self._replay.watch(
+                    module, first_layer, self.own_layers.index(first_layer), self.positions_shard
+                )
             if quantization.smoothing:
                 self._activations.watch(module, first_layer, self.positions_shard)
             if quantization.kv_cache != KvCache.none:
                 self._cache.watch(module, first_layer)
-        self._engine_tp, self._formats = sampler.tensor_parallel, {*replica_formats(sampler, quantization)}
+        self._engine_tp = sampler.tensor_parallel
+        self._formats = {*replica_formats(sampler, quantization)}
         wanted = self.learner.forward is Forward.as_sampler and quantization.format != Format.none
         self._arithmetic = Arithmetic.sampler if wanted else Arithmetic.plain
         self._as_sampler: AsSampler | None = None
-        self._engine: Rounding | None = None  # whose rounding layers of Transformer Engine imitate for a probe
+        # whose rounding layers of Transformer Engine imitate for a probe
+        self._engine: Rounding | None = None
         self._smoothing: Smoothing | None = None
         if wanted or (self._formats in MIRRORED and self.device.type == "cpu"):
             self._as_sampler = self._computes_as(quantization, wanted)
         elif self._formats in MIRRORED and quantization.kv_cache == KvCache.none:
-            self._engine = Rounding(quantization.format, tuple(quantization.ignore), self._engine_tp)
+            self._engine = Rounding(
+                quantization.format, tuple(quantization.ignore), self._engine_tp
+            )
 
     @property
     def mirrors_engine(self) -> bool:
-        """Whether the learner's layers round where the engine's BF16 layers do, or can be made to."""
+        """Whether the learner's layers round where the engine's BF16 layers do, or can be made
+        to.
+        """
         plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
         known = Format.fp8 not in self._formats or not has_fp8()
         return plain and known and self._engine_tp in (1, self.layout.tp)
@@ -103,10 +118,12 @@ class ForwardPasses(Policy):
             raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
         if wanted and quantization.format == Format.fp8 and has_fp8():
             raise ValueError(
-                "learner.forward=as_sampler with quantization.format=fp8: this processor multiplies FP8 itself, and "
-                "vLLM leaves it to it; use bf16, or quantization=int8"
+                "learner.forward=as_sampler with quantization.format=fp8: this processor "
+                "multiplies FP8 itself, and vLLM leaves it to it; use bf16, or quantization=int8"
             )
-        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, self._engine_tp)
+        layers = AsSampler(
+            self.model, self.groups, quantization.format, quantization.ignore, self._engine_tp
+        )
         for first_layer, module in self.numbered_modules:
             layers.watch(module, first_layer)
         return layers
@@ -126,23 +143,31 @@ class ForwardPasses(Policy):
     # on every rank; of a batch that is shared, on the driver, and nothing on the others
 
     def logprobs(self, batch: Batch | Shared) -> Tensor:
-        """Logprob of every response token. What the sampler has to know of the activations is measured."""
+        """Logprob of every response token. What the sampler has to know of the activations is
+        measured.
+        """
         with self._activations.looking(True):
             return self._logprobs(batch)
 
     def logprobs_and_experts(self, batch: Shared) -> tuple[Tensor, Shared]:
-        """Logprobs, and the batch with the experts that this pass has chosen: where the step's other passes go."""
+        """Logprobs, and the batch with the experts that this pass has chosen: where the step's
+        other passes go.
+        """
         assert self._replay is not None
         groups = self._assigned(batch, range(len(batch)))
         share = self.plane.read(batch, _flat(groups)).of(sorted(_flat(groups)[self.place.replica]))
-        tokens, chosen = len(share.sequences.tokens_P), limits.experts_per_token(self.model.hf_config)
-        blank_PLK = torch.full((tokens, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int32)  # backends reduce it
+        tokens = len(share.sequences.tokens_P)
+        chosen = limits.experts_per_token(self.model.hf_config)
+        # backends reduce it
+        blank_PLK = torch.full((tokens, self.shape.layers, chosen), NO_EXPERT, dtype=torch.int32)
         share = replace(share, sequences=replace(share.sequences, experts_PLK=blank_PLK))
         work = self._laid_out(share, groups)
         with self._activations.looking(True), self._replay.writing():
             logprobs_BT = self._logprobs(batch, work)
         unpacked_experts(work.packs, self.own_layers, share.sequences, share.at)
-        return logprobs_BT, self.plane.with_experts(batch, work.rows, share, self.plane.most(blank_PLK).to(torch.int16))
+        return logprobs_BT, self.plane.with_experts(
+            batch, work.rows, share, self.plane.most(blank_PLK).to(torch.int16)
+        )
 
     def logprobs_unseen(self, batch: Batch | Shared) -> Tensor:
         """Logprobs by a pass that measures nothing for the sampler."""
@@ -150,25 +175,29 @@ class ForwardPasses(Policy):
             return self._logprobs(batch)
 
     def expected_logprobs(self, batch: Batch | Shared) -> Tensor | None:
-        """Logprobs that a right sampler of this format gives, to a rounding: by layers that are quantized as its own.
+        """Logprobs that a right sampler of this format gives, to a rounding: by layers that are
+        quantized as its own.
 
-        Token by token where the learner `mirrors_engine`; else off by as much, but at other tokens: any other rounding
-        moves codes. None where the format is not imitated: several at once, blocks, an FP8 cache, INT4 without
-        `learner.forward: as_sampler`.
+        Token by token where the learner `mirrors_engine`; else off by as much, but at other tokens:
+        any other rounding moves codes. None where the format is not imitated: several at once,
+        blocks, an FP8 cache, INT4 without `learner.forward: as_sampler`.
         """
         if self._as_sampler is not None:
             return self._logprobs_by(Arithmetic.sampler, batch)
         if self._engine is None:
             return None
-        with fake_quantized(self.numbered_modules, self.model, self.groups, self._engine, self._smoothing):
+        with fake_quantized(
+            self.numbered_modules, self.model, self.groups, self._engine, self._smoothing
+        ):
             return self.logprobs_unseen(batch)
 
     def estimate_bf16_floor(self, batch: Batch, expected_BT: Tensor | None) -> Tensor | None:
-        """Logprobs [B, T] in the place of a BF16 sampler's, as far from the sampler's; None where that cannot be told.
+        """Logprobs [B, T] in the place of a BF16 sampler's, as far from the sampler's; None where
+        that cannot be told.
 
-        They come from the learner's own passes: with the sampler's arithmetic (`expected_BT`) they are as far from the
-        sampler's as the engines differ otherwise, and to that comes what tensor parallelism adds to a BF16 engine on
-        one rank.
+        They come from the learner's own passes: with the sampler's arithmetic (`expected_BT`) they
+        are as far from the sampler's as the engines differ otherwise, and to that comes what tensor
+        parallelism adds to a BF16 engine on one rank.
         """
         if not self.mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
             return None
@@ -181,30 +210,39 @@ class ForwardPasses(Policy):
         return found.add_(expected_BT)
 
     def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch | Shared) -> Tensor:
-        present, self._arithmetic = self._arithmetic, arithmetic
+        present = self._arithmetic
+        self._arithmetic = arithmetic
         try:
             return self.logprobs_unseen(batch)
         finally:
             self._arithmetic = present
 
     def logprobs_rounded_again(self, batch: Batch) -> Tensor:
-        """Logprobs with one more rounding on every weight (learner/weights.py); nothing of it stays."""
+        """Logprobs with one more rounding on every weight (learner/weights.py); nothing of it
+        stays.
+        """
         return self._logprobs_with(rounded_again(self.named_parameters()), batch)
 
     def keep_reference(self) -> None:
-        """Remember the present weights as the policy that a KL penalty pulls towards: adapters begin at nothing."""
+        """Remember the present weights as the policy that a KL penalty pulls towards: adapters
+        begin at nothing.
+        """
         if self.shape.lora is not None:
             return
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
     def reference_logprobs(self, batch: Batch | Shared) -> Tensor:
-        """The reference policy's logprobs: its weights take the policy's place for one forward pass."""
+        """The reference policy's logprobs: its weights take the policy's place for one forward
+        pass.
+        """
         if self.shape.lora is not None:
             return self._logprobs_with(adapters_off(self.modules), batch)
         parameters = [parameter for _, parameter in self.named_parameters()]
         return self._logprobs_with(exchanged(parameters, self._reference), batch)
 
-    def _logprobs_with(self, other_weights: AbstractContextManager[None], batch: Batch | Shared) -> Tensor:
+    def _logprobs_with(
+        self, other_weights: AbstractContextManager[None], batch: Batch | Shared
+    ) -> Tensor:
         try:
             with other_weights:
                 self.weights_changed()
@@ -215,12 +253,20 @@ class ForwardPasses(Policy):
     def _logprobs(self, batch: Batch | Shared, work: Work | None = None) -> Tensor:
         work = self._work(batch, range(len(batch))) if work is None else work
         with torch.no_grad(), self.profiler.tracing("forward", len(work.packs) * len(self.chunks)):
-            results = self._run(work.packs, self._asked(entropy=False), self._collect, forward_only=True)
+            results = self._run(
+                work.packs, self._asked(entropy=False), self._collect, forward_only=True
+            )
         return self._gathered(batch, work, results)
 
     def _asked(self, entropy: bool = True) -> Asked:
         rollout = self.rollout
-        return Asked(self.share, rollout.temperature, entropy, rollout.top_k if entropy else None, rollout.top_p)
+        return Asked(
+            self.share,
+            rollout.temperature,
+            entropy,
+            rollout.top_k if entropy else None,
+            rollout.top_p,
+        )
 
     def _collect(self, mine: Pack, found: Scores) -> Tensor:
         return mine.matrix(found.logprobs_N).cpu()
@@ -232,11 +278,15 @@ class ForwardPasses(Policy):
         mine = {
             row: row_T[: lengths[row]].cpu()
             for one, values_bT in speaks
-            for row, row_T in zip(one.rows, values_bT, strict=False)  # a pack without rows has one of padding
+            for row, row_T in zip(
+                one.rows, values_bT, strict=False
+            )  # a pack without rows has one of padding
         }
         if isinstance(batch, Shared):
             found_N = self.plane.collect(batch, work.rows, "logprobs_N", mine, (torch.float32, ()))
-            return torch.zeros(0, 0) if batch.whole is None or found_N is None else batch.whole.matrix(found_N)
+            if batch.whole is None or found_N is None:
+                return torch.zeros(0, 0)
+            return batch.whole.matrix(found_N)
         values_BT = torch.zeros(len(batch), max([1, *lengths]))
         for row, values_T in mine.items():
             values_BT[row, : len(values_T)] = values_T
@@ -245,16 +295,20 @@ class ForwardPasses(Policy):
     # what passes show
 
     def take_activation_amax(self) -> Tensor:
-        """[layer, norm, channel]: largest output of each norm that this rank saw in scoring since the last call."""
+        """[layer, norm, channel]: largest output of each norm that this rank saw in scoring since
+        the last call.
+        """
         return self._activations.take()
 
     def take_cache_amax(self) -> Tensor:
-        """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
+        """Largest key and value of each layer that this rank saw since the last call: [layer,
+        2].
+        """
         return self._cache.take()
 
     def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
-        """The share of tokens of which some expert differs from `chosen_BSLK` (the engine's; -1: none), by layer and in
-        all.
+        """The share of tokens of which some expert differs from `chosen_BSLK` (the engine's; -1:
+        none), by layer and in all.
         """
         if self._replay is None:
             return {}
@@ -270,12 +324,15 @@ class ForwardPasses(Policy):
         }
 
     def take_replayed(self) -> dict[str, float]:
-        """Of the tokens that passed since the last call: how many went where the sampler had sent them, and how many of
-        those the routers would have sent elsewhere, by layer and in all. Nothing without replay, or experts.
+        """Of the tokens that passed since the last call: how many went where the sampler had sent
+        them, and how many of those the routers would have sent elsewhere, by layer and in all.
+        Nothing without replay, or experts.
         """
         if self._replay is None or not self._replay.replays:
             return {}
-        experts_at = [layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers]
+        experts_at = [
+            layer for layer in range(self.shape.layers) if layer not in self.shape.dense_layers
+        ]
         return shares(self.ranks.sum(self._replay.take()), experts_at)
 
     # packs
@@ -290,14 +347,18 @@ class ForwardPasses(Policy):
 
     def _assigned(self, batch: Batch | Shared, rows: Sequence[int]) -> list[list[list[int]]]:
         """The batch's rows of each replica, by micro-batch."""
-        lengths, layout = batch.lengths_B.tolist(), self.layout
+        lengths = batch.lengths_B.tolist()
+        layout = self.layout
         shares = assign_rows(
             [lengths[row] for row in rows],
             replicas=layout.dp,
             budget=self.learner.tokens_per_microbatch,
             at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
-            same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
-            count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
+            same_count=layout.ep
+            > 1,  # expert-parallel replicas exchange tokens in every micro-batch
+            count_multiple=layout.pp
+            if layout.chunks > 1
+            else 1,  # an interleaved schedule works in rounds
             attention=attention_share(self.model),
             in_step=layout.pp > 1,
         )
@@ -306,7 +367,10 @@ class ForwardPasses(Policy):
     def _laid_out(self, share: Share, groups: Sequence[Sequence[Sequence[int]]]) -> Work:
         multiple = limits.pack_multiple(self.learner)
         cp, rank = self.layout.cp, self.place.cp
-        packs = [pack(share.sequences, share.at(mine), multiple, mine, cp) for mine in groups[self.place.replica]]
+        packs = [
+            pack(share.sequences, share.at(mine), multiple, mine, cp)
+            for mine in groups[self.place.replica]
+        ]
         packs = [split(one, rank, cp) for one in packs] if cp > 1 else packs
         if self.layout.pp > 1:
             packs = [replace(one, experts_SLK=self._own_experts(one.experts_SLK)) for one in packs]
@@ -315,26 +379,45 @@ class ForwardPasses(Policy):
     def _own_experts(self, chosen_SLK: Tensor | None) -> Tensor | None:
         """Of this stage's layers; the driver has those of all."""
         whole = chosen_SLK is not None and chosen_SLK.shape[1] > len(self.own_layers)
-        return chosen_SLK[:, self.own_layers] if whole and chosen_SLK is not None else chosen_SLK
+        if whole and chosen_SLK is not None:
+            return chosen_SLK[:, self.own_layers]
+        return chosen_SLK
 
     def _run(
-        self, packs: Sequence[Pack], asked: Asked, loss_function: Callable[..., Any], forward_only: bool = False
+        self,
+        packs: Sequence[Pack],
+        asked: Asked,
+        loss_function: Callable[..., Any],
+        forward_only: bool = False,
     ) -> list[Any]:
-        """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
+        """megatron-core's schedule over the packs; the results of `loss_function`, on the last
+        stage.
+        """
         if self._as_sampler is not None:
             self._as_sampler.use_arithmetic(self._arithmetic)
-        plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
+        if self.learner.precision is Precision.bf16:
+            plain = {"fp32_output": False}
+        else:
+            plain = {}
 
-        def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        def step(
+            iterator: Iterator[Pack], model: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
             mark()
             self.profiler.micro_batch()
             with self._forward_clock.running():
                 found = model(pack=mine, asked=asked, **plain)
             # megatron-core wants a tensor
-            return found.logprobs_N if isinstance(found, Scores) else found, lambda *_, **__: loss_function(mine, found)
+            return found.logprobs_N if isinstance(
+                found, Scores
+            ) else found, lambda *_, **__: loss_function(mine, found)
 
-        with self._replay.passing(trains=not forward_only) if self._replay is not None else nullcontext():
+        with (
+            self._replay.passing(trains=not forward_only)
+            if self._replay is not None
+            else nullcontext()
+        ):
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=[iter(packs) for _ in self.chunks],

@@ -1,7 +1,8 @@
-"""Learner of one rank: takes optimizer steps on minibatches with megatron-core; its forward passes are in forward.py.
+"""Learner of one rank: takes optimizer steps on minibatches with megatron-core; its forward passes
+are in forward.py.
 
-The loss is divided by counts over the whole minibatch, known before the step: micro-batches, packs and data-parallel
-ranks add up, and nothing is averaged anywhere.
+The loss is divided by counts over the whole minibatch, known before the step: micro-batches, packs
+and data-parallel ranks add up, and nothing is averaged anywhere.
 
 B rows of the batch, b rows of a micro-batch, T response positions, N response tokens of a pack.
 """
@@ -28,7 +29,13 @@ from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.profile import Profiler
 from megatron_rl.learner.shares import Share, SharedTargets
 from megatron_rl.learner.state import LearnerState
-from megatron_rl.loss.policy_loss import Totals, count_totals, over_trained, policy_loss, seen_tokens
+from megatron_rl.loss.policy_loss import (
+    Totals,
+    count_totals,
+    over_trained,
+    policy_loss,
+    seen_tokens,
+)
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
 from megatron_rl.rollout_correction.weights import step_scale
@@ -47,7 +54,9 @@ class About:
 
 
 class Learner(ForwardPasses):
-    """One rank's part of the policy, its optimizer, and the methods that all ranks call together."""
+    """One rank's part of the policy, its optimizer, and the methods that all ranks call
+    together.
+    """
 
     def __init__(
         self,
@@ -57,16 +66,29 @@ class Learner(ForwardPasses):
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         super().__init__(model, sections)
-        self.loss, self.correction = sections.loss, sections.correction
-        speaks = (self.place.replica, self.place.tp, self.place.cp) == (0, 0, 0)  # of each stage one
-        self.profiler = Profiler(sections.log.profile_steps, dump_dir, self.rank if speaks else None, note)
+        self.loss = sections.loss
+        self.correction = sections.correction
+        # of each stage one
+        speaks = (self.place.replica, self.place.tp, self.place.cp) == (
+            0,
+            0,
+            0,
+        )
+        self.profiler = Profiler(
+            sections.log.profile_steps, dump_dir, self.rank if speaks else None, note
+        )
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._reused_forward: ReusedForward | None = None
 
-    def update(self, targets: Targets | SharedTargets, rows: Tensor | None = None) -> dict[str, float]:
-        """One optimizer step on the global minibatch, or on these rows of it; the same metrics on every rank."""
+    def update(
+        self, targets: Targets | SharedTargets, rows: Tensor | None = None
+    ) -> dict[str, float]:
+        """One optimizer step on the global minibatch, or on these rows of it; the same metrics on
+        every rank.
+        """
         about = self._about(targets, torch.arange(len(targets.batch)) if rows is None else rows)
-        if not about.rows:  # no term of the loss looks at any token: weights, momentum and schedule stay as they are
+        # no term of the loss looks at any token: weights, momentum and schedule stay as they are
+        if not about.rows:
             return {"loss/total": 0.0, "optim/grad_norm": 0.0, "optim/updates": 0.0}
         if self.offload is not None:
             self.offload.take_back()
@@ -76,7 +98,8 @@ class Learner(ForwardPasses):
         self._nonfinite.begin()
         work = self._work(targets.batch, about.rows)
         share = self.plane.loss_rows(targets, work.rows)
-        # copied before the first micro-batch: a copy among them would make the host wait for the device
+        # copied before the first micro-batch: a copy among them would make the host wait for the
+        # device
         columns = {mine.rows: loss_columns(share, mine, self.device) for mine in work.packs}
         about = replace(about, totals=about.totals.to(self.device))
         self._forward_clock.take()
@@ -84,7 +107,9 @@ class Learner(ForwardPasses):
             with nullcontext() if about.anchored else self._activations.looking(True):
                 results = self._run(work.packs, self._asked(), partial(self._loss, columns, about))
             if not about.anchored:
-                logprobs_BT = self._gathered(targets.batch, work, [logprobs_bT for _, logprobs_bT in results])
+                logprobs_BT = self._gathered(
+                    targets.batch, work, [logprobs_bT for _, logprobs_bT in results]
+                )
                 if len(logprobs_BT):
                     unseen_B = torch.ones(len(logprobs_BT), dtype=torch.bool)
                     unseen_B[about.rows] = False
@@ -97,17 +122,27 @@ class Learner(ForwardPasses):
             return self._step(about, targets, over_trained(self.ranks.add_up(mine)))
 
     def _about(self, targets: Targets | SharedTargets, rows: Tensor) -> About:
-        """What every rank has to know of a minibatch; the driver's word where it alone has the rows."""
+        """What every rank has to know of a minibatch; the driver's word where it alone has the
+        rows.
+        """
         if isinstance(targets, Targets):
             return self._counted(targets, rows)
-        counted = None if targets.whole is None else vars(self._counted(targets.whole, rows))
+        if targets.whole is None:
+            counted = None
+        else:
+            counted = vars(self._counted(targets.whole, rows))
         about = self.ranks.broadcast(counted and {**counted, "totals": vars(counted["totals"])})
         return About(**{**about, "totals": Totals(**about["totals"]), "minibatch": rows})
 
     def _counted(self, targets: Targets, rows: Tensor) -> About:
-        part = targets if len(rows) == len(targets.batch) else targets.rows(rows)
+        if len(rows) == len(targets.batch):
+            part = targets
+        else:
+            part = targets.rows(rows)
         horizon = self.rollout.max_response_tokens
-        totals = count_totals(part.denominator_mask_BT, part.batch.groups_B, horizon, part.weights_BT)
+        totals = count_totals(
+            part.denominator_mask_BT, part.batch.groups_B, horizon, part.weights_BT
+        )
         seen_B = seen_tokens(self.loss, part.mask_BT, part.denominator_mask_BT).any(dim=1)
         return About(
             rows=rows[seen_B].tolist(),  # the others add nothing
@@ -120,7 +155,8 @@ class Learner(ForwardPasses):
 
     def take_reused_forward(self) -> ReusedForward | None:
         """The last update's forward pass, where it had no anchor and something to train on."""
-        taken, self._reused_forward = self._reused_forward, None
+        taken = self._reused_forward
+        self._reused_forward = None
         return taken
 
     def _loss(
@@ -130,13 +166,16 @@ class Learner(ForwardPasses):
         mine: Pack,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
-        """The micro-batch's share of the loss, a count megatron-core wants and we do not use, metrics and logprobs."""
+        """The micro-batch's share of the loss, a count megatron-core wants and we do not use,
+        metrics and logprobs.
+        """
         unused = torch.zeros((), dtype=torch.int, device=self.device)
         if not mine.rows:
             # a replica without rows still takes part in every collective
             return scores.logprobs_N.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
         assert scores.entropy_N is not None
-        entropy_bT, logprobs_bT = mine.matrix(scores.entropy_N), mine.matrix(scores.logprobs_N)
+        entropy_bT = mine.matrix(scores.entropy_N)
+        logprobs_bT = mine.matrix(scores.logprobs_N)
         inputs = loss_inputs(columns[mine.rows], mine, logprobs_bT)
         if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
@@ -144,12 +183,19 @@ class Learner(ForwardPasses):
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / about.tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
         if scores.truncation is not None:
-            found |= {name: value / about.tokens for name, value in _sums(scores.truncation, mine, inputs.mask_BT)}
+            found |= {
+                name: value / about.tokens
+                for name, value in _sums(scores.truncation, mine, inputs.mask_BT)
+            }
         return loss, unused, (found, logprobs_bT.detach())
 
-    def _step(self, about: About, targets: Targets | SharedTargets, metrics: dict[str, float]) -> dict[str, float]:
+    def _step(
+        self, about: About, targets: Targets | SharedTargets, metrics: dict[str, float]
+    ) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
-        rate = about.rate * learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
+        rate = about.rate * learning_rate(
+            self.optim, self.steps, self.run.steps * self.learner.n_minibatches
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()
@@ -163,7 +209,9 @@ class Learner(ForwardPasses):
             self.left_out_in_a_row = 0
         else:
             whole = targets if isinstance(targets, Targets) else targets.whole
-            self._nonfinite.met(None if whole is None else whole.rows(about.minibatch), metrics, norm)
+            self._nonfinite.met(
+                None if whole is None else whole.rows(about.minibatch), metrics, norm
+            )
         return {
             **metrics,
             "optim/grad_norm": norm,
@@ -189,7 +237,11 @@ def loss_columns(share: Share, mine: Pack, device: torch.device) -> dict[str, Te
 
 def loss_inputs(columns: Mapping[str, Tensor], mine: Pack, logprobs_bT: Tensor) -> LossInputs:
     """Inputs of the policy loss for the rows of a pack, as matrices."""
-    matrices = {name.replace("_N", "_BT"): mine.matrix(one) for name, one in columns.items() if name.endswith("_N")}
+    matrices = {
+        name.replace("_N", "_BT"): mine.matrix(one)
+        for name, one in columns.items()
+        if name.endswith("_N")
+    }
     turns_N = columns.get("turns_N")
     if turns_N is not None:
         matrices["turns_BT"] = mine.matrix(turns_N.long() + 1) - 1

@@ -1,7 +1,9 @@
-"""Non-finite loss or gradient norm: skips the update (dumps it if asked), or dumps it and ends the run; reads dumps.
+"""Non-finite loss or gradient norm: skips the update (dumps it if asked), or dumps it and ends the
+run; reads dumps.
 
 dumps/nonfinite_12/          after 12 optimizer steps
-  minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata
+  minibatch_1.safetensors    of the first update in a row that was left out; its metrics are
+                             metadata
   policy/                    the weights that all of them met: a torch_dist checkpoint
   config.yaml                the run's
 
@@ -27,7 +29,8 @@ from megatron_rl.learner.policy import RANDOM, Policy
 from megatron_rl.models.tensors import write_tensors
 
 STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
-POLICY, CONFIG = "policy", "config.yaml"
+POLICY = "policy"
+CONFIG = "config.yaml"
 OF_BATCH = "batch."
 
 
@@ -36,7 +39,9 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteUpdates:
-    """Skips an update whose loss or gradient norm is no number, or ends the run; on all ranks alike."""
+    """Skips an update whose loss or gradient norm is no number, or ends the run; on all ranks
+    alike.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,10 @@ class NonFiniteUpdates:
         dump_dir: Path | None,
         note: Callable[[str], None],
     ) -> None:
-        self._learner, self._weights, self._dump_dir, self._note = learner, weights, dump_dir, note
+        self._learner = learner
+        self._weights = weights
+        self._dump_dir = dump_dir
+        self._note = note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
         self._draws = any(getattr(learner.megatron_config, name) for name in DRAWS)
         self._random: dict[str, Tensor] = {}
@@ -58,7 +66,9 @@ class NonFiniteUpdates:
     def met(self, targets: Targets | None, metrics: Mapping[str, float], norm: float) -> None:
         learner = self._learner
         learner.left_out_in_a_row += 1
-        policy, steps, in_a_row = learner.learner.on_nonfinite, learner.steps, learner.left_out_in_a_row
+        policy = learner.learner.on_nonfinite
+        steps = learner.steps
+        in_a_row = learner.left_out_in_a_row
         found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {steps} optimizer steps"
         ends = policy is OnNonFinite.raise_ or in_a_row > self._most
         where = ""
@@ -66,20 +76,22 @@ class NonFiniteUpdates:
             where = self._dump(self._dump_dir, targets, {**metrics, "optim/grad_norm": norm})
         if policy is OnNonFinite.raise_:
             raise NonFiniteError(
-                f"{found}: not a number, so the policy was left as it is{where}. learner.on_nonfinite=skip goes on "
-                "without this minibatch, skip_and_dump also writes each to disk"
+                f"{found}: not a number, so the policy was left as it is{where}. "
+                "learner.on_nonfinite=skip goes on without this minibatch, skip_and_dump also "
+                "writes each to disk"
             )
         if ends:
             raise NonFiniteError(
                 f"{found}: not a number, {in_a_row} updates in a row; learner.on_nonfinite="
-                f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. Lower optim.lr, or "
-                "mend what makes the value, and go on from a checkpoint"
+                f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. "
+                "Lower optim.lr, or mend what makes the value, and go on from a checkpoint"
             )
         self._note(f"{found}: not a number, so that this update is left out{where}")
 
     def _dump(self, dump_dir: Path, targets: Targets | None, metrics: Mapping[str, float]) -> str:
         """Write the update on all ranks; how to repeat it, or why that will not do."""
-        folder, number = dump_dir / f"nonfinite_{self._learner.steps}", self._learner.left_out_in_a_row
+        folder = dump_dir / f"nonfinite_{self._learner.steps}"
+        number = self._learner.left_out_in_a_row
         path = folder / f"minibatch_{number}.safetensors"
         whole = exchange(number > 1 and (folder / POLICY / "metadata.json").exists())[0]
         problem = self._on_driver(lambda: self._write_minibatch(path, targets, metrics, whole))
@@ -99,7 +111,9 @@ class NonFiniteUpdates:
                 problem = str(error)
         return exchange(problem)[0]
 
-    def _write_minibatch(self, path: Path, targets: Targets | None, metrics: Mapping[str, float], whole: bool) -> None:
+    def _write_minibatch(
+        self, path: Path, targets: Targets | None, metrics: Mapping[str, float], whole: bool
+    ) -> None:
         assert targets is not None, "the driver has them"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not whole:
@@ -108,10 +122,20 @@ class NonFiniteUpdates:
         config = path.parent.parent.parent / CONFIG  # of the run
         if config.is_file():
             shutil.copyfile(config, path.parent / CONFIG)
-        about = {"metrics": dict(metrics), "layout": asdict(self._learner.layout), "steps": self._learner.steps}
-        parts = {f"{OF_BATCH}{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
+        about = {
+            "metrics": dict(metrics),
+            "layout": asdict(self._learner.layout),
+            "steps": self._learner.steps,
+        }
+        parts = {f"{OF_BATCH}{name}": value for name, value in vars(targets.batch).items()} | vars(
+            targets
+        )
         # clones: the file refuses tensors that share memory
-        tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
+        tensors = {
+            name: value.detach().cpu().clone()
+            for name, value in parts.items()
+            if isinstance(value, Tensor)
+        }
         write_tensors(tensors | self._random, path, metadata={"about": json.dumps(about)})
 
     def _write_policy(self, folder: Path) -> str | None:
@@ -126,7 +150,9 @@ class NonFiniteUpdates:
         problem = next((each["problem"] for each in outcomes if "problem" in each), None)
         if problem is not None:
             return str(problem)
-        return self._on_driver(lambda: write_index(folder, [block for each in outcomes for block in each["written"]]))
+        return self._on_driver(
+            lambda: write_index(folder, [block for each in outcomes for block in each["written"]])
+        )
 
 
 def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, Any]]:
@@ -135,5 +161,15 @@ def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, An
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads((file.metadata() or {})["about"])
     random = {name: tensors.pop(name) for name in list(tensors) if name.startswith(RANDOM)}
-    batch = {name.removeprefix(OF_BATCH): tensors.pop(name) for name in list(tensors) if name.startswith(OF_BATCH)}
-    return Targets(Batch(**batch), **({"anchor_logprobs_BT": None, "ref_logprobs_BT": None} | tensors)), random, about
+    batch = {
+        name.removeprefix(OF_BATCH): tensors.pop(name)
+        for name in list(tensors)
+        if name.startswith(OF_BATCH)
+    }
+    return (
+        Targets(
+            Batch(**batch), **({"anchor_logprobs_BT": None, "ref_logprobs_BT": None} | tensors)
+        ),
+        random,
+        about,
+    )

@@ -1,8 +1,10 @@
-"""Offload of a rank's optimizer to pinned host memory while engines sample on its GPU, and its return for an update.
+"""Offload of a rank's optimizer to pinned host memory while engines sample on its GPU, and its
+return for an update.
 
-Masters and moments are copied, gradients are dropped: every update begins with zeros. Weights stay, since a sync and
-the probe need them while the engine has its cache. What is moved are whole tensors, put in the places of the
-optimizer's own: a checkpoint that is taken meanwhile reads the host's copies, and needs to know nothing of it.
+Masters and moments are copied, gradients are dropped: every update begins with zeros. Weights stay,
+since a sync and the probe need them while the engine has its cache. What is moved are whole
+tensors, put in the places of the optimizer's own: a checkpoint that is taken meanwhile reads the
+host's copies, and needs to know nothing of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,27 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# bytes; torch rounds what it pins up to a power of two, so that one block of all would cost up to twice
+# bytes; torch rounds what it pins up to a power of two, so that one block of all would cost up to
+# twice
 BLOCK = 1 << 30
 ALIGNMENT = 64
 
-Held = tuple[Tensor, Callable[[Tensor], None]]  # a tensor of the optimizer, and how another one is put in its place
+# a tensor of the optimizer, and how another one is put in its place
+Held = tuple[Tensor, Callable[[Tensor], None]]
 
 
 class OptimizerOffload:
-    """Moves the optimizer to the host's memory (`leave`) and back (`take_back`) where it is not yet, on all ranks."""
+    """Moves the optimizer to the host's memory (`leave`) and back (`take_back`) where it is not
+    yet, on all ranks.
+    """
 
     def __init__(self, optimizer: Any, chunks: Sequence[Any], device: torch.device) -> None:
         """`optimizer`, `chunks`: megatron-core's."""
         self.away = False
-        self._optimizer, self._chunks, self._device = optimizer, chunks, device
+        self._optimizer = optimizer
+        self._chunks = chunks
+        self._device = device
         self._places: list[Tensor] = []  # on the host, used again each time
 
     def leave(self) -> None:
         if self.away:
             return
         held = list(self._held())
-        if [(one.dtype, one.shape) for one in self._places] != [(one.dtype, one.shape) for one, _ in held]:
+        if [(one.dtype, one.shape) for one in self._places] != [
+            (one.dtype, one.shape) for one, _ in held
+        ]:
             self._places = _places([one for one, _ in held], pinned=self._device.type != "cpu")
         for place, (tensor, _) in zip(self._places, held, strict=True):
             place.copy_(tensor, non_blocking=True)
@@ -56,8 +66,14 @@ class OptimizerOffload:
         self.away = False
 
     def _held(self) -> Iterator[Held]:
-        """What is the optimizer's alone: in FP32 its masters are the weights themselves, which stay."""
-        weights = {parameter.untyped_storage().data_ptr() for chunk in self._chunks for parameter in chunk.parameters()}
+        """What is the optimizer's alone: in FP32 its masters are the weights themselves, which
+        stay.
+        """
+        weights = {
+            parameter.untyped_storage().data_ptr()
+            for chunk in self._chunks
+            for parameter in chunk.parameters()
+        }
         for each in self._optimizer.chained_optimizers:
             if each.optimizer is None:  # this rank has no parameters of a kind, such as experts
                 continue
@@ -74,10 +90,12 @@ class OptimizerOffload:
 def _places(tensors: Sequence[Tensor], pinned: bool) -> list[Tensor]:
     """Room for each of the tensors on the host, in blocks that hold many."""
     places: list[Tensor] = []
-    block, at = torch.empty(0, dtype=torch.uint8), 0
+    block = torch.empty(0, dtype=torch.uint8)
+    at = 0
     for tensor in tensors:
         if at + tensor.nbytes > len(block):
-            block, at = torch.empty(max(BLOCK, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned), 0
+            block = torch.empty(max(BLOCK, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
+            at = 0
         places.append(block[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return places

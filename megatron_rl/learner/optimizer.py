@@ -1,4 +1,6 @@
-"""Settings of megatron-core's Adam and gradient reduction, the learning rate of a step, clipping by a given norm."""
+"""Settings of megatron-core's Adam and gradient reduction, the learning rate of a step, clipping by
+a given norm.
+"""
 
 import math
 from collections.abc import Mapping
@@ -17,10 +19,18 @@ from megatron_rl.config.schema import Decay, OptimSection, Precision
 from megatron_rl.learner.modules import limits
 
 # of OptimizerConfig, where `optim.megatron` names no others
-DEFAULTS = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8, "clip_grad": 1.0}
+DEFAULTS = {
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.98,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+}
 
 
-def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: torch.dtype) -> OptimizerConfig:
+def optimizer_config(
+    optim: OptimSection, precision: Precision, params_dtype: torch.dtype
+) -> OptimizerConfig:
     for problem in limits.optimizer_fields(optim):
         raise ValueError(problem)
     return OptimizerConfig(
@@ -35,7 +45,9 @@ def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: to
 
 
 def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParallelConfig:
-    """Settings of sums over replicas: on GPUs a bucket travels once backward has filled it, on hosts all at the end."""
+    """Settings of sums over replicas: on GPUs a bucket travels once backward has filled it, on
+    hosts all at the end.
+    """
     given = _those_of(DistributedDataParallelConfig, optim.megatron)
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -58,11 +70,16 @@ def clip(optimizer: Any, norm: float, limit: float) -> None:
 
 
 def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0) of `total_steps`: a linear warmup, then the decay."""
+    """The rate of optimizer step `step` (from 0) of `total_steps`: a linear warmup, then the
+    decay.
+    """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.decay == Decay.constant:
         return optim.lr
     done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
-    left = 1.0 - done if optim.decay == Decay.linear else 0.5 * (1.0 + math.cos(math.pi * done))
+    if optim.decay == Decay.linear:
+        left = 1.0 - done
+    else:
+        left = 0.5 * (1.0 + math.cos(math.pi * done))
     return optim.min_lr + (optim.lr - optim.min_lr) * left

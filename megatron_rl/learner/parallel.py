@@ -1,5 +1,6 @@
-"""One process of the learner: joins torch's and megatron-core's groups, checks its place in the layout, sums over ranks
-and broadcasts the driver's tensors and JSON."""
+"""One process of the learner: joins torch's and megatron-core's groups, checks its place in the
+layout, sums over ranks and broadcasts the driver's tensors and JSON.
+"""
 
 import ipaddress
 import json
@@ -36,8 +37,12 @@ _SENDABLE = {cls.__name__: cls for cls in (Batch,)}
 class LearnerRank:
     """This process among the learner's: its place, and the collectives that the learner uses."""
 
-    def __init__(self, learner: LearnerSection, layout: Layout, seed: int, collective_s: float) -> None:
-        """`collective_s`: how long a rank waits for the others in a collective; a dead one is noticed before."""
+    def __init__(
+        self, learner: LearnerSection, layout: Layout, seed: int, collective_s: float
+    ) -> None:
+        """`collective_s`: how long a rank waits for the others in a collective; a dead one is
+        noticed before.
+        """
         self.limit = timedelta(seconds=collective_s)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,16 +50,19 @@ class LearnerRank:
         self._check(learner)
         self.place = layout.place(self.rank)
         self.is_driver = self.rank == 0
-        self.first_stage, self.last_stage = self.place.pp == 0, self.place.pp == layout.pp - 1
+        self.first_stage = self.place.pp == 0
+        self.last_stage = self.place.pp == layout.pp - 1
         # one rank per replica speaks for its loss: the last stage's first one
         self.reports = self.last_stage and self.place.tp == self.place.cp == 0
-        if "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores: more threads would wait
+        # ranks of one machine share its cores: more threads would wait
+        if "OMP_NUM_THREADS" not in os.environ:
             here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
         limit_new_threads_to_one_core()  # gloo's
         with _meeting():
             _join(self.rank, self.world_size, self.limit)
-            self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
+            # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
+            self.device = _device()
             self.groups = self._form_groups(learner)
         require_same_place(self.place)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -79,10 +87,11 @@ class LearnerRank:
     def _check(self, learner: LearnerSection) -> None:
         if self.world_size != self.layout.world:
             raise ValueError(
-                f"the learner's layout needs {self.layout.world} processes (tensor_parallel {learner.tensor_parallel} "
-                f"x pipeline_parallel {learner.pipeline_parallel} x context_parallel {learner.context_parallel} x "
-                f"data_parallel {learner.data_parallel}), but WORLD_SIZE is {self.world_size}: "
-                "start that many, or change learner.data_parallel"
+                f"the learner's layout needs {self.layout.world} processes (tensor_parallel "
+                f"{learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel} x "
+                f"context_parallel {learner.context_parallel} x data_parallel "
+                f"{learner.data_parallel}), but WORLD_SIZE is {self.world_size}: start that many, "
+                "or change learner.data_parallel"
             )
         for problem in pipeline(learner):
             raise ValueError(problem)
@@ -117,7 +126,9 @@ class LearnerRank:
 
 
 def require_same_place(ours: Place) -> None:
-    """Raise, on every rank, where one counts otherwise than megatron-core: it would load one shard and send another."""
+    """Raise, on every rank, where one counts otherwise than megatron-core: it would load one shard
+    and send another.
+    """
     megatrons = Place(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
@@ -128,12 +139,15 @@ def require_same_place(ours: Place) -> None:
         cp=parallel_state.get_context_parallel_rank(),
         replica=parallel_state.get_data_parallel_rank(),
     )
-    answers = exchange(None if ours == megatrons else f"{ours} by our layout, {megatrons} by megatron-core")
+    answers = exchange(
+        None if ours == megatrons else f"{ours} by our layout, {megatrons} by megatron-core"
+    )
     wrong = [f"rank {rank} is at {places}" for rank, places in enumerate(answers) if places]
     if wrong:
         raise RuntimeError(
-            f"the learner's ranks are in another order than megatron-core's: {wrong[0]} ({len(wrong)} of "
-            f"{len(answers)} ranks differ). models/layout.py restates its order: bring the two together before a run"
+            f"the learner's ranks are in another order than megatron-core's: {wrong[0]} "
+            f"({len(wrong)} of {len(answers)} ranks differ). models/layout.py restates its order: "
+            "bring the two together before a run"
         )
 
 
@@ -143,7 +157,9 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value.detach().cpu().contiguous())
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape)}
     if is_dataclass(value) and type(value).__name__ in _SENDABLE:
-        parts = {field.name: _describe(getattr(value, field.name), tensors) for field in fields(value)}
+        parts = {
+            field.name: _describe(getattr(value, field.name), tensors) for field in fields(value)
+        }
         return {"object": type(value).__name__, "parts": parts}
     if isinstance(value, Mapping):
         return {"map": {str(key): _describe(item, tensors) for key, item in value.items()}}
@@ -151,7 +167,9 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         return {"list": [_describe(item, tensors) for item in value]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"plain": value}
-    raise TypeError(f"cannot broadcast a {type(value).__name__}: tensors, Batch and JSON values only")
+    raise TypeError(
+        f"cannot broadcast a {type(value).__name__}: tensors, Batch and JSON values only"
+    )
 
 
 def _receive(description: dict[str, Any]) -> Any:
@@ -184,11 +202,14 @@ def _join(rank: int, world_size: int, limit: timedelta) -> None:
     backend = "gloo" if host.ON_HOST else "cpu:gloo,cuda:nccl"
     if world_size == 1:
         # no other rank to find: a store in this process opens no port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
+        )
         return
     # ranks that were launched here meet in a file; torchrun and srun give an address instead
     meeting = os.environ.get(RENDEZVOUS, "env://")
-    own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun has a store already
+    # torchrun has a store already
+    own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ
     found = {"store": _store(rank, world_size, limit)} if own else {"init_method": meeting}
     dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=limit)
 
@@ -201,14 +222,17 @@ def _meeting() -> Iterator[None]:
     except dist.DistStoreError as error:
         place = os.environ.get(RENDEZVOUS, "MASTER_ADDR")
         raise RuntimeError(
-            f"the learner's ranks cannot meet in {place}: {error}. Where the temporary folder is full, free space "
-            "there, or set TMPDIR to another one"
+            f"the learner's ranks cannot meet in {place}: {error}. Where the temporary folder is "
+            "full, free space there, or set TMPDIR to another one"
         ) from error
 
 
 def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
-    """Rank 0's store, which listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    """Rank 0's store, which listens on the interface of MASTER_ADDR alone; torch by itself would on
+    all of them.
+    """
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     listener = None
     if rank == 0:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,5 +1,7 @@
-"""Base class of the learner: builds one rank's megatron-core modules and optimizer, loads weights, names parameters;
-random states, memory returned to engines; `Sections`: the part of a config that a learner looks at."""
+"""Base class of the learner: builds one rank's megatron-core modules and optimizer, loads weights,
+names parameters; random states, memory returned to engines; `Sections`: the part of a config that a
+learner looks at.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
+# patches the host before megatron is imported
+from megatron_rl.learner.parallel import (
+    LearnerRank,
+    leave,
+)
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
@@ -50,7 +56,8 @@ class Sections:
     correction: schema.CorrectionConfig
     rollout: schema.RolloutSection
     quantization: schema.QuantizationSection
-    sampler: schema.SamplerSection  # who sleeps on these devices, and how long ranks wait for its answers
+    # who sleeps on these devices, and how long ranks wait for its answers
+    sampler: schema.SamplerSection
     log: schema.LogSection
 
     @classmethod
@@ -59,25 +66,38 @@ class Sections:
 
 
 class Policy:
-    """A rank's modules, its optimizer, and its place; every rank makes one and calls the same methods."""
+    """A rank's modules, its optimizer, and its place; every rank makes one and calls the same
+    methods.
+    """
 
     def __init__(self, model: Model, sections: Sections) -> None:
         host.require(sections.run.device)
-        self.model, self.shape, self.layout = model, model.shape, model.layout
-        self.run, self.learner, self.optim = sections.run, sections.learner, sections.optim
+        self.model = model
+        self.shape = model.shape
+        self.layout = model.layout
+        self.run = sections.run
+        self.learner = sections.learner
+        self.optim = sections.optim
         timeout_s = collective_s(self.run.hang_timeout_s, sections.sampler)
         self.ranks = LearnerRank(self.learner, model.layout, self.run.seed, timeout_s)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
-        self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
-        self.place, self.groups = self.ranks.place, self.ranks.groups
+        self.is_driver = self.ranks.is_driver
+        self.device = self.ranks.device
+        self.place = self.ranks.place
+        self.groups = self.ranks.groups
         # each task of a job has decided learner.recompute=auto for its own node: the driver's holds
-        recompute, megatron = self.ranks.broadcast([str(self.learner.recompute), self.learner.megatron])
-        self.learner = replace(self.learner, recompute=schema.Recompute(recompute), megatron=megatron)
+        recompute, megatron = self.ranks.broadcast(
+            [str(self.learner.recompute), self.learner.megatron]
+        )
+        self.learner = replace(
+            self.learner, recompute=schema.Recompute(recompute), megatron=megatron
+        )
         if sections.log.memory_history:
             remember_allocations(self.device)
         self.steps = 0  # optimizer steps taken
         self.left_out_in_a_row = 0  # updates, that were not finite
-        self.measured: dict[str, Tensor] = {}  # by forward passes since the last sync: a checkpoint keeps them
+        # by forward passes since the last sync: a checkpoint keeps them
+        self.measured: dict[str, Tensor] = {}
         self._engine_sleeps = sections.sampler.sleep != Sleep.none
         self.megatron_config = transformer_config(model, self.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
@@ -85,20 +105,33 @@ class Policy:
             for first_layer, module in self.numbered_modules:
                 adapt(module, first_layer, model, self.groups)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
-        settings = optimizer_config(self.optim, self.learner.precision, self.megatron_config.params_dtype)
+        settings = optimizer_config(
+            self.optim, self.learner.precision, self.megatron_config.params_dtype
+        )
         self.clip_grad = settings.clip_grad
         gloo = self.device.type != "cpu"
         self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=gloo)
         offloads = self.learner.offload is Offload.optimizer
-        self.offload = OptimizerOffload(self.optimizer, self.chunks, self.device) if offloads else None
+        self.offload = (
+            OptimizerOffload(self.optimizer, self.chunks, self.device) if offloads else None
+        )
         no_sync = [chunk.no_sync for chunk in self.chunks]
-        self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        if len(no_sync) > 1:
+            self.megatron_config.no_sync_func = no_sync
+        else:
+            self.megatron_config.no_sync_func = no_sync[0]
         self.megatron_config.finalize_model_grads_func = _finalize
-        tp, vocab, group = self.layout.tp, self.shape.vocab, parallel_state.get_tensor_model_parallel_group()
-        self.share = VocabShare.of(self.place.tp, tp, vocab, self.layout.padded_vocab(vocab) // tp, group)
+        tp = self.layout.tp
+        vocab = self.shape.vocab
+        group = parallel_state.get_tensor_model_parallel_group()
+        self.share = VocabShare.of(
+            self.place.tp, tp, vocab, self.layout.padded_vocab(vocab) // tp, group
+        )
 
     def _chunk(self, chunk: int) -> PolicyModel:
-        """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved one."""
+        """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved
+        one.
+        """
         return build(
             self.model,
             self.megatron_config,
@@ -112,7 +145,9 @@ class Policy:
         if self.learner.precision is Precision.bf16:
             inner = Float16Module(self.megatron_config, inner)
         sums = replicas_config(self.optim, self.layout.dp * self.layout.cp)
-        return DistributedDataParallel(self.megatron_config, sums, inner, disable_bucketing=chunk > 0)
+        return DistributedDataParallel(
+            self.megatron_config, sums, inner, disable_bucketing=chunk > 0
+        )
 
     @property
     def numbered_modules(self) -> Iterator[tuple[int, PolicyModel]]:
@@ -123,14 +158,21 @@ class Policy:
     @property
     def positions_shard(self) -> int | None:
         """This rank's number where the positions of a pack are split over ranks."""
-        return self.place.tp if self.megatron_config.sequence_parallel else None
+        if self.megatron_config.sequence_parallel:
+            return self.place.tp
+        return None
 
     # weights
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's shards, under names whose layer and expert numbers count over the whole model."""
+        """This rank's shards, under names whose layer and expert numbers count over the whole
+        model.
+        """
         experts = self.shape.experts
-        first_expert = self.layout.local_experts(experts, self.place.ep).start if experts else 0
+        if experts:
+            first_expert = self.layout.local_experts(experts, self.place.ep).start
+        else:
+            first_expert = 0
         for first_layer, module in self.numbered_modules:
             for name, parameter in module.named_parameters():
                 yield global_name(name, first_layer, first_expert), parameter
@@ -177,7 +219,11 @@ class Policy:
 
     def restore_random(self, tensors: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(tensors["rng.cpu"])
-        states = {name.removeprefix(TRACKER): value for name, value in tensors.items() if name.startswith(TRACKER)}
+        states = {
+            name.removeprefix(TRACKER): value
+            for name, value in tensors.items()
+            if name.startswith(TRACKER)
+        }
         tensor_parallel.get_cuda_rng_tracker().set_states(states)
         if "rng.device" in tensors and self.device.type != "cpu":
             torch.cuda.set_rng_state(tensors["rng.device"])
@@ -189,7 +235,9 @@ class Policy:
         return self.ranks.broadcast(value)
 
     def make_room(self) -> None:
-        """Return memory on every rank, before an engine that slept takes its own on these devices back."""
+        """Return memory on every rank, before an engine that slept takes its own on these devices
+        back.
+        """
         if self.offload is not None:
             self.offload.leave()
         if self.device.type != "cpu" and self._engine_sleeps:
@@ -200,6 +248,10 @@ class Policy:
         leave()
 
 
-def _finalize(model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """megatron-core's reductions over gradients, without its division by a token count: losses come divided."""
+def _finalize(
+    model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any
+) -> None:
+    """megatron-core's reductions over gradients, without its division by a token count: losses come
+    divided.
+    """
     finalize_model_grads(list(model), None, **groups)

@@ -1,4 +1,6 @@
-"""Profiler of a learner's rank: torch.profiler traces of chosen steps, and a report of a GPU that is out of memory."""
+"""Profiler of a learner's rank: torch.profiler traces of chosen steps, and a report of a GPU that
+is out of memory.
+"""
 
 import gc
 from collections import Counter
@@ -9,7 +11,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MICRO_BATCHES = 2  # of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
+# of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
+MICRO_BATCHES = 2
 REMEMBERED = 100_000  # allocations and frees, of log.memory_history
 LARGEST = 40  # kinds of tensors that are listed
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -17,13 +20,22 @@ NO_FOLDER = Path()
 
 
 class Profiler:
-    """torch.profiler over this rank's passes in the steps of `log.profile_steps`: a trace of the end of each."""
+    """torch.profiler over this rank's passes in the steps of `log.profile_steps`: a trace of the
+    end of each.
+    """
 
     def __init__(
-        self, steps: Sequence[int], folder: Path | None, rank: int | None, note: Callable[[str], None]
+        self,
+        steps: Sequence[int],
+        folder: Path | None,
+        rank: int | None,
+        note: Callable[[str], None],
     ) -> None:
-        self._steps = steps if folder is not None and rank is not None else ()  # rank: None where another one speaks
-        self._folder, self._rank, self._note = folder or NO_FOLDER, rank, note
+        # rank: None where another one speaks
+        self._steps = steps if folder is not None and rank is not None else ()
+        self._folder = folder or NO_FOLDER
+        self._rank = rank
+        self._note = note
         self._step: int | None = None
         self._passes = self._to_come = 0
         self._running: profile | None = None
@@ -31,7 +43,8 @@ class Profiler:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Around all that a step does with the learner."""
-        self._step, self._passes = (step if step in self._steps else None), 0
+        self._step = step if step in self._steps else None
+        self._passes = 0
         try:
             yield
         finally:
@@ -43,7 +56,8 @@ class Profiler:
         if self._step is None:
             yield
             return
-        self._passes, self._to_come = self._passes + 1, micro_batches
+        self._passes = self._passes + 1
+        self._to_come = micro_batches
         try:
             yield
             self._write(f"rank_{self._rank}_pass_{self._passes}_{name}.json.gz")
@@ -84,18 +98,22 @@ def remember_allocations(device: torch.device) -> None:
 
 @contextmanager
 def explained_when_full(folder: Path, rank: int, history: bool) -> Iterator[None]:
-    """Where a GPU has no memory left, the error names a list of what lies in it, and torch's snapshot."""
+    """Where a GPU has no memory left, the error names a list of what lies in it, and torch's
+    snapshot.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         with suppress(OSError):  # a full disk takes nothing from the error
-            error.args = (f"{error} {_left(folder, rank, history)}",)  # a line: the launcher reads logs by lines
+            # a line: the launcher reads logs by lines
+            error.args = (f"{error} {_left(folder, rank, history)}",)
         raise
 
 
 def _left(folder: Path, rank: int, history: bool) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, snapshot = folder / f"memory_rank_{rank}.txt", folder / f"memory_rank_{rank}.pickle"
+    tensors = folder / f"memory_rank_{rank}.txt"
+    snapshot = folder / f"memory_rank_{rank}.pickle"
     cuda = torch.cuda.is_available()
     summary = torch.cuda.memory_summary() if cuda else ""
     tensors.write_text("\n".join([*_largest(), summary]), encoding="utf-8")
@@ -108,10 +126,13 @@ def _left(folder: Path, rank: int, history: bool) -> str:
 
 
 def _largest() -> Iterator[str]:
-    """Tensors that Python knows, alike ones together. What autograd alone keeps is not among them."""
+    """Tensors that Python knows, alike ones together. What autograd alone keeps is not among
+    them.
+    """
     held: dict[int, tuple[int, torch.Tensor]] = {}
     for one in gc.get_objects():
-        if type(one) in PLAIN and one.layout is torch.strided:  # others wrap such, or are a compiler's
+        # others wrap such, or are a compiler's
+        if type(one) in PLAIN and one.layout is torch.strided:
             storage = one.untyped_storage()
             with suppress(RuntimeError):  # it has no memory
                 held[storage.data_ptr()] = storage.nbytes(), one

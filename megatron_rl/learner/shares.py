@@ -1,8 +1,10 @@
-"""Data plane of the learner: hands each replica its rows of the driver's batch, and brings results of passes back.
+"""Data plane of the learner: hands each replica its rows of the driver's batch, and brings results
+of passes back.
 
-Rows go from the driver to a replica's first rank and on to the ranks that share the model with it, in pieces of bounded
-size; what a pass finds out about their tokens comes back the same way. Every rank knows all lengths, so that nobody has
-to ask for anything. Where each rank holds the whole batch, as in a probe of the sync, nothing moves.
+Rows go from the driver to a replica's first rank and on to the ranks that share the model with it,
+in pieces of bounded size; what a pass finds out about their tokens comes back the same way. Every
+rank knows all lengths, so that nobody has to ask for anything. Where each rank holds the whole
+batch, as in a probe of the sync, nothing moves.
 
 B rows of the batch, T response positions, N response tokens, P tokens of all rows.
 """
@@ -23,7 +25,8 @@ from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
 PIECE_BYTES = 32 << 20
-READ = tuple(one.name for one in fields(Sequences) if not one.name.endswith("_B"))  # by a forward pass
+# by a forward pass
+READ = tuple(one.name for one in fields(Sequences) if not one.name.endswith("_B"))
 # by a loss, beside what it finds in the targets
 OF_BATCH = ("sampler_logprobs_N", "turns_N", "groups_B")
 
@@ -40,7 +43,9 @@ class _Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Lengths):
-    """A batch as one rank sees it: lengths and groups of all rows, the rows themselves on the driver alone."""
+    """A batch as one rank sees it: lengths and groups of all rows, the rows themselves on the
+    driver alone.
+    """
 
     whole: Batch | None  # None on the other ranks
     groups_B: Tensor
@@ -51,7 +56,10 @@ class Shared(Lengths):
     def sizes(self, name: str) -> list[int]:
         """How much of a column each row has."""
         told = name.endswith("_K")
-        sizes_B = self.kept_sizes_B if told else sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
+        if told:
+            sizes_B = self.kept_sizes_B
+        else:
+            sizes_B = sizes_of(name, self.prompt_lengths_B, self.response_lengths_B)
         return sizes_B.tolist()
 
 
@@ -69,7 +77,8 @@ class Share:
     """Some rows of a batch in this rank's memory."""
 
     sequences: Sequences
-    place: Mapping[int, int] | None = None  # of the batch's rows in it; None: it is the batch itself
+    # of the batch's rows in it; None: it is the batch itself
+    place: Mapping[int, int] | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # what a loss reads of them
 
     def of(self, rows: Sequence[int]) -> Share:
@@ -84,13 +93,17 @@ class Share:
 
 
 class DataPlane:
-    """One rank's end of the data plane: takes rows from the driver, and brings results of their tokens back."""
+    """One rank's end of the data plane: takes rows from the driver, and brings results of their
+    tokens back.
+    """
 
     def __init__(self, ranks: LearnerRank) -> None:
-        self._ranks, self._driver = ranks, ranks.is_driver
+        self._ranks = ranks
+        self._driver = ranks.is_driver
         places = [ranks.layout.place(rank) for rank in range(ranks.world_size)]
         self._members = [
-            [rank for rank, place in enumerate(places) if place.replica == one] for one in range(ranks.layout.dp)
+            [rank for rank, place in enumerate(places) if place.replica == one]
+            for one in range(ranks.layout.dp)
         ]
         last = ranks.layout.pp - 1
         self._speakers = [
@@ -109,7 +122,8 @@ class DataPlane:
 
     def _group_of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """A group of those of this rank's part; None: the world, or one rank."""
-        ranks, mine = self._ranks, None
+        ranks = self._ranks
+        mine = None
         for part in parts if 1 < len(parts[0]) < ranks.world_size else ():
             group = dist.new_group(part, timeout=ranks.limit, backend="gloo")
             mine = group if ranks.rank in part else mine
@@ -120,11 +134,17 @@ class DataPlane:
         about: dict[str, Any] = {}
         if batch is not None:
             columns = {name: getattr(batch, name) for name in READ}
-            about = {name: getattr(batch, name) for name in ("prompt_lengths_B", "response_lengths_B", "groups_B")}
-            about["kept_sizes_B"] = torch.zeros(0) if batch.kept_ids_K is None else batch.sizes("kept_ids_K")
+            about = {
+                name: getattr(batch, name)
+                for name in ("prompt_lengths_B", "response_lengths_B", "groups_B")
+            }
+            about["kept_sizes_B"] = (
+                torch.zeros(0) if batch.kept_ids_K is None else batch.sizes("kept_ids_K")
+            )
             about["kinds"] = _kinds(columns)
         about = self._ranks.broadcast(about)
-        kinds, held = _read_kinds(about.pop("kinds")), _Held([[] for _ in self._members])
+        kinds = _read_kinds(about.pop("kinds"))
+        held = _Held([[] for _ in self._members])
         return Shared(whole=batch if self._driver else None, kinds=kinds, held=held, **about)
 
     def share_targets(self, batch: Shared, targets: Targets | None) -> SharedTargets:
@@ -135,42 +155,71 @@ class DataPlane:
         """The rows that this replica passes. `wanted`: those of each replica."""
         if isinstance(batch, Sequences):
             return Share(batch)
-        held, sets = batch.held, [{*rows} for rows in wanted]
+        held = batch.held
+        sets = [{*rows} for rows in wanted]
         missing = [sorted(rows - {*had}) for rows, had in zip(sets, held.rows, strict=True)]
         # what is passed no more goes
-        stays = [at for at, row in enumerate(held.rows[self._replica]) if row in sets[self._replica]]
-        columns = None if batch.whole is None else {name: getattr(batch.whole, name) for name in batch.kinds}
+        stays = [
+            at for at, row in enumerate(held.rows[self._replica]) if row in sets[self._replica]
+        ]
+        if batch.whole is None:
+            columns = None
+        else:
+            columns = {name: getattr(batch.whole, name) for name in batch.kinds}
         got = self._hand_out(batch, batch.kinds, columns, missing)
         held.rows = [
-            [row for row in had if row in rows] + new for had, rows, new in zip(held.rows, sets, missing, strict=True)
+            [row for row in had if row in rows] + new
+            for had, rows, new in zip(held.rows, sets, missing, strict=True)
         ]
         if batch.whole is not None:
             return Share(batch.whole)
         new = _sequences(batch, missing[self._replica], got)
-        held.mine = new if held.mine is None else _joined(held.mine.rows(torch.tensor(stays, dtype=torch.int64)), new)
+        if held.mine is None:
+            held.mine = new
+        else:
+            held.mine = _joined(held.mine.rows(torch.tensor(stays, dtype=torch.int64)), new)
         return Share(held.mine, {row: at for at, row in enumerate(held.rows[self._replica])})
 
     def loss_rows(self, targets: Targets | SharedTargets, wanted: Sequence[Sequence[int]]) -> Share:
         """What a loss reads of the rows that this replica passes."""
-        mine, got = sorted(wanted[self._replica]), {}
-        batch, whole = targets.batch, targets if isinstance(targets, Targets) else targets.whole
+        mine = sorted(wanted[self._replica])
+        got = {}
+        batch = targets.batch
+        whole = targets if isinstance(targets, Targets) else targets.whole
         columns = None if whole is None else loss_columns(whole)
         if isinstance(targets, SharedTargets):
-            got = self._hand_out(targets.batch, targets.kinds, columns, [sorted(rows) for rows in wanted])
+            got = self._hand_out(
+                targets.batch, targets.kinds, columns, [sorted(rows) for rows in wanted]
+            )
         if columns is not None:
-            got = {name: _rows_of(name, one, batch, mine) for name, one in columns.items() if one is not None}
-        lengths, nothing = batch.response_lengths_B[mine], torch.zeros(0, dtype=torch.int32)
+            got = {
+                name: _rows_of(name, one, batch, mine)
+                for name, one in columns.items()
+                if one is not None
+            }
+        lengths = batch.response_lengths_B[mine]
+        nothing = torch.zeros(0, dtype=torch.int32)
         bare = Sequences(prompt_lengths_B=0 * lengths, response_lengths_B=lengths, tokens_P=nothing)
         place = {row: at for at, row in enumerate(mine)}
         return Share(bare, place, {name.replace("_BT", "_N"): one for name, one in got.items()})
 
     def collect(
-        self, batch: Shared, rows: Sequence[Sequence[int]], name: str, mine: Mapping[int, Tensor], kind: Kind
+        self,
+        batch: Shared,
+        rows: Sequence[Sequence[int]],
+        name: str,
+        mine: Mapping[int, Tensor],
+        kind: Kind,
     ) -> Tensor | None:
-        """A new column, on the driver: of each replica's `rows`, whose speaker has them in `mine`; zero elsewhere."""
+        """A new column, on the driver: of each replica's `rows`, whose speaker has them in `mine`;
+        zero elsewhere.
+        """
         sizes, (dtype, shape) = batch.sizes(name), kind
         starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        found = torch.zeros(starts[-1], *shape, dtype=dtype) if self._driver else None
+        if self._driver:
+            found = torch.zeros(starts[-1], *shape, dtype=dtype)
+        else:
+            found = None
         for speaker, theirs in zip(self._speakers, rows, strict=True):
             if self._ranks.rank not in (0, speaker):
                 continue
@@ -181,19 +230,30 @@ class DataPlane:
                 if speaker != 0:
                     self._move(data, speaker, 0)
                 if found is not None:
-                    for row, part in zip(piece, data.split([sizes[row] for row in piece]), strict=True):
+                    for row, part in zip(
+                        piece, data.split([sizes[row] for row in piece]), strict=True
+                    ):
                         found[starts[row] : starts[row] + len(part)] = part
         return found
 
-    def with_experts(self, batch: Shared, rows: Sequence[Sequence[int]], share: Share, mine_PLK: Tensor) -> Shared:
-        """The batch with experts: the driver's of all rows, a rank's own of the rows that it has them for."""
+    def with_experts(
+        self, batch: Shared, rows: Sequence[Sequence[int]], share: Share, mine_PLK: Tensor
+    ) -> Shared:
+        """The batch with experts: the driver's of all rows, a rank's own of the rows that it has
+        them for.
+        """
         assert share.place is not None
-        parts = dict(zip(share.place, mine_PLK.split(share.sequences.lengths_B.tolist()), strict=True))
+        parts = dict(
+            zip(share.place, mine_PLK.split(share.sequences.lengths_B.tolist()), strict=True)
+        )
         layers = self._ranks.layout.own_layers(mine_PLK.shape[1], self._ranks.place.pp)
         own = replace(share.sequences, experts_PLK=mine_PLK[:, layers])
         kind = (mine_PLK.dtype, tuple(mine_PLK.shape[1:]))
         found_PLK = self.collect(batch, rows, "experts_PLK", parts, kind)
-        whole = None if batch.whole is None else replace(batch.whole, experts_PLK=found_PLK)
+        if batch.whole is None:
+            whole = None
+        else:
+            whole = replace(batch.whole, experts_PLK=found_PLK)
         held = _Held([sorted(each) for each in rows], None if self._driver else own)
         return replace(batch, whole=whole, held=held, kinds={**batch.kinds, "experts_PLK": kind})
 
@@ -210,7 +270,9 @@ class DataPlane:
         whole: Mapping[str, Tensor | None] | None,
         wanted: Sequence[Sequence[int]],
     ) -> dict[str, Tensor]:
-        """This replica's rows of each column, in the order of `wanted`. The driver needs no copy and gets nothing."""
+        """This replica's rows of each column, in the order of `wanted`. The driver needs no copy
+        and gets nothing.
+        """
         got: dict[str, Tensor] = {}
         for replica, rows in enumerate(wanted):
             for name, kind in kinds.items():
@@ -248,16 +310,23 @@ class DataPlane:
             start = end
         return got
 
-    def _receivers(self, replica: int, name: str, kind: Kind) -> Iterator[tuple[list[int], list[int] | None]]:
-        """Ranks that have the same of a column, and of which layers; None: all of it. A stage chooses for its own."""
-        layout, stages = self._ranks.layout, self._stages[replica]
+    def _receivers(
+        self, replica: int, name: str, kind: Kind
+    ) -> Iterator[tuple[list[int], list[int] | None]]:
+        """Ranks that have the same of a column, and of which layers; None: all of it. A stage
+        chooses for its own.
+        """
+        layout = self._ranks.layout
+        stages = self._stages[replica]
         if not name.endswith("_PLK") or len(stages) == 1:
             yield self._members[replica], None
             return
         for stage, members in enumerate(stages):
             yield members, layout.own_layers(kind[1][0], stage)
 
-    def _pass_on(self, data: Tensor, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    def _pass_on(
+        self, data: Tensor, members: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
         """From the driver to the first of these ranks, and from there to the others."""
         first = members[0]
         if first != 0 and self._ranks.rank in (0, first):
@@ -275,7 +344,8 @@ class DataPlane:
 
     def _count(self, data: Tensor, source: int) -> None:
         sends = self._ranks.rank == source
-        self.sent, self.received = self.sent + sends * data.nbytes, self.received + (not sends) * data.nbytes
+        self.sent = self.sent + sends * data.nbytes
+        self.received = self.received + (not sends) * data.nbytes
 
 
 def loss_columns(targets: Targets) -> dict[str, Tensor | None]:
@@ -311,13 +381,19 @@ def _rows_of(name: str, column: Tensor, batch: Shared | Batch, rows: Sequence[in
 
 def _sequences(batch: Shared, rows: Sequence[int], columns: Mapping[str, Tensor]) -> Sequences:
     index = torch.tensor(rows, dtype=torch.int64)
-    lengths = {name: getattr(batch, name)[index] for name in ("prompt_lengths_B", "response_lengths_B")}
+    lengths = {
+        name: getattr(batch, name)[index] for name in ("prompt_lengths_B", "response_lengths_B")
+    }
     return Sequences(**lengths, **columns)
 
 
 def _joined(first: Sequences, second: Sequences) -> Sequences:
-    parts = {one.name: (getattr(first, one.name), getattr(second, one.name)) for one in fields(Sequences)}
-    joined: dict[str, Any] = {name: None if pair[0] is None else torch.cat(pair) for name, pair in parts.items()}
+    parts = {
+        one.name: (getattr(first, one.name), getattr(second, one.name)) for one in fields(Sequences)
+    }
+    joined: dict[str, Any] = {
+        name: None if pair[0] is None else torch.cat(pair) for name, pair in parts.items()
+    }
     return Sequences(**joined)
 
 
@@ -328,7 +404,8 @@ def _pieces(rows: Sequence[int], sizes: Sequence[int], entry_bytes: int) -> Iter
     for row in rows:
         if piece and held + sizes[row] * entry_bytes > PIECE_BYTES:
             yield piece
-            piece, held = [], 0
+            piece = []
+            held = 0
         piece.append(row)
         held += sizes[row] * entry_bytes
     if piece:
@@ -336,4 +413,6 @@ def _pieces(rows: Sequence[int], sizes: Sequence[int], entry_bytes: int) -> Iter
 
 
 def _bytes(data: Tensor) -> Tensor:
-    return data.view(torch.uint8) if data.dim() else data
+    if data.dim():
+        return data.view(torch.uint8)
+    return data

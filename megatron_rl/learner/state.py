@@ -1,5 +1,6 @@
-"""A learner's state as checkpoints save and restore it: weights, optimizer, random states, the maxima it has measured;
-`Snapshot`: weights and optimizer in this process's memory, to undo updates (update_check.py).
+"""A learner's state as checkpoints save and restore it: weights, optimizer, random states, the
+maxima it has measured; `Snapshot`: weights and optimizer in this process's memory, to undo updates
+(update_check.py).
 
 Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """
@@ -30,25 +31,36 @@ class LearnerState:
 
     def __init__(self, learner: Policy) -> None:
         self._learner = learner
-        self.rank, self.is_driver = learner.rank, learner.is_driver
-        self.layout, self.device = learner.layout, learner.device
+        self.rank = learner.rank
+        self.is_driver = learner.is_driver
+        self.layout = learner.layout
+        self.device = learner.device
 
     @property
     def steps(self) -> int:
         return self._learner.steps
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks that this rank has to write, views of the learner's own memory; no two ranks write the same."""
-        learner, shape = self._learner, self._learner.shape
+        """The blocks that this rank has to write, views of the learner's own memory; no two ranks
+        write the same.
+        """
+        learner = self._learner
+        shape = self._learner.shape
         for param, parameter in self._params():
             if not _writes(learner, param):
                 continue
             entry, *_ = entries(param, shape, stacked=not shape.dense_layers)
             whole = param.local_shape(Layout())
             regions = shard_regions(param, learner.layout, learner.place)
-            if (learner.place.edp if param.row.expert else learner.place.dp) == 0:  # of replicas the first
+            # of replicas the first
+            if (learner.place.edp if param.row.expert else learner.place.dp) == 0:
                 for region in regions:
-                    yield part_of(entry, whole, region.offset, part(parameter.detach(), region.start, region.size))
+                    yield part_of(
+                        entry,
+                        whole,
+                        region.offset,
+                        part(parameter.detach(), region.start, region.size),
+                    )
             for kind, run, start, stop in _optimizer_runs(learner, parameter):
                 for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
                     values = run[at : at + torch.Size(region.size).numel()].view(region.size)
@@ -58,7 +70,9 @@ class LearnerState:
         return (block for block in self.blocks() if not block.key.startswith(OPTIMIZER))
 
     def restore(self, reader: Reader, steps: int) -> None:
-        """Load weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
+        """Load weights and optimizer after `steps` optimizer steps, written by a learner of any
+        layout.
+        """
         learner = self._learner
         optimizers = learner.optimizer.chained_optimizers if steps else ()
         for each in optimizers:
@@ -85,7 +99,10 @@ class LearnerState:
     def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The small rest of the state, which is this rank's own: tensors, and text."""
         measured = {name: value.clone() for name, value in self._learner.measured.items()}
-        text = {"rng.python": json.dumps(random.getstate()), "nonfinite": str(self._learner.left_out_in_a_row)}
+        text = {
+            "rng.python": json.dumps(random.getstate()),
+            "nonfinite": str(self._learner.left_out_in_a_row),
+        }
         return self._learner.random_states() | measured, text
 
     def restore_own(self, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
@@ -96,8 +113,15 @@ class LearnerState:
         self._learner.left_out_in_a_row = int(text.get("nonfinite", 0))
 
     def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None:
-        """Take over what any rank of another layout has seen. Their random states mean nothing here."""
-        self._measure({name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in self._learner.measured})
+        """Take over what any rank of another layout has seen. Their random states mean nothing
+        here.
+        """
+        self._measure(
+            {
+                name: torch.stack([rank[name] for rank in ranks]).amax(0)
+                for name in self._learner.measured
+            }
+        )
 
     def _measure(self, seen: Mapping[str, Tensor]) -> None:
         for name, held in self._learner.measured.items():
@@ -105,10 +129,13 @@ class LearnerState:
 
 
 class Snapshot:
-    """This rank's weights and optimizer as they are, in the host's memory, to go back to after an update."""
+    """This rank's weights and optimizer as they are, in the host's memory, to go back to after an
+    update.
+    """
 
     def __init__(self, learner: Policy) -> None:
-        self._learner, self._steps = learner, learner.steps
+        self._learner = learner
+        self._steps = learner.steps
         self._held = {key: values.detach().to("cpu", copy=True) for key, values in self._tensors()}
 
     @torch.no_grad()
@@ -127,11 +154,15 @@ class Snapshot:
             if not parameter.requires_grad:
                 continue
             yield (name, ""), parameter
-            yield from (((name, kind), run) for kind, run, _, _ in _optimizer_runs(self._learner, parameter))
+            yield from (
+                ((name, kind), run) for kind, run, _, _ in _optimizer_runs(self._learner, parameter)
+            )
 
 
 def _writes(learner: Policy, param: Param) -> bool:
-    """Whether this rank is the first of those that hold the same shard in a tensor-parallel group."""
+    """Whether this rank is the first of those that hold the same shard in a tensor-parallel
+    group.
+    """
     if param.row.copy:
         return False
     _, place = param.tensor_parallel(learner.layout, learner.place)
@@ -139,30 +170,43 @@ def _writes(learner: Policy, param: Param) -> bool:
 
 
 def _fill(learner: Policy, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
-    """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the embeddings."""
+    """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the
+    embeddings.
+    """
     stored = find(EMBEDDING, learner.shape) if param.row.copy else param
     entry = reader.find(stored, learner.shape)
     for region in shard_regions(stored, learner.layout, learner.place):
-        part(local, region.start, region.size).copy_(reader.read(entry, region.offset, region.size, kind))
+        part(local, region.start, region.size).copy_(
+            reader.read(entry, region.offset, region.size, kind)
+        )
 
 
-def _optimizer_runs(learner: Policy, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor, int, int]]:
+def _optimizer_runs(
+    learner: Policy, parameter: torch.nn.Parameter
+) -> Iterator[tuple[str, Tensor, int, int]]:
     """(kind, flat values, from, to) of what this rank's optimizer holds of a shard."""
     for each in learner.optimizer.chained_optimizers:
         if parameter not in each.model_param_group_index_map:
             continue
         held = each._get_model_param_range_map(parameter)["param"]
         for kind, values in each._get_main_param_and_optimizer_states(parameter).items():
-            master = kind == "param" and values.dtype == parameter.dtype  # FP32: the weights themselves
+            # FP32: the weights themselves
+            master = kind == "param" and values.dtype == parameter.dtype
             if kind != "step" and not master:
                 yield kind, values.detach().flatten(), held.start, held.end
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:
-    """Set the step counts, which torch's Adam has for each parameter, Transformer Engine's for each group."""
+    """Set the step counts, which torch's Adam has for each parameter, Transformer Engine's for each
+    group.
+    """
     for state in optimizer.state.values():
         if "step" in state:
-            state["step"] = torch.as_tensor(state["step"]).fill_(steps) if isinstance(state["step"], Tensor) else steps
+            state["step"] = (
+                torch.as_tensor(state["step"]).fill_(steps)
+                if isinstance(state["step"], Tensor)
+                else steps
+            )
     for group in optimizer.param_groups:
         if "step" in group:
             group["step"] = steps

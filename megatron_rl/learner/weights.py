@@ -1,4 +1,6 @@
-"""Fills a rank's parameters from Hugging Face tensors or at random, and exchanges or re-rounds them for a while."""
+"""Fills a rank's parameters from Hugging Face tensors or at random, and exchanges or re-rounds them
+for a while.
+"""
 
 import math
 import zlib
@@ -13,31 +15,39 @@ from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import local_shard
 
-ONE_IN = 12  # a unit in the last place has 12 times the mean square of a rounding, which is anywhere within half of one
+# a unit in the last place has 12 times the mean square of a rounding, which is anywhere within half
+# of one
+ONE_IN = 12
 BLOCK = 1 << 24  # weights, of which the pattern is held at once
 
 
 @torch.no_grad()
-def load(named: Iterable[tuple[str, Tensor]], model: Model, place: Place, get_hf: Callable[[str], Tensor]) -> None:
+def load(
+    named: Iterable[tuple[str, Tensor]], model: Model, place: Place, get_hf: Callable[[str], Tensor]
+) -> None:
     """Fill every local parameter (global names) from full tensors."""
     for name, parameter in named:
         parameter.copy_(local_shard(name, model.shape, model.layout, place, get_hf))
 
 
 def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
-    """`get_hf` over a random model: each tensor depends on the seed and its own name, on nothing else.
+    """`get_hf` over a random model: each tensor depends on the seed and its own name, on nothing
+    else.
 
-    Linear layers start normal with config.json's initializer_range, those that write into the residual stream narrower
-    with depth; norms start at one and biases at zero.
+    Linear layers start normal with config.json's initializer_range, those that write into the
+    residual stream narrower with depth; norms start at one and biases at zero.
     """
-    shape, std = model.shape, float(model.hf_config.get("initializer_range") or 0.02)
+    shape = model.shape
+    std = float(model.hf_config.get("initializer_range") or 0.02)
     wanted = {name: size for param in params(shape) for name, size in param.sizes.items()}
     residual = {name for param in params(shape) if param.row.split == "row" for name in param.hf}
 
     def get(name: str) -> Tensor:
         size = wanted[name]
         if len(size) == 1:
-            return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
+            if name.endswith(".bias"):
+                return torch.zeros(size)
+            return torch.ones(size)
         generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
         width = std / math.sqrt(2 * shape.layers) if name in residual else std
         return torch.randn(size, generator=generator) * width
@@ -45,8 +55,12 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
     return get
 
 
-def with_new_adapters(get_hf: Callable[[str], Tensor], model: Model, seed: int) -> Callable[[str], Tensor]:
-    """`get_hf`, and adapters as PEFT begins them: A uniform, by the seed and its own name, B zero."""
+def with_new_adapters(
+    get_hf: Callable[[str], Tensor], model: Model, seed: int
+) -> Callable[[str], Tensor]:
+    """`get_hf`, and adapters as PEFT begins them: A uniform, by the seed and its own name, B
+    zero.
+    """
     pairs = [pair for param in params(model.shape) if (pair := adapters(param, model.shape))]
     sizes = {name: size for pair in pairs for one in pair for name, size in one.sizes.items()}
 
@@ -83,8 +97,9 @@ def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def rounded_again(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
     """Round every weight once more for a while, so that its effect on logprobs can be told.
 
-    So many weights move by one unit in the last place of BF16 that the mean square is that of a rounding. A last bit
-    that is turned over twice is what it was: nothing is copied. What several ranks hold alike stays alike.
+    So many weights move by one unit in the last place of BF16 that the mean square is that of a
+    rounding. A last bit that is turned over twice is what it was: nothing is copied. What several
+    ranks hold alike stays alike.
     """
     turned: list[tuple[str, Tensor]] = []
     try:
@@ -99,7 +114,9 @@ def rounded_again(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
 
 @torch.no_grad()
 def _turn_over(name: str, parameter: Tensor) -> None:
-    bits = parameter.detach().view(-1).view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+    bits = (
+        parameter.detach().view(-1).view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+    )
     last = 1 << (8 * parameter.element_size() - 16)  # of BF16: the upper half of an FP32 number
     draw = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
     for block in bits.split(BLOCK):

@@ -1,4 +1,5 @@
-"""Selection of the tokens that the losses `clip_cov` and `kl_cov` act on: once, on the global batch, before any update.
+"""Selection of the tokens that the losses `clip_cov` and `kl_cov` act on: once, on the global
+batch, before any update.
 
 The covariance of a token is (A - mean A) (p - mean p): a large one drives entropy down fastest.
 
@@ -14,13 +15,17 @@ from megatron_rl.loss.table import LOSSES
 
 @torch.no_grad()
 def select_by_covariance(
-    prox_logprobs_BT: Tensor | None, advantages_B: Tensor, mask_BT: Tensor, config: LossConfig, seed: int
+    prox_logprobs_BT: Tensor | None,
+    advantages_B: Tensor,
+    mask_BT: Tensor,
+    config: LossConfig,
+    seed: int,
 ) -> Tensor | None:
     """bool [B, T], or None for losses that select nothing.
 
-    kl_cov takes the highest covariances, and draws among equal ones; clip_cov draws among those between cov_low and
-    cov_high. The draw is a function of the seed and of each token's own numbers, not of the order of rows or of
-    padding.
+    kl_cov takes the highest covariances, and draws among equal ones; clip_cov draws among those
+    between cov_low and cov_high. The draw is a function of the seed and of each token's own
+    numbers, not of the order of rows or of padding.
     """
     selects = LOSSES[config.name].selects
     if not selects:
@@ -50,7 +55,11 @@ def select_by_covariance(
 
 
 def _draws(prox_BT: Tensor, covariance_BT: Tensor, seed: int) -> Tensor:
-    """A pseudo-random number in [0, 1) per token, from the seed, the position and the token's values."""
+    """A pseudo-random number in [0, 1) per token, from the seed, the position and the token's
+    values.
+    """
     column_T = torch.arange(prox_BT.shape[1], device=prox_BT.device, dtype=torch.float64)
-    mixed_BT = torch.sin(prox_BT * 12.9898 + covariance_BT * 78.233 + column_T * 37.719 + (seed % 100003) * 4.581)
+    mixed_BT = torch.sin(
+        prox_BT * 12.9898 + covariance_BT * 78.233 + column_T * 37.719 + (seed % 100003) * 4.581
+    )
     return (mixed_BT * 43758.5453).frac().abs()

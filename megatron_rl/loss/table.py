@@ -1,11 +1,13 @@
-"""Table of policy losses (ppo, gspo, cispo, dppo, ...): each one's formula per token, keys, and demands on a recipe.
+"""Table of policy losses (ppo, gspo, cispo, dppo, ...): each one's formula per token, keys, and
+demands on a recipe.
 
-A new loss is a function here and a row of `LOSSES`; `loss.name`, the checks of the config and the default reduction
-follow the table. The config reads it too, which loads no torch: formulas call the methods of their tensors, and what
-needs torch itself is a method of `Terms`.
+A new loss is a function here and a row of `LOSSES`; `loss.name`, the checks of the config and the
+default reduction follow the table. The config reads it too, which loads no torch: formulas call the
+methods of their tensors, and what needs torch itself is a method of `Terms`.
 
-A formula returns the loss of every token, weighted, and where its clip was active. Positions outside the mask may
-hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r = exp(x).
+A formula returns the loss of every token, weighted, and where its clip was active. Positions
+outside the mask may hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r =
+exp(x).
 
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 SHARED_EXPONENT_LIMIT = 10.0  # of a ratio that several tokens share
 BUDGET_QUANTILE = 0.9  # of a row's distances: its budget, between prefix_budget and twice that
-LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # vespo
+# vespo
+LOWEST_LOG_WEIGHT = math.log(1e-8)
+HIGHEST_LOG_WEIGHT = 20.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,19 @@ class Loss:
     formula: Callable[[Terms, LossConfig], Result]
     reads: tuple[str, ...] = ()  # the keys of the `loss` section that are its own
     ratio: bool = True  # r is a factor: what lies between pi and the anchor is corrected for
-    band: Literal["", "closed", "open"] = ""  # r is bounded by 1 - clip_low and 1 + clip_high; open: dropped there too
+    # r is bounded by 1 - clip_low and 1 + clip_high; open: dropped there too
+    band: Literal["", "closed", "open"] = ""
     per_row: bool = False  # one ratio for each answer: a mean over answers, not over tokens
-    selects: Literal["", "highest", "drawn"] = ""  # tokens by covariance: the highest ones, or drawn inside a band
+    # tokens by covariance: the highest ones, or drawn inside a band
+    selects: Literal["", "highest", "drawn"] = ""
     against_sampler: bool = False  # its anchor has to be the sampler
-    clips: tuple[float, float] = (0.02, 1.0)  # what clip_low and clip_high are between in use; outside, a note says so
-    supervised: bool = False  # of the data set's own answers: no anchor, and advantages do not matter
+    # what clip_low and clip_high are between in use; outside, a note says so
+    clips: tuple[float, float] = (
+        0.02,
+        1.0,
+    )
+    # of the data set's own answers: no anchor, and advantages do not matter
+    supervised: bool = False
 
 
 def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Result:
@@ -50,7 +61,10 @@ def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Re
     bounded_BT = -a_B1 * ratio_BT.clamp(*_band(terms, config))
     loss_BT = plain_BT.maximum(bounded_BT)
     active_BT = bounded_BT > plain_BT
-    clipped = {"clip_fraction_high": active_BT & (a_B1 > 0), "clip_fraction_low": active_BT & (a_B1 < 0)}
+    clipped = {
+        "clip_fraction_high": active_BT & (a_B1 > 0),
+        "clip_fraction_low": active_BT & (a_B1 < 0),
+    }
     if config.dual_clip is not None:
         ceiling_BT = (-_grown(terms, config, config.dual_clip) * a_B1).expand_as(loss_BT)
         clipped["dual_clip_fraction"] = (a_B1 < 0) & (loss_BT > ceiling_BT)
@@ -59,7 +73,9 @@ def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Re
 
 
 def _grown(terms: Terms, config: LossConfig, bound: float) -> Any:
-    """A bound that widens, in logs, as the row's tokens go on: a prefix's ratio spreads with the root of its length."""
+    """A bound that widens, in logs, as the row's tokens go on: a prefix's ratio spreads with the
+    root of its length.
+    """
     if not config.clip_growth:
         return bound
     growth_BT = terms.places_BT.to(terms.logprobs_BT.dtype) ** config.clip_growth
@@ -67,7 +83,9 @@ def _grown(terms: Terms, config: LossConfig, bound: float) -> Any:
 
 
 def _band(terms: Terms, config: LossConfig) -> tuple[Any, Any]:
-    low, high = (_grown(terms, config, bound) for bound in (1.0 - config.clip_low, 1.0 + config.clip_high))
+    low, high = (
+        _grown(terms, config, bound) for bound in (1.0 - config.clip_low, 1.0 + config.clip_high)
+    )
     if not config.clip_by_weight:
         return low, high
     lost_BT = terms.weight_lost_BT
@@ -122,35 +140,52 @@ def gmpo(terms: Terms, config: LossConfig) -> Result:
     row_B1 = terms.row_mean(sign_B1 * plain_BT.minimum(bounded_BT))
     weight_B1 = terms.row_mean(terms.weights_BT.masked_fill(~terms.mask_BT, 1.0).log()).exp()
     active_BT = bounded_BT < plain_BT
-    clipped = {"clip_fraction_high": active_BT & (sign_B1 > 0), "clip_fraction_low": active_BT & (sign_B1 < 0)}
+    clipped = {
+        "clip_fraction_high": active_BT & (sign_B1 > 0),
+        "clip_fraction_low": active_BT & (sign_B1 < 0),
+    }
     loss_B1 = -terms.advantages_B1 * terms.exp(row_B1) * weight_B1
     return loss_B1.expand_as(shift_BT), clipped
 
 
 def dppo(terms: Terms, config: LossConfig) -> Result:
-    """A token counts inside a trust region of probabilities, or when its step leads back towards it."""
-    logprobs_BT, anchor_BT = terms.logprobs_BT.detach(), terms.anchor_BT
+    """A token counts inside a trust region of probabilities, or when its step leads back towards
+    it.
+    """
+    logprobs_BT = terms.logprobs_BT.detach()
+    anchor_BT = terms.anchor_BT
     prob_BT = logprobs_BT.clamp(max=0.0).exp()
     anchor_prob_BT = anchor_BT.clamp(max=0.0).exp()
     gap_BT = prob_BT - anchor_prob_BT
     if config.prefix_budget is not None:
         too_high_BT, too_low_BT = _beyond_prefix_budget(terms, gap_BT, config)
     elif config.trust_region == "total_variation":
-        too_high_BT, too_low_BT = gap_BT > config.clip_high, gap_BT < -config.clip_low
+        too_high_BT = gap_BT > config.clip_high
+        too_low_BT = gap_BT < -config.clip_low
     elif config.trust_region == "binary_kl":
         coins = (anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
         kl_BT = _binary_kl(*coins, terms.rounding)
-        too_high_BT, too_low_BT = (kl_BT > config.clip_high) & (gap_BT > 0), (kl_BT > config.clip_low) & (gap_BT < 0)
+        too_high_BT = (kl_BT > config.clip_high) & (gap_BT > 0)
+        too_low_BT = (kl_BT > config.clip_low) & (gap_BT < 0)
     else:
-        raise ValueError(f"loss.trust_region is {config.trust_region!r}; one of total_variation, binary_kl")
+        raise ValueError(
+            f"loss.trust_region is {config.trust_region!r}; one of total_variation, binary_kl"
+        )
     positive_B1 = terms.advantages_B1 > 0
     leaving_BT = too_high_BT.where(positive_B1, too_low_BT)
-    clipped = {"clip_fraction_high": leaving_BT & positive_B1, "clip_fraction_low": leaving_BT & ~positive_B1}
+    clipped = {
+        "clip_fraction_high": leaving_BT & positive_B1,
+        "clip_fraction_low": leaving_BT & ~positive_B1,
+    }
     return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
 
 
-def _beyond_prefix_budget(terms: Terms, gap_BT: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The region shrinks by what the row's tokens so far have spent beyond a budget for each; early ones count most."""
+def _beyond_prefix_budget(
+    terms: Terms, gap_BT: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """The region shrinks by what the row's tokens so far have spent beyond a budget for each; early
+    ones count most.
+    """
     assert config.prefix_budget is not None
     counts_B1 = terms.mask_BT.sum(dim=1, keepdim=True)
     left_BT = (counts_B1 - terms.places_BT) / (counts_B1 - 1).clamp(min=1)
@@ -158,13 +193,19 @@ def _beyond_prefix_budget(terms: Terms, gap_BT: Tensor, config: LossConfig) -> t
     budget_B1 = terms.row_quantile(gap_BT.abs(), BUDGET_QUANTILE)
     budget_B1 = budget_B1.clamp(min=config.prefix_budget, max=2.0 * config.prefix_budget)
     distance_BT = weight_BT * gap_BT
-    spare_BT = (budget_B1 * terms.before(weight_BT) - terms.before(distance_BT.abs())).clamp(max=0.0)
+    spare_BT = (budget_B1 * terms.before(weight_BT) - terms.before(distance_BT.abs())).clamp(
+        max=0.0
+    )
     too_high_BT = (distance_BT > config.clip_high + spare_BT) & (gap_BT > 0)
     return too_high_BT, (distance_BT < -config.clip_low - spare_BT) & (gap_BT < 0)
 
 
-def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float) -> Tensor:
-    """KL between two coins, heads p and q. Tails use log1p, bounded where a probability rounds to 1."""
+def _binary_kl(
+    p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float
+) -> Tensor:
+    """KL between two coins, heads p and q. Tails use log1p, bounded where a probability rounds to
+    1.
+    """
     log_tail_p_BT = (-p_BT.clamp(max=1.0 - tiny)).log1p()
     log_tail_q_BT = (-q_BT.clamp(max=1.0 - tiny)).log1p()
     return p_BT * (log_p_BT - log_q_BT) + (1.0 - p_BT) * (log_tail_p_BT - log_tail_q_BT)
@@ -172,7 +213,10 @@ def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, t
 
 def _selected(terms: Terms, name: str) -> Tensor:
     if terms.selected_BT is None:
-        raise ValueError(f"loss.name {name} needs LossInputs.selected_BT: select_by_covariance on the global batch")
+        raise ValueError(
+            f"loss.name {name} needs LossInputs.selected_BT: select_by_covariance on the global "
+            "batch"
+        )
     return terms.selected_BT
 
 
@@ -197,11 +241,20 @@ def reinforce(terms: Terms, config: LossConfig) -> Result:
 
 
 def vespo(terms: Terms, config: LossConfig) -> Result:
-    """The row's product W as a soft weight W^k exp(l - l W), 1 on policy and small far from it; k, l by the sign."""
-    log_w_B1 = terms.shift_BT.detach().clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT).sum(dim=1, keepdim=True)
+    """The row's product W as a soft weight W^k exp(l - l W), 1 on policy and small far from it; k,
+    l by the sign.
+    """
+    log_w_B1 = (
+        terms.shift_BT.detach()
+        .clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+        .sum(dim=1, keepdim=True)
+    )
     log_w_B1 = log_w_B1.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
     fall_B1 = 1.0 - log_w_B1.exp()
-    soft = [(k * log_w_B1 + rate * fall_B1).exp() for k, rate in (config.gamma_positive, config.gamma_negative)]
+    soft = [
+        (k * log_w_B1 + rate * fall_B1).exp()
+        for k, rate in (config.gamma_positive, config.gamma_negative)
+    ]
     weight_BT = soft[0].where(terms.advantages_B1 >= 0, soft[1])
     return -weight_BT * terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
 
@@ -209,7 +262,8 @@ def vespo(terms: Terms, config: LossConfig) -> Result:
 def rollout_is(terms: Terms, config: LossConfig) -> Result:
     """The ratio as a detached weight inside an open band, nothing outside."""
     ratio_BT = terms.ratio_BT.detach()
-    high_BT, low_BT = ratio_BT >= 1.0 + config.clip_high, ratio_BT <= 1.0 - config.clip_low
+    high_BT = ratio_BT >= 1.0 + config.clip_high
+    low_BT = ratio_BT <= 1.0 - config.clip_low
     loss_BT = -ratio_BT * ~(high_BT | low_BT) * terms.advantages_B1 * terms.logprobs_BT
     return loss_BT * terms.weights_BT, {"clip_fraction_high": high_BT, "clip_fraction_low": low_BT}
 
@@ -229,7 +283,9 @@ LOSSES = {
     "sapo": Loss(sapo, ("tau_positive", "tau_negative")),
     "gmpo": Loss(gmpo, CLIP, per_row=True),
     "dppo": Loss(dppo, (*CLIP, "trust_region", "prefix_budget", "late_weight"), clips=(1e-3, 1.0)),
-    "clip_cov": Loss(clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"),
+    "clip_cov": Loss(
+        clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"
+    ),
     "kl_cov": Loss(kl_cov, (*PPO, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"),
     "vespo": Loss(vespo, ("gamma_positive", "gamma_negative"), against_sampler=True),
     "reinforce": Loss(reinforce, ratio=False),

@@ -1,4 +1,5 @@
-"""Inputs of the loss formulas of `table.py` (logprobs, weights, ...), ratios made of them; estimates of the KL penalty.
+"""Inputs of the loss formulas of `table.py` (logprobs, weights, ...), ratios made of them;
+estimates of the KL penalty.
 
 Shape legend: B sequences, T response positions; B1 broadcasts along T.
 """
@@ -35,21 +36,29 @@ class Terms:
         return self.exp(self.shift_BT)
 
     def shared_ratio_BT(self, level: Level, aggregate: Aggregate, limit: float) -> Tensor:
-        """The ratio of each token's sequence, turn or prefix; the token carries its own gradient and no other's."""
-        ratio = LogRatio(self.shift_BT.detach(), self.mask_BT, self.mask_BT, None, 0, 0, self.turns_BT)
+        """The ratio of each token's sequence, turn or prefix; the token carries its own gradient
+        and no other's.
+        """
+        ratio = LogRatio(
+            self.shift_BT.detach(), self.mask_BT, self.mask_BT, None, 0, 0, self.turns_BT
+        )
         shared_BT = ratio.at_tokens(level, aggregated(level, aggregate, ratio))
         return (shared_BT + self.logprobs_BT - self.logprobs_BT.detach()).clamp(max=limit).exp()
 
     @property
     def weight_lost_BT(self) -> Tensor:
-        """anchor / sampler, over the weight that a cap has left of it; 1 where nothing was taken away."""
+        """anchor / sampler, over the weight that a cap has left of it; 1 where nothing was taken
+        away.
+        """
         assert self.sampler_BT is not None
         raw_BT = bounded_exp((self.anchor_BT - self.sampler_BT).nan_to_num(0.0))
         return (raw_BT / self.weights_BT.where(self.weights_BT > 0, raw_BT)).clamp(min=1.0)
 
     @property
     def places_BT(self) -> Tensor:
-        """1 for the row's first token, 2 for its second: tokens that are not trained on have no place of their own."""
+        """1 for the row's first token, 2 for its second: tokens that are not trained on have no
+        place of their own.
+        """
         return self.mask_BT.cumsum(dim=1).clamp(min=1)
 
     @staticmethod
@@ -68,7 +77,11 @@ class Terms:
     def row_quantile(self, values_BT: Tensor, share: float) -> Tensor:
         """[B, 1], of the tokens under the mask; 0 where there is none."""
         nan = torch.full((), torch.nan, dtype=values_BT.dtype, device=values_BT.device)
-        return values_BT.where(self.mask_BT, nan).nanquantile(share, dim=1, keepdim=True).nan_to_num(0.0)
+        return (
+            values_BT.where(self.mask_BT, nan)
+            .nanquantile(share, dim=1, keepdim=True)
+            .nan_to_num(0.0)
+        )
 
     def row_mean(self, values_BT: Tensor) -> Tensor:
         counts_B1 = self.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,6 +1,8 @@
-"""Reader and writer of Hugging Face model folders: safetensors, one tensor in memory at a time; copies of the rest.
+"""Reader and writer of Hugging Face model folders: safetensors, one tensor in memory at a time;
+copies of the rest.
 
-The writer knows every name, dtype and shape before the first byte, so that tensors may arrive in any order.
+The writer knows every name, dtype and shape before the first byte, so that tensors may arrive in
+any order.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from megatron_rl.models.weight_files import (
 
 FILE_BYTES = 5 << 30
 LARGEST_PIECE = 1 << 30  # the kernel reads and writes no more than 2 GiB at once
-_DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by their name in safetensors
+# by their name in safetensors
+_DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}
 
 
 class HfFolder:
@@ -41,14 +44,18 @@ class HfFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise FileNotFoundError(f"{self.path} is not a folder; give a Hugging Face model folder")
+            raise FileNotFoundError(
+                f"{self.path} is not a folder; give a Hugging Face model folder"
+            )
         self.files = weight_files(self.path)
         self.headers = {file: read_header(self.path / file) for file in self.files}
         self.stored: dict[str, Stored] = {}
         for file, raw in self.headers.items():
             for name, stored in placed(raw, self.path / file).items():
                 if name in self.stored:
-                    raise ValueError(f"{name} is in {self.stored[name].file.name} and in {file} of {self.path}")
+                    raise ValueError(
+                        f"{name} is in {self.stored[name].file.name} and in {file} of {self.path}"
+                    )
                 self.stored[name] = stored
         self._open: dict[Path, Any] = {}
 
@@ -64,7 +71,9 @@ class HfFolder:
         return self._open[file].get_tensor(name)
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of its own, gone with its last reference: for those who go through a whole model."""
+        """A copy of its own, gone with its last reference: for those who go through a whole
+        model.
+        """
         return read_stored(name, self._place(name))
 
     def spec(self, name: str) -> TensorSpec:
@@ -81,7 +90,8 @@ def read_stored(name: str, stored: Stored) -> torch.Tensor:
     values = empty_tensor((stored.nbytes,), torch.uint8)
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
-        view, at = values.numpy().data, 0
+        view = values.numpy().data
+        at = 0
         while at < len(view):
             count = file.readinto(view[at : at + LARGEST_PIECE])
             if not count:
@@ -92,7 +102,9 @@ def read_stored(name: str, stored: Stored) -> torch.Tensor:
 
 def spec_of(name: str, stored: Stored) -> TensorSpec:
     if stored.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"{name} of {stored.file} is {stored.dtype}, expected one of {', '.join(_DTYPE_NAMES)}")
+        raise ValueError(
+            f"{name} of {stored.file} is {stored.dtype}, expected one of {', '.join(_DTYPE_NAMES)}"
+        )
     return TensorSpec(name, _DTYPE_NAMES[stored.dtype], stored.shape)
 
 
@@ -106,7 +118,9 @@ class SafetensorsWriter:
         self.missing = set(self._entries)
         self._base = 8 + len(header)
         self._whole = ExitStack()
-        self._file = self._whole.enter_context(self._whole.enter_context(replacing(path)).open("wb", buffering=0))
+        self._file = self._whole.enter_context(
+            self._whole.enter_context(replacing(path)).open("wb", buffering=0)
+        )
         self._put(0, memoryview(struct.pack("<Q", len(header)) + header))
 
     def __contains__(self, name: object) -> bool:
@@ -115,10 +129,16 @@ class SafetensorsWriter:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         entry = self._entries[name]
         if entry.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"{name} has a place of dtype {entry.dtype}, expected one of {', '.join(_DTYPE_NAMES)}")
+            raise ValueError(
+                f"{name} has a place of dtype {entry.dtype}, expected one of "
+                f"{', '.join(_DTYPE_NAMES)}"
+            )
         wanted = (torch_dtype(_DTYPE_NAMES[entry.dtype]), entry.shape)
         if (tensor.dtype, tuple(tensor.shape)) != wanted:
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} {wanted[1]}")
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} "
+                f"{wanted[1]}"
+            )
         values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._put(self._base + entry.start, values.numpy().data)
         self.missing.discard(name)
@@ -127,7 +147,8 @@ class SafetensorsWriter:
         """At a place of its own, so that several threads can write at once."""
         while content:
             count = os.pwrite(self._file.fileno(), content[:LARGEST_PIECE], at)
-            at, content = at + count, content[count:]
+            at = at + count
+            content = content[count:]
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -137,7 +158,9 @@ class SafetensorsWriter:
             if error is not None:
                 raise error
             if self.missing:
-                raise ValueError(f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}")
+                raise ValueError(
+                    f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}"
+                )
 
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
@@ -157,7 +180,9 @@ def make_header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy everything but weights and their index (config, tokenizer, generation defaults); returns the names."""
+    """Copy everything but weights and their index (config, tokenizer, generation defaults); returns
+    the names.
+    """
     target.mkdir(parents=True, exist_ok=True)
     names = companions(source)
     for name in names:
@@ -166,11 +191,16 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 
 def write_folder(
-    path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], max_file_bytes: int = FILE_BYTES
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    max_file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write a small model at once: its tensors, in files of at most that size, and config.json."""
     path.mkdir(parents=True, exist_ok=True)
-    files = packed([TensorSpec.of(name, tensor) for name, tensor in tensors.items()], max_file_bytes)
+    files = packed(
+        [TensorSpec.of(name, tensor) for name, tensor in tensors.items()], max_file_bytes
+    )
     for file, specs in files.items():
         with SafetensorsWriter(path / file, make_header(specs)) as writer:
             for spec in specs:
@@ -180,8 +210,12 @@ def write_folder(
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
 
 
-def packed(specs: Iterable[TensorSpec], max_file_bytes: int = FILE_BYTES) -> dict[str, list[TensorSpec]]:
-    """Files of at most that size, in the order of the tensors, by the names that such files have."""
+def packed(
+    specs: Iterable[TensorSpec], max_file_bytes: int = FILE_BYTES
+) -> dict[str, list[TensorSpec]]:
+    """Files of at most that size, in the order of the tensors, by the names that such files
+    have.
+    """
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -192,7 +226,10 @@ def packed(specs: Iterable[TensorSpec], max_file_bytes: int = FILE_BYTES) -> dic
         size += spec.nbytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
-    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+    return {
+        f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups)
+    }
 
 
 def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any] | None:

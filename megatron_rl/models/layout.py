@@ -1,7 +1,8 @@
-"""Layout of a learner's ranks (TP, CP, PP, EP, DP): each rank's place, layers and experts. Torch-free, pure integers.
+"""Layout of a learner's ranks (TP, CP, PP, EP, DP): each rank's place, layers and experts.
+Torch-free, pure integers.
 
-The rules are those of megatron-core, restated so that nobody needs a process group; `learner/parallel.py` compares the
-two at the start of every run.
+The rules are those of megatron-core, restated so that nobody needs a process group;
+`learner/parallel.py` compares the two at the start of every run.
 """
 
 from __future__ import annotations
@@ -74,18 +75,22 @@ class Layout:
         """Number of layers of every pipeline stage, over all of its chunks."""
         counts: list[int | None] = [None] * self.pp
         if self.pp > 1:
-            counts[0], counts[-1] = self.first_layers, self.last_layers
+            counts[0] = self.first_layers
+            counts[-1] = self.last_layers
         rest = layers - sum(count or 0 for count in counts)
         open_stages = sum(count is None for count in counts)
         if rest < 0 or (open_stages == 0 and rest) or (open_stages and rest % open_stages):
             raise ValueError(
-                f"{layers} layers do not divide over {self.pp} pipeline stages "
-                f"(first {self.first_layers}, last {self.last_layers}): {rest} left for {open_stages} equal stages"
+                f"{layers} layers do not divide over {self.pp} pipeline stages (first "
+                f"{self.first_layers}, last {self.last_layers}): {rest} left for {open_stages} "
+                "equal stages"
             )
         filled = [rest // open_stages if count is None else count for count in counts]
         bad = [count for count in filled if count % self.chunks]
         if bad:
-            raise ValueError(f"{bad[0]} layers of a pipeline stage do not divide into {self.chunks} chunks")
+            raise ValueError(
+                f"{bad[0]} layers of a pipeline stage do not divide into {self.chunks} chunks"
+            )
         return filled
 
     def layers(self, layers: int, pp: int, chunk: int = 0) -> range:

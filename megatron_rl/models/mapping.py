@@ -1,6 +1,8 @@
-"""Parameters of one model by models/table.py, adapters too: Megatron and Hugging Face names, shapes, a rank's slices.
+"""Parameters of one model by models/table.py, adapters too: Megatron and Hugging Face names,
+shapes, a rank's slices.
 
-Pure integers. Megatron names here are global: layer and expert numbers count over the whole model (`global_name`).
+Pure integers. Megatron names here are global: layer and expert numbers count over the whole model
+(`global_name`).
 """
 
 import difflib
@@ -17,7 +19,9 @@ from megatron_rl.models.table import TABLE, Row, Split
 
 _WRAPPED = re.compile(r"^(?:module\.)+")  # by DDP, Float16Module
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)")
-_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|lora\.[AB])(?=\d+$))(\d+)")
+_EXPERT = re.compile(
+    r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|lora\.[AB])(?=\d+$))(\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,14 @@ class Param:
 
     def tensor_parallel(self, layout: Layout, place: Place) -> tuple[int, int]:
         """(group size, place in it) of the group that shares this parameter."""
-        return (layout.expert_tp, place.etp) if self.row.expert else (layout.tp, place.tp)
+        if self.row.expert:
+            return (layout.expert_tp, place.etp)
+        return (layout.tp, place.tp)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         size = layout.expert_tp if self.row.expert else layout.tp
-        split, first = self.row.split, self.shapes[0]
+        split = self.row.split
+        first = self.shapes[0]
         if split is Split.replicated:
             return (sum(shape[0] for shape in self.shapes), *first[1:])
         if split is Split.row:
@@ -89,39 +96,59 @@ class Param:
         size, rank = self.tensor_parallel(layout, place)
         split = self.row.split
         if split is Split.qkv:
-            query, key = shape.size("q"), shape.size("kv")
+            query = shape.size("q")
+            key = shape.size("kv")
             spans = self._as_stored(_qkv_spans(shape, size, rank), (query, key, key))
         elif split is Split.gate_up:
             width = sum(stored[0] for stored in self.shapes) // 2
             each = _share(width, size, self.hf[0])
-            spans = self._as_stored([(Span(rank * each, i * each, each),) for i in range(2)], (width, width))
+            spans = self._as_stored(
+                [(Span(rank * each, i * each, each),) for i in range(2)], (width, width)
+            )
         elif split is Split.vocab:
             each = layout.padded_vocab(self.shapes[0][0]) // size
             length = min(each, self.shapes[0][0] - rank * each)
             spans = [(Span(rank * each, 0, length),) if length > 0 else ()]
         elif split is Split.replicated:
             lengths = [stored[0] for stored in self.shapes]
-            spans = [(Span(0, at, n),) for at, n in zip(accumulate(lengths, initial=0), lengths, strict=False)]
+            spans = [
+                (Span(0, at, n),)
+                for at, n in zip(accumulate(lengths, initial=0), lengths, strict=False)
+            ]
         else:
             each = _share(self.shapes[0][split is Split.row], size, self.hf[0])
             spans = [(Span(rank * each, 0, each),)]
         dim = int(split is Split.row)
-        return tuple(HfSlice(n, s, dim, p) for n, s, p in zip(self.hf, self.shapes, spans, strict=True))
+        return tuple(
+            HfSlice(n, s, dim, p) for n, s, p in zip(self.hf, self.shapes, spans, strict=True)
+        )
 
     def kinds(self, shape: ModelShape, stored: int) -> tuple[int, ...]:
-        """Lengths, along the split, of what lies one after the other in Hugging Face tensor number `stored`."""
+        """Lengths, along the split, of what lies one after the other in Hugging Face tensor number
+        `stored`.
+        """
         split, whole = self.row.split, self.shapes[stored][self.row.split is Split.row]
         if split is Split.qkv and len(self.hf) == 1:
             return (shape.size("q"), shape.size("kv"), shape.size("kv"))
-        return (whole // 2, whole // 2) if split is Split.gate_up and len(self.hf) == 1 else (whole,)
+        if split is Split.gate_up and len(self.hf) == 1:
+            return (whole // 2, whole // 2)
+        return (whole,)
 
-    def _as_stored(self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]) -> list[tuple[Span, ...]]:
-        """Spans in each Hugging Face tensor; where one tensor holds all the kinds, they follow on each other in it."""
+    def _as_stored(
+        self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]
+    ) -> list[tuple[Span, ...]]:
+        """Spans in each Hugging Face tensor; where one tensor holds all the kinds, they follow on
+        each other in it.
+        """
         if len(self.hf) == len(spans):
             return spans
         starts = accumulate(lengths, initial=0)
         return [
-            tuple(replace(s, full=start + s.full) for start, kind in zip(starts, spans, strict=False) for s in kind)
+            tuple(
+                replace(s, full=start + s.full)
+                for start, kind in zip(starts, spans, strict=False)
+                for s in kind
+            )
         ]
 
 
@@ -132,19 +159,22 @@ def _share(total: int, size: int, name: str) -> int:
 
 
 def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[tuple[Span, ...]]:
-    """Megatron stacks [queries of the group, key, value] group after group and cuts the stack into equal shares.
+    """Megatron stacks [queries of the group, key, value] group after group and cuts the stack into
+    equal shares.
 
     With more ranks than groups a share is a part of one group: it may hold queries only.
     """
     per_group = shape.heads // shape.kv_heads
     lengths = (per_group * shape.head_dim, shape.head_dim, shape.head_dim)
     share = _share(shape.kv_heads * sum(lengths), size, "fused query, key, value")
-    low, high = rank * share, (rank + 1) * share
+    low = rank * share
+    high = (rank + 1) * share
     spans: list[list[Span]] = [[], [], []]
     for group in range(low // sum(lengths), -(-high // sum(lengths))):
         start = group * sum(lengths)
         for kind, length in enumerate(lengths):
-            a, b = max(start, low), min(start + length, high)
+            a = max(start, low)
+            b = min(start + length, high)
             if a < b:
                 spans[kind].append(Span(group * length + a - start, a - low, b - a))
             start += length
@@ -176,7 +206,12 @@ def trained(shape: ModelShape) -> int:
     """How many of them a learner trains: all, or its adapters instead."""
     if shape.lora is None:
         return parameters(shape)
-    return sum(prod(size) for param in params(shape) for one in adapters(param, shape) for size in one.shapes)
+    return sum(
+        prod(size)
+        for param in params(shape)
+        for one in adapters(param, shape)
+        for size in one.shapes
+    )
 
 
 def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Param]:
@@ -184,7 +219,10 @@ def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Pa
     embedding, *rest = _params_in(None, shape)
     if place.pp == 0:
         yield embedding
-    experts = layout.local_experts(shape.experts, place.ep) if shape.experts else range(0)
+    if shape.experts:
+        experts = layout.local_experts(shape.experts, place.ep)
+    else:
+        experts = range(0)
     for layer in layout.own_layers(shape.layers, place.pp):
         yield from _params_in(layer, shape, experts)
     if place.pp == layout.pp - 1:
@@ -195,7 +233,9 @@ def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Pa
 def _params_in(layer: int | None, shape: ModelShape, experts: range = range(0)) -> Iterator[Param]:
     """Those of a layer; None: those outside of all layers."""
     for row in TABLE:
-        if ("{L}" in row.megatron[0]) is (layer is not None) and (not row.needs or shape.has(row.needs, layer)):
+        if ("{L}" in row.megatron[0]) is (layer is not None) and (
+            not row.needs or shape.has(row.needs, layer)
+        ):
             for expert in experts if row.expert else (None,):
                 yield _param(row, shape, layer, expert)
 
@@ -220,11 +260,16 @@ def find(name: str, shape: ModelShape) -> Param:
         return _param(row, shape, layer, expert)
     near = difflib.get_close_matches(plain, [param.megatron for param in params(shape)], n=1)
     hint = f"; the nearest known name is {near[0]}" if near else ""
-    raise KeyError(f"no row of the mapping table fits the megatron parameter {name!r} of a {shape.family} model{hint}")
+    raise KeyError(
+        f"no row of the mapping table fits the megatron parameter {name!r} of a {shape.family} "
+        f"model{hint}"
+    )
 
 
 def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
-    """A module tree's own name with its stage-local layer and rank-local expert numbers made global."""
+    """A module tree's own name with its stage-local layer and rank-local expert numbers made
+    global.
+    """
 
     def raised(by: int) -> Callable[[re.Match[str]], str]:
         return lambda m: f"{m[1]}{int(m[2]) + by}"
@@ -234,12 +279,20 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
 
 
 def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
-    """A and B of a weight, stored for each of its tensors in Hugging Face; nothing where there are none.
+    """A and B of a weight, stored for each of its tensors in Hugging Face; nothing where there are
+    none.
 
-    B's rows are split as the weight's, A's columns too. A holds those of the targets alone, one after the other.
+    B's rows are split as the weight's, A's columns too. A holds those of the targets alone, one
+    after the other.
     """
-    lora, row = shape.lora, param.row
-    if lora is None or param.layer is None or row.split in (Split.replicated, Split.vocab) or len(param.shapes[0]) == 1:
+    lora = shape.lora
+    row = param.row
+    if (
+        lora is None
+        or param.layer is None
+        or row.split in (Split.replicated, Split.vocab)
+        or len(param.shapes[0]) == 1
+    ):
         return ()
     read = {hf: size for hf, size in param.sizes.items() if lora.adapts(hf)}
     if not read:
@@ -251,18 +304,28 @@ def adapters(param: Param, shape: ModelShape) -> tuple[Param, ...]:
     return _adapter(param, "A", of_a, tuple(read), a), _adapter(param, "B", of_b, param.hf, b)
 
 
-def _adapter(param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]) -> Param:
-    spellings = tuple(re.sub(r"\.weight", f"{ADAPTER_KEY}{letter}", spelling) for spelling in param.row.megatron)
+def _adapter(
+    param: Param, letter: str, split: Split, hf: tuple[str, ...], shapes: list[tuple[int, int]]
+) -> Param:
+    spellings = tuple(
+        re.sub(r"\.weight", f"{ADAPTER_KEY}{letter}", spelling) for spelling in param.row.megatron
+    )
     names = tuple(f"{name.removesuffix('weight')}lora_{letter}.weight" for name in hf)
-    return Param(Row(spellings, param.row.hf, (), split), param.layer, param.expert, names, tuple(shapes))
+    return Param(
+        Row(spellings, param.row.hf, (), split), param.layer, param.expert, names, tuple(shapes)
+    )
 
 
-def adapted_rows(param: Param, shape: ModelShape, layout: Layout, place: Place) -> list[tuple[Span, ...]]:
+def adapted_rows(
+    param: Param, shape: ModelShape, layout: Layout, place: Place
+) -> list[tuple[Span, ...]]:
     """The rows of a rank's shard that belong to each of its weight's targets, in the order of A."""
     assert shape.lora is not None
     if param.row.split is Split.row:
         return [(Span(0, 0, param.shapes[0][0]),)]
-    return [piece.spans for piece in param.slices(shape, layout, place) if shape.lora.adapts(piece.name)]
+    return [
+        piece.spans for piece in param.slices(shape, layout, place) if shape.lora.adapts(piece.name)
+    ]
 
 
 def _param(row: Row, shape: ModelShape, layer: int | None, expert: int | None) -> Param:

@@ -1,4 +1,6 @@
-"""Facts of a model before any weight is read: its sizes, the learner's layout, config.json itself. Torch-free."""
+"""Facts of a model before any weight is read: its sizes, the learner's layout, config.json itself.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LARGEST_CONFIG = 1 << 20
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes and layout: made once, from config.json and the recipe's sections, and handed down."""
+    """A model's sizes and layout: made once, from config.json and the recipe's sections, and handed
+    down.
+    """
 
     shape: ModelShape
     layout: Layout
@@ -27,21 +31,33 @@ class Model:
 
     @classmethod
     def of(
-        cls, hf_config: Mapping[str, Any], layout: Layout, head: Precision = Precision.bf16, lora: Lora | None = None
+        cls,
+        hf_config: Mapping[str, Any],
+        layout: Layout,
+        head: Precision = Precision.bf16,
+        lora: Lora | None = None,
     ) -> Model:
         return cls(replace(ModelShape.from_hf(hf_config), lora=lora), layout, dict(hf_config), head)
 
     @classmethod
-    def read(cls, folder: Path | str, learner: LearnerSection, head: Precision = Precision.bf16) -> Model:
-        return cls.of(read_hf_config(folder), Layout.from_config(learner), head, Lora.of(learner.lora))
+    def read(
+        cls, folder: Path | str, learner: LearnerSection, head: Precision = Precision.bf16
+    ) -> Model:
+        return cls.of(
+            read_hf_config(folder), Layout.from_config(learner), head, Lora.of(learner.lora)
+        )
 
 
 def read_hf_config(path: Path | str, key: str = "model.path") -> dict[str, Any]:
     """config.json of a model's folder, or a file that is one. `key`: what the path was given as."""
-    file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
+    if Path(path).suffix == ".json":
+        file = Path(path)
+    else:
+        file = Path(path) / "config.json"
     if not str(path) or not file.is_file():
         raise ConfigError(
-            f"{key}: no config.json in {str(path)!r}; name a Hugging Face model folder{_where_from(path)}"
+            f"{key}: no config.json in {str(path)!r}; name a Hugging Face model "
+            f"folder{_where_from(path)}"
         )
     try:
         return read_json(file, LARGEST_CONFIG, expected="the keys of a model's config.json")

@@ -1,9 +1,10 @@
-"""Names, in order, of points in a forward pass where learner and engine are compared; `Pair`: both values. Torch-free.
+"""Names, in order, of points in a forward pass where learner and engine are compared; `Pair`: both
+values. Torch-free.
 
 Which module shows each is said in `learner/activations.py` and `engine/hooks.py`.
 
-The values of a point are [positions, width]; those that several of Hugging Face's matrices make lie side by side:
-queries, keys, values; gate, up.
+The values of a point are [positions, width]; those that several of Hugging Face's matrices make lie
+side by side: queries, keys, values; gate, up.
 
 S positions, H any width.
 """
@@ -45,13 +46,22 @@ class Point:
     layer: int | None = None
 
     def __str__(self) -> str:
-        return self.kind.value if self.layer is None else f"layers.{self.layer}.{self.kind.value}"
+        if self.layer is None:
+            return self.kind.value
+        return f"layers.{self.layer}.{self.kind.value}"
 
 
 def points(shape: ModelShape) -> Iterator[Point]:
     yield Point(Kind.embedding)
     for layer in range(shape.layers):
-        attention = [Kind.input_norm, Kind.qkv, Kind.rotary, Kind.attention, Kind.o_proj, Kind.post_norm]
+        attention = [
+            Kind.input_norm,
+            Kind.qkv,
+            Kind.rotary,
+            Kind.attention,
+            Kind.o_proj,
+            Kind.post_norm,
+        ]
         if shape.has("qk_norm"):
             attention.insert(2, Kind.head_norm)
         dense = (Kind.gate_up, Kind.activation, Kind.down)

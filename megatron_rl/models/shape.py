@@ -1,4 +1,6 @@
-"""Sizes and features of a model of a supported family, read off config.json and checked; LoRA adapters. Torch-free."""
+"""Sizes and features of a model of a supported family, read off config.json and checked; LoRA
+adapters. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,19 @@ FAMILIES: dict[str, frozenset[str]] = {
     "qwen3_moe": frozenset({"qk_norm", "moe", "swiglu_experts"}),
     "mixtral": frozenset({"moe", "w123_experts"}),
     "ernie4_5": frozenset({"rotary_pairs"}),  # rotary embeddings turn neighbouring channels
-    "phi3": frozenset({"joined"}),  # Phi-4 too; query, key and value are one tensor, gate and up another
+    "phi3": frozenset(
+        {"joined"}
+    ),  # Phi-4 too; query, key and value are one tensor, gate and up another
 }
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters: a weight [N, K] is read as weight + alpha / rank * B A, A [rank, K] and B [N, rank].
+    """Low-rank adapters: a weight [N, K] is read as weight + alpha / rank * B A, A [rank, K] and B
+    [N, rank].
 
-    The mapping table gives both names and shards (mapping.adapters): B's rows lie as the weight's, so do A's columns.
+    The mapping table gives both names and shards (mapping.adapters): B's rows lie as the weight's,
+    so do A's columns.
     """
 
     rank: int
@@ -36,7 +42,9 @@ class Lora:
 
     @classmethod
     def of(cls, section: LoraSection) -> Lora | None:
-        return cls(section.rank, section.alpha, tuple(section.targets)) if section.rank else None
+        if section.rank:
+            return cls(section.rank, section.alpha, tuple(section.targets))
+        return None
 
     @property
     def scale(self) -> float:
@@ -60,7 +68,8 @@ class ModelShape:
     tied: bool
     experts: int = 0
     expert_ffn: int = 0
-    dense_layers: frozenset[int] = frozenset()  # layers of a mixture-of-experts model without experts
+    # layers of a mixture-of-experts model without experts
+    dense_layers: frozenset[int] = frozenset()
     features: frozenset[str] = frozenset()
     lora: Lora | None = None  # the learner's, which trains nothing else
 
@@ -70,7 +79,9 @@ class ModelShape:
         if family not in FAMILIES:
             close = difflib.get_close_matches(family, FAMILIES, n=1)
             hint = f"; did you mean {close[0]!r}" if close else ""
-            raise ValueError(f"model_type {family!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
+            raise ValueError(
+                f"model_type {family!r} is not supported{hint} (supported: {', '.join(FAMILIES)})"
+            )
         missing = [key for key in _REQUIRED if hf_config.get(key) is None]
         if missing:
             raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
@@ -84,12 +95,15 @@ class ModelShape:
             features.add("mlp_bias")
         if family == "ernie4_5" and hf_config.get("use_bias"):
             features |= {"qkv_bias", "proj_bias", "mlp_bias"}
-        layers, heads = int(hf_config["num_hidden_layers"]), int(hf_config["num_attention_heads"])
+        layers = int(hf_config["num_hidden_layers"])
+        heads = int(hf_config["num_attention_heads"])
         experts = 0
         if "moe" in features:
             experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
             if experts == 0:
-                raise ValueError(f"config.json of a {family} model lacks num_experts / num_local_experts")
+                raise ValueError(
+                    f"config.json of a {family} model lacks num_experts / num_local_experts"
+                )
         return cls(
             family=family,
             layers=layers,
@@ -101,7 +115,9 @@ class ModelShape:
             vocab=int(hf_config["vocab_size"]),
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             experts=experts,
-            expert_ffn=int(hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"]) if experts else 0,
+            expert_ffn=int(hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"])
+            if experts
+            else 0,
             dense_layers=_dense_layers(hf_config, layers) if experts else frozenset(),
             features=frozenset(features),
         )
@@ -132,10 +148,18 @@ class ModelShape:
             "qkv": (self.heads + 2 * self.kv_heads) * self.head_dim,
             "gate_up": 2 * self.ffn,
         }
-        return derived[dim] if dim in derived else int(getattr(self, dim))
+        if dim in derived:
+            return derived[dim]
+        return int(getattr(self, dim))
 
 
-_REQUIRED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+_REQUIRED = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)
 # far above any model; beyond it a number is a mistake, and working with it would take the machine
 _LARGEST = {
     "num_hidden_layers": 1024,
@@ -155,7 +179,14 @@ _LARGEST_OF_EXPERTS = {
     "decoder_sparse_step": 1024,
 }
 _MOST_EXPERTS = 1 << 16  # of all layers
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_sliding_window", "norm_topk_prob")
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+)
 
 
 def _misfits(hf_config: Mapping[str, Any], moe: bool) -> Iterator[str]:
@@ -177,7 +208,9 @@ def _misfits(hf_config: Mapping[str, Any], moe: bool) -> Iterator[str]:
     yield from found
     if found:
         return
-    heads, groups, hidden = given("num_attention_heads"), given("num_key_value_heads"), given("hidden_size")
+    heads = given("num_attention_heads")
+    groups = given("num_key_value_heads")
+    hidden = given("hidden_size")
     if heads % (groups or heads):
         yield f"num_key_value_heads is {groups}, which does not divide {heads} attention heads"
     if given("head_dim") is None and hidden % heads:
@@ -193,4 +226,6 @@ def _dense_layers(hf_config: Mapping[str, Any], layers: int) -> frozenset[int]:
     """Qwen-style mixtures may keep some layers dense: listed ones, and all but every n-th."""
     listed = set(hf_config.get("mlp_only_layers") or ())
     every = int(hf_config.get("decoder_sparse_step") or 1)
-    return frozenset(layer for layer in range(layers) if layer in listed or (layer + 1) % every != 0)
+    return frozenset(
+        layer for layer in range(layers) if layer in listed or (layer + 1) % every != 0
+    )

@@ -1,7 +1,9 @@
-"""A rank's shards: cut from Hugging Face tensors and back, LoRA merged, groups that share them, blocks in checkpoints.
+"""A rank's shards: cut from Hugging Face tensors and back, LoRA merged, groups that share them,
+blocks in checkpoints.
 
-A checkpoint keeps each parameter as one rank alone would hold it; a learner of any layout writes its blocks of that,
-and reads others. The distributed optimizer keeps a contiguous run of each flattened shard: a few blocks, too.
+A checkpoint keeps each parameter as one rank alone would hold it; a learner of any layout writes
+its blocks of that, and reads others. The distributed optimizer keeps a contiguous run of each
+flattened shard: a few blocks, too.
 """
 
 import math
@@ -18,13 +20,19 @@ from megatron_rl.models.shape import ADAPTER, ModelShape
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import empty_tensor
 
-HELD = {"cpu": 1 << 18, "cuda": 1 << 25}  # FP32 values that are merged at once: what stays in a cache
+# FP32 values that are merged at once: what stays in a cache
+HELD = {
+    "cpu": 1 << 18,
+    "cuda": 1 << 25,
+}
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # from where, and how long, on each axis
 
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """This rank's place in the layout, and the groups that share a dense weight, an expert, or anything at all."""
+    """This rank's place in the layout, and the groups that share a dense weight, an expert, or
+    anything at all.
+    """
 
     place: Place = field(default_factory=Place)
     tensor: Group = field(default_factory=TorchGroup)
@@ -33,7 +41,11 @@ class ShardGroups:
 
 
 def local_shard(
-    name: str, shape: ModelShape, layout: Layout, place: Place, get_hf: Callable[[str], torch.Tensor]
+    name: str,
+    shape: ModelShape,
+    layout: Layout,
+    place: Place,
+    get_hf: Callable[[str], torch.Tensor],
 ) -> torch.Tensor:
     """The shard of megatron parameter `name` (global numbers) that the rank at `place` starts from.
 
@@ -51,7 +63,9 @@ def assemble(
     local: torch.Tensor | None = None
     pieces = param.slices(shape, layout, place)
     for piece, full in zip(pieces, tensors, strict=True):
-        if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(full.shape) == param.local_shape(layout):
+        if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(
+            full.shape
+        ) == param.local_shape(layout):
             return full  # all of it, as it lies
         if local is None:
             local = empty_tensor(param.local_shape(layout), full.dtype)
@@ -65,43 +79,59 @@ def assemble(
     return local
 
 
-def cut(param: Param, local: torch.Tensor, slices: tuple[HfSlice, ...]) -> list[tuple[HfSlice, torch.Tensor]]:
-    """The inverse for one shard: each Hugging Face tensor's part of it, and where that part lies."""
+def cut(
+    param: Param, local: torch.Tensor, slices: tuple[HfSlice, ...]
+) -> list[tuple[HfSlice, torch.Tensor]]:
+    """The inverse for one shard: each Hugging Face tensor's part of it, and where that part
+    lies.
+    """
     out = []
     for piece in slices:
         if len(piece.spans) == 1:
             part = local.narrow(piece.dim, piece.spans[0].local, piece.length)
         elif piece.spans:
-            part = torch.cat([local.narrow(piece.dim, span.local, span.length) for span in piece.spans], piece.dim)
+            part = torch.cat(
+                [local.narrow(piece.dim, span.local, span.length) for span in piece.spans],
+                piece.dim,
+            )
         else:
             part = local.new_empty(piece.local_shape)
         out.append((piece, part))
     return out
 
 
-def row_numbers(kinds: Iterable[Iterable[Span]], device: torch.device | None = None) -> list[torch.Tensor]:
+def row_numbers(
+    kinds: Iterable[Iterable[Span]], device: torch.device | None = None
+) -> list[torch.Tensor]:
     """The rows of a shard that each of its kinds has, of their spans (mapping.adapted_rows)."""
     runs = [[torch.arange(span.local, span.local + span.length) for span in kind] for kind in kinds]
     return [torch.cat([torch.arange(0), *of_kind]).to(device) for of_kind in runs]
 
 
 def merge(
-    weight_NK: torch.Tensor, a: torch.Tensor, b_NR: torch.Tensor, rows: Sequence[torch.Tensor], scale: float
+    weight_NK: torch.Tensor,
+    a: torch.Tensor,
+    b_NR: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    scale: float,
 ) -> torch.Tensor:
     """The weight with its adapter, rounded once to its own precision.
 
-    `rows`: of each tensor that Hugging Face keeps apart, whose A's are stacked in `a`. Products are summed over the
-    rank one after the other, in FP32, by operations that round each element by itself: a product of matrices would
-    sum in an order that depends on the shape of the shard.
+    `rows`: of each tensor that Hugging Face keeps apart, whose A's are stacked in `a`. Products are
+    summed over the rank one after the other, in FP32, by operations that round each element by
+    itself: a product of matrices would sum in an order that depends on the shape of the shard.
     """
-    merged, rank = weight_NK.clone(), b_NR.shape[1]
-    wide_a, wide_b = a.float(), b_NR.float()
+    merged = weight_NK.clone()
+    rank = b_NR.shape[1]
+    wide_a = a.float()
+    wide_b = b_NR.float()
     step = max(1, HELD[weight_NK.device.type] // weight_NK.shape[1])
     for kind, rows_n in enumerate(rows):
         mine = wide_a[kind * rank : (kind + 1) * rank]
         for some_n in rows_n.split(step):
             sum_nK = torch.zeros((len(some_n), weight_NK.shape[1]), device=weight_NK.device)
-            product_nK, factors_nR = torch.empty_like(sum_nK), wide_b[some_n]
+            product_nK = torch.empty_like(sum_nK)
+            factors_nR = wide_b[some_n]
             for place in range(rank):
                 torch.mul(factors_nR[:, place, None], mine[place], out=product_nK)
                 sum_nK.add_(product_nK)
@@ -117,7 +147,9 @@ def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.T
 
 @dataclass(frozen=True)
 class Region:
-    """A block: `size` long from `start` in the shard, from `offset` in the whole tensor; one number for each axis."""
+    """A block: `size` long from `start` in the shard, from `offset` in the whole tensor; one number
+    for each axis.
+    """
 
     start: tuple[int, ...]
     offset: tuple[int, ...]
@@ -125,7 +157,9 @@ class Region:
 
 
 def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
-    """The blocks that make up the rank's whole shard. Rows that only pad the vocabulary are in none."""
+    """The blocks that make up the rank's whole shard. Rows that only pad the vocabulary are in
+    none.
+    """
     local = param.local_shape(layout)
     zeros = (0,) * len(local)
     split = param.row.split
@@ -137,7 +171,10 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
         parts = [(half * each, (half * size + rank) * each, each) for half in range(2)]
     else:
         axis_length = local[split is Split.row]
-        whole = param.shapes[0][0] if split is Split.vocab else size * axis_length
+        if split is Split.vocab:
+            whole = param.shapes[0][0]
+        else:
+            whole = size * axis_length
         parts = [(0, rank * axis_length, min(axis_length, whole - rank * axis_length))]
     axis = int(split is Split.row)
     return [
@@ -147,8 +184,11 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
     ]
 
 
-def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
-    """Blocks that make up elements [start, stop) of the flattened shard, each with its place in that run.
+def run_regions(
+    regions: list[Region], local: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[int, Region]]:
+    """Blocks that make up elements [start, stop) of the flattened shard, each with its place in
+    that run.
 
     The elements of each block lie one after the other in the run.
     """
@@ -159,8 +199,13 @@ def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop:
             if shared is None:
                 continue
             low, size = shared
-            offset = tuple(o + lo - r for o, lo, r in zip(region.offset, low, region.start, strict=True))
-            inside = sum((lo - b) * math.prod(box[1][axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box[0])))  # noqa: B905
+            offset = tuple(
+                o + lo - r for o, lo, r in zip(region.offset, low, region.start, strict=True)
+            )
+            inside = sum(
+                (lo - b) * math.prod(box[1][axis + 1 :])
+                for axis, (lo, b) in enumerate(zip(low, box[0], strict=False))
+            )
             yield at + inside, Region(low, offset, size)
         at += math.prod(box[1])
 
@@ -170,7 +215,9 @@ def common(one: Box, other: Box) -> Box | None:
     low = tuple(map(max, one[0], other[0]))
     high = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     size = tuple(h - lo for h, lo in zip(high, low, strict=True))
-    return (low, size) if min(size, default=1) > 0 else None
+    if min(size, default=1) > 0:
+        return (low, size)
+    return None
 
 
 def part(tensor: torch.Tensor, start: Iterable[int], size: Iterable[int]) -> torch.Tensor:
@@ -206,5 +253,8 @@ def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
 
 def merged_weight(layer: Any, name: str = "weight") -> torch.Tensor:
     """A layer's weight as a sync sends it."""
-    weight, adapter = getattr(layer, name).detach(), layer._modules.get(ADAPTER)
-    return weight if adapter is None else adapter.merged(weight, name.removeprefix("weight"))
+    weight = getattr(layer, name).detach()
+    adapter = layer._modules.get(ADAPTER)
+    if adapter is None:
+        return weight
+    return adapter.merged(weight, name.removeprefix("weight"))

@@ -1,7 +1,9 @@
-"""The one table between megatron-core's and Hugging Face's weights: names, shapes and how they are split.
+"""The one table between megatron-core's and Hugging Face's weights: names, shapes and how they are
+split.
 
-Live sync, import, export and the tests all read `TABLE`; supporting another family means adding rows (and its features
-to `shape.FAMILIES`). {L} is a layer, {E} an expert, counted over the whole model.
+Live sync, import, export and the tests all read `TABLE`; supporting another family means adding
+rows (and its features to `shape.FAMILIES`). {L} is a layer, {E} an expert, counted over the whole
+model.
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ class Split(StrEnum):
     column = "column"  # output rows, equal shares
     row = "row"  # input columns, equal shares
     vocab = "vocab"  # output rows, padded to equal shares
-    qkv = "qkv"  # query, key, value rows interleaved by query group; Hugging Face has three tensors, or one
+    # query, key, value rows interleaved by query group; Hugging Face has three tensors, or one
+    qkv = "qkv"
     gate_up = "gate_up"  # each rank holds its gate rows, then its up rows; of two tensors, or one
 
 
@@ -26,7 +29,9 @@ class Norm(IntEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of weight. {L} is a layer, {E} an expert; dims are names that ModelShape.size knows."""
+    """One kind of weight. {L} is a layer, {E} an expert; dims are names that ModelShape.size
+    knows.
+    """
 
     megatron: tuple[str, ...]  # the local spec's name first, then Transformer Engine's aliases
     hf: tuple[str, ...]
@@ -34,14 +39,17 @@ class Row:
     split: Split
     needs: str = ""  # feature of the model or layer; empty: always there
     copy: bool = False  # megatron holds a second copy: loaded, never exported
-    norm: Norm | None = None  # vectors: which of the layer's norms this is; matrices: which one's output they read
+    # vectors: which of the layer's norms this is; matrices: which one's output they read
+    norm: Norm | None = None
 
     @property
     def expert(self) -> bool:
         return "{E}" in self.megatron[0]
 
 
-def _layer(megatron: str, hf: str, dims: str, split: Split, needs: str = "", norm: Norm | None = None) -> Row:
+def _layer(
+    megatron: str, hf: str, dims: str, split: Split, needs: str = "", norm: Norm | None = None
+) -> Row:
     """A row of every layer: names as they are inside of one, dims of each hf tensor, or of all."""
     stored = tuple("model.layers.{L}." + name for name in hf.split(", "))
     shapes = tuple(tuple(shape.split()) for shape in dims.split(", "))
@@ -51,13 +59,22 @@ def _layer(megatron: str, hf: str, dims: str, split: Split, needs: str = "", nor
 
 _FC1 = "mlp.experts.local_experts.{E}.linear_fc1.weight, mlp.experts.linear_fc1.weight{E}"
 _FC2 = "mlp.experts.local_experts.{E}.linear_fc2.weight, mlp.experts.linear_fc2.weight{E}"
-_QKV, _QKV_BIAS = (", ".join(f"self_attn.{one}_proj.{kind}" for one in "qkv") for kind in ("weight", "bias"))
-_GATE_UP, _GATE_UP_BIAS = (f"mlp.gate_proj.{kind}, mlp.up_proj.{kind}" for kind in ("weight", "bias"))
+_QKV, _QKV_BIAS = (
+    ", ".join(f"self_attn.{one}_proj.{kind}" for one in "qkv") for kind in ("weight", "bias")
+)
+_GATE_UP, _GATE_UP_BIAS = (
+    f"mlp.gate_proj.{kind}, mlp.up_proj.{kind}" for kind in ("weight", "bias")
+)
 _SWIGLU = "mlp.experts.{E}.gate_proj.weight, mlp.experts.{E}.up_proj.weight"
 _W13 = "block_sparse_moe.experts.{E}.w1.weight, block_sparse_moe.experts.{E}.w3.weight"
 
 TABLE: tuple[Row, ...] = (
-    Row(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), (("vocab", "hidden"),), Split.vocab),
+    Row(
+        ("embedding.word_embeddings.weight",),
+        ("model.embed_tokens.weight",),
+        (("vocab", "hidden"),),
+        Split.vocab,
+    ),
     _layer(
         "input_layernorm.weight, self_attention.linear_qkv.layer_norm_weight",
         "input_layernorm.weight",
@@ -82,10 +99,28 @@ TABLE: tuple[Row, ...] = (
         Norm.attention,
     ),
     _layer("self_attention.linear_qkv.bias", _QKV_BIAS, "q, kv, kv", Split.qkv, "qkv_bias"),
-    _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head_dim", Split.replicated, "qk_norm"),
-    _layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head_dim", Split.replicated, "qk_norm"),
+    _layer(
+        "self_attention.q_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "head_dim",
+        Split.replicated,
+        "qk_norm",
+    ),
+    _layer(
+        "self_attention.k_layernorm.weight",
+        "self_attn.k_norm.weight",
+        "head_dim",
+        Split.replicated,
+        "qk_norm",
+    ),
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden q", Split.row),
-    _layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", Split.replicated, "proj_bias"),
+    _layer(
+        "self_attention.linear_proj.bias",
+        "self_attn.o_proj.bias",
+        "hidden",
+        Split.replicated,
+        "proj_bias",
+    ),
     _layer(
         "pre_mlp_layernorm.weight, mlp.linear_fc1.layer_norm_weight",
         "post_attention_layernorm.weight",
@@ -93,14 +128,34 @@ TABLE: tuple[Row, ...] = (
         Split.replicated,
         norm=Norm.mlp,
     ),
-    _layer("mlp.linear_fc1.weight", _GATE_UP, "ffn hidden", Split.gate_up, "separate_mlp", Norm.mlp),
-    _layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate_up hidden", Split.gate_up, "joined_mlp", Norm.mlp),
+    _layer(
+        "mlp.linear_fc1.weight", _GATE_UP, "ffn hidden", Split.gate_up, "separate_mlp", Norm.mlp
+    ),
+    _layer(
+        "mlp.linear_fc1.weight",
+        "mlp.gate_up_proj.weight",
+        "gate_up hidden",
+        Split.gate_up,
+        "joined_mlp",
+        Norm.mlp,
+    ),
     _layer("mlp.linear_fc1.bias", _GATE_UP_BIAS, "ffn", Split.gate_up, "dense_mlp_bias"),
     _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", Split.row, "dense_mlp"),
-    _layer("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", Split.replicated, "dense_mlp_bias"),
-    _layer("mlp.router.weight", "mlp.gate.weight", "experts hidden", Split.replicated, "swiglu_experts", Norm.mlp),
+    _layer(
+        "mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden", Split.replicated, "dense_mlp_bias"
+    ),
+    _layer(
+        "mlp.router.weight",
+        "mlp.gate.weight",
+        "experts hidden",
+        Split.replicated,
+        "swiglu_experts",
+        Norm.mlp,
+    ),
     _layer(_FC1, _SWIGLU, "expert_ffn hidden", Split.gate_up, "swiglu_experts", Norm.mlp),
-    _layer(_FC2, "mlp.experts.{E}.down_proj.weight", "hidden expert_ffn", Split.row, "swiglu_experts"),
+    _layer(
+        _FC2, "mlp.experts.{E}.down_proj.weight", "hidden expert_ffn", Split.row, "swiglu_experts"
+    ),
     _layer(
         "mlp.router.weight",
         "block_sparse_moe.gate.weight",
@@ -110,9 +165,26 @@ TABLE: tuple[Row, ...] = (
         Norm.mlp,
     ),
     _layer(_FC1, _W13, "expert_ffn hidden", Split.gate_up, "w123_experts", Norm.mlp),
-    _layer(_FC2, "block_sparse_moe.experts.{E}.w2.weight", "hidden expert_ffn", Split.row, "w123_experts"),
-    Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), (("hidden",),), Split.replicated),
-    Row(("output_layer.weight",), ("lm_head.weight",), (("vocab", "hidden"),), Split.vocab, needs="untied"),
+    _layer(
+        _FC2,
+        "block_sparse_moe.experts.{E}.w2.weight",
+        "hidden expert_ffn",
+        Split.row,
+        "w123_experts",
+    ),
+    Row(
+        ("decoder.final_layernorm.weight",),
+        ("model.norm.weight",),
+        (("hidden",),),
+        Split.replicated,
+    ),
+    Row(
+        ("output_layer.weight",),
+        ("lm_head.weight",),
+        (("vocab", "hidden"),),
+        Split.vocab,
+        needs="untied",
+    ),
     # a pipeline's last stage holds its own copy of tied embeddings
     Row(
         ("output_layer.weight",),

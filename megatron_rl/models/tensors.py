@@ -1,4 +1,6 @@
-"""Specs of named tensors (dtype, shape, bytes), memory to read them into, safetensors files written. Torch-free."""
+"""Specs of named tensors (dtype, shape, bytes), memory to read them into, safetensors files
+written. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# torch's name -> (safetensors' name, bytes of an element), in the order in which that library lays tensors out
+# torch's name -> (safetensors' name, bytes of an element), in the order in which that library lays
+# tensors out
 DTYPES = {
     "int64": ("I64", 8),
     "float64": ("F64", 8),
@@ -28,7 +31,9 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-SMALL, LARGE = 1 << 20, 1 << 27  # what is smaller is an allocator's business; what is larger is too much to keep
+# what is smaller is an allocator's business; what is larger is too much to keep
+SMALL = 1 << 20
+LARGE = 1 << 27
 _THREAD = threading.local()
 
 
@@ -60,8 +65,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file as readable as its neighbours; the library makes it for its owner alone."""
+def write_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file as readable as its neighbours; the library makes it for its owner
+    alone.
+    """
     from safetensors.torch import save_file
 
     path.touch()
@@ -71,9 +80,11 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[s
 
 
 def reuse_memory() -> None:
-    """Let this thread's `empty_tensor` take the pages of large tensors that are gone, until the thread ends.
+    """Let this thread's `empty_tensor` take the pages of large tensors that are gone, until the
+    thread ends.
 
-    An allocator gives those back, and has new ones cleared: that takes longer than to read a tensor, and hash it.
+    An allocator gives those back, and has new ones cleared: that takes longer than to read a
+    tensor, and hash it.
     """
     if not hasattr(_THREAD, "blocks"):
         _THREAD.blocks = []
@@ -90,8 +101,11 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _block(blocks: list[np.ndarray], nbytes: int) -> np.ndarray:
-    """The smallest free block that is large enough; where there is none, a new one instead of those that are free."""
-    free = {place for place in range(len(blocks)) if sys.getrefcount(blocks[place]) == 2}  # the list's, the question's
+    """The smallest free block that is large enough; where there is none, a new one instead of those
+    that are free.
+    """
+    # the list's, the question's
+    free = {place for place in range(len(blocks)) if sys.getrefcount(blocks[place]) == 2}
     fitting = [place for place in free if blocks[place].nbytes >= nbytes]
     if fitting:
         return blocks[min(fitting, key=lambda place: blocks[place].nbytes)]

@@ -1,5 +1,7 @@
-"""A tiny model without weights for a task of one's own: a tokenizer with a chat template, of a folder or made of the
-task's rows, and config.json of any family. `megatron-rl toy FOLDER --tokenizer TOKENIZER` writes both."""
+"""A tiny model without weights for a task of one's own: a tokenizer with a chat template, of a
+folder or made of the task's rows, and config.json of any family. `megatron-rl toy FOLDER
+--tokenizer TOKENIZER` writes both.
+"""
 
 import json
 import shutil
@@ -21,11 +23,18 @@ ROUND = 64  # rows of the embedding come in such steps, as in published models
 
 
 def write_own(folder: Path, tokenizer: Path, like: Mapping[str, Any] | None = None) -> str:
-    """Writes `model/` without weights and says what it is. `like`: config.json of the family that it is to be of."""
+    """Writes `model/` without weights and says what it is. `like`: config.json of the family that
+    it is to be of.
+    """
     model = folder / "model"
     if model.exists():
-        raise ConfigError(f"{model}: is there already; remove it, or name another folder than {folder}")
-    config = toy.shrunk(like) if like else toy.hf_config(toy.ToyShape(layers=4))
+        raise ConfigError(
+            f"{model}: is there already; remove it, or name another folder than {folder}"
+        )
+    if like:
+        config = toy.shrunk(like)
+    else:
+        config = toy.hf_config(toy.ToyShape(layers=4))
     try:
         ModelShape.from_hf(config)
     except ValueError as error:
@@ -36,8 +45,8 @@ def write_own(folder: Path, tokenizer: Path, like: Mapping[str, Any] | None = No
         write_characters(model, read_rows("--tokenizer", tokenizer))
     else:
         raise ConfigError(
-            f"--tokenizer: {str(tokenizer)!r} is neither a folder with a tokenizer.json nor a file of rows "
-            f"({', '.join(SUFFIXES)}); name one of them"
+            f"--tokenizer: {str(tokenizer)!r} is neither a folder with a tokenizer.json nor a file "
+            f"of rows ({', '.join(SUFFIXES)}); name one of them"
         )
     config |= _of_the_tokenizer(model) | {"max_position_embeddings": CONTEXT}
     (model / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -56,8 +65,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         raise ConfigError(f"--tokenizer: {str(error).removeprefix('model.path: ')}") from None
     if not has_template(source):
         raise ConfigError(
-            f"--tokenizer: {source} has no chat template; save one there as chat_template.jinja, or name a file of "
-            "rows: the tokenizer that is made of it has one"
+            f"--tokenizer: {source} has no chat template; save one there as chat_template.jinja, "
+            "or name a file of rows: the tokenizer that is made of it has one"
         )
     target.mkdir(parents=True)
     for name in names:
@@ -79,13 +88,16 @@ def _of_the_tokenizer(model: Path) -> dict[str, Any]:
 
 
 def write_characters(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A tokenizer with a chat template and a token for each byte, which is a character of ASCII; what the rows have of
-    other characters is merged to a token each. It is of the kind that every family's own class reads.
+    """A tokenizer with a chat template and a token for each byte, which is a character of ASCII;
+    what the rows have of other characters is merged to a token each. It is of the kind that every
+    family's own class reads.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     special = (toy.TEXT_END, toy.TURN_START, toy.TURN_END)
-    seen = {character for row in rows for character in json.dumps(row, ensure_ascii=False, default=str)}
+    seen = {
+        character for row in rows for character in json.dumps(row, ensure_ascii=False, default=str)
+    }
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens = dict.fromkeys([*special, *ROLES, *sorted(as_bytes.alphabet())])
     merges = dict[tuple[str, str], None]()
@@ -95,8 +107,15 @@ def write_characters(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     tokens |= dict.fromkeys(one + other for one, other in merges)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
-    tokenizer.pre_tokenizer, tokenizer.decoder = as_bytes, decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+    tokenizer.pre_tokenizer = as_bytes
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in special]
+    )
     tokenizer.add_tokens([AddedToken(one, single_word=True, normalized=False) for one in ROLES])
-    settings = {"pad_token": toy.TEXT_END, "eos_token": toy.TURN_END, "chat_template": toy.CHAT_TEMPLATE}
+    settings = {
+        "pad_token": toy.TEXT_END,
+        "eos_token": toy.TURN_END,
+        "chat_template": toy.CHAT_TEMPLATE,
+    }
     toy.save_tokenizer(tokenizer, folder, **settings)

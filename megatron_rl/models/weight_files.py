@@ -1,7 +1,9 @@
-"""Headers of a folder's safetensors files: which hold its weights, where each tensor lies, how they misfit
-config.json; other files that a copy of the folder takes; and whether it is a torch_dist checkpoint instead.
+"""Headers of a folder's safetensors files: which hold its weights, where each tensor lies, how they
+misfit config.json; other files that a copy of the folder takes; and whether it is a torch_dist
+checkpoint instead.
 
-A folder may come from anywhere: names stay inside of it, headers are small, before anything is believed. Torch-free.
+A folder may come from anywhere: names stay inside of it, headers are small, before anything is
+believed. Torch-free.
 """
 
 import json
@@ -21,7 +23,10 @@ from megatron_rl.models.tensors import DTYPES
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PARITY = "parity.json"  # of the folder that it lies in, and of no copy: what was proven of it
-BACKEND_FILE, INDEX_FILE, COMMON_FILE = "metadata.json", ".metadata", "common.pt"  # of a torch_dist checkpoint
+# of a torch_dist checkpoint
+BACKEND_FILE = "metadata.json"
+INDEX_FILE = ".metadata"
+COMMON_FILE = "common.pt"
 LARGEST_HEADER = 32 << 20  # some 200,000 tensors
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -69,22 +74,28 @@ def weight_files(folder: Path) -> list[str]:
         placed = read_json(folder / INDEX).get("weight_map")
         names = list(placed.values()) if isinstance(placed, dict) else []
         if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
-            raise ValueError(f"{folder / INDEX} has no weight_map of tensors to names of files in its folder")
+            raise ValueError(
+                f"{folder / INDEX} has no weight_map of tensors to names of files in its folder"
+            )
         files = sorted(set(names))
         missing = [file for file in files if not (folder / file).is_file()]
         if missing:
-            raise FileNotFoundError(f"{folder / INDEX} names {missing[0]}, which is not there ({len(missing)} missing)")
+            raise FileNotFoundError(
+                f"{folder / INDEX} names {missing[0]}, which is not there ({len(missing)} missing)"
+            )
         return files
     if (folder / SINGLE).is_file():
         return [SINGLE]
     raise FileNotFoundError(
-        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in pickle files (.bin) are not read, save them "
-        "as safetensors"
+        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in pickle files (.bin) are not "
+        "read, save them as safetensors"
     )
 
 
 def companions(folder: Path) -> list[str]:
-    """Names of all files of a model's folder but weights and their index; ValueError where one is elsewhere."""
+    """Names of all files of a model's folder but weights and their index; ValueError where one is
+    elsewhere.
+    """
     names = [
         entry.name
         for entry in sorted(folder.iterdir())
@@ -97,13 +108,20 @@ def companions(folder: Path) -> list[str]:
 
 
 def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
-    """Raise where a file is a link out of the folder, or of the hub's cache around it: a copy would hold it."""
+    """Raise where a file is a link out of the folder, or of the hub's cache around it: a copy would
+    hold it.
+    """
     here = folder.resolve()
-    roots = [here, here.parents[1] / "blobs"] if here.parent.name == "snapshots" else [here]
+    if here.parent.name == "snapshots":
+        roots = [here, here.parents[1] / "blobs"]
+    else:
+        roots = [here]
     for name in names:
         file = (folder / name).resolve()
         if not any(file.is_relative_to(root) for root in roots):
-            raise ValueError(f"{folder / name} is a link out of its folder, to {file}; put the file itself there")
+            raise ValueError(
+                f"{folder / name} is a link out of its folder, to {file}; put the file itself there"
+            )
 
 
 def is_plain_name(name: str) -> bool:
@@ -120,11 +138,15 @@ def read_header(path: Path) -> bytes:
         if length > size:
             raise ValueError(f"{path} is not a safetensors file or is cut off ({size} bytes)")
         if length > LARGEST_HEADER:
-            raise ValueError(f"{path} has a header of {length} bytes, expected at most {LARGEST_HEADER}")
+            raise ValueError(
+                f"{path} has a header of {length} bytes, expected at most {LARGEST_HEADER}"
+            )
         raw = file.read(length)
     last = max((entry.end for entry in header_entries(raw, path).values()), default=0)
     if 8 + length + last != size:
-        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
+        raise ValueError(
+            f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}"
+        )
     return raw
 
 
@@ -134,21 +156,31 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 def placed(raw: bytes, path: Path) -> dict[str, Stored]:
     """Tensors of a safetensors file by name, located from the file's raw header."""
-    base, entries = 8 + len(raw), header_entries(raw, path)
-    return {name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start) for name, e in entries.items()}
+    base = 8 + len(raw)
+    entries = header_entries(raw, path)
+    return {
+        name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start)
+        for name, e in entries.items()
+    }
 
 
 def header_entries(raw: bytes, path: Path) -> dict[str, Entry]:
-    """What the header of the file `path` says of each tensor, whose bytes follow on each other without a gap."""
+    """What the header of the file `path` says of each tensor, whose bytes follow on each other
+    without a gap.
+    """
     try:
         found = json.loads(raw)
-        entries = {name: _entry(name, entry) for name, entry in found.items() if name != "__metadata__"}
+        entries = {
+            name: _entry(name, entry) for name, entry in found.items() if name != "__metadata__"
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has no readable safetensors header: {error}") from None
     last = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != last:
-            raise ValueError(f"{path}: the bytes of {name} begin at {entry.start}, those before it end at {last}")
+            raise ValueError(
+                f"{path}: the bytes of {name} begin at {entry.start}, those before it end at {last}"
+            )
         last = entry.end
     return entries
 
@@ -156,7 +188,9 @@ def header_entries(raw: bytes, path: Path) -> dict[str, Entry]:
 def _entry(name: str, entry: Mapping[str, Any]) -> Entry:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, start, end]
-    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+    if not isinstance(dtype, str) or not all(
+        type(number) is int and number >= 0 for number in numbers
+    ):
         raise ValueError(f"{name} has no dtype, shape and place")
     if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise ValueError(f"{name} is {dtype} {shape}, but has {end - start} bytes")
@@ -164,7 +198,9 @@ def _entry(name: str, entry: Mapping[str, Any]) -> Entry:
 
 
 def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """How the folder's weights differ from those that config.json promises, as far as their headers say."""
+    """How the folder's weights differ from those that config.json promises, as far as their headers
+    say.
+    """
     try:
         held: dict[str, Stored] = {}
         for file in weight_files(folder):
@@ -193,21 +229,25 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
         yield f"{folder} holds {some(other)} as {first}, expected one of {', '.join(FLOATS)}; name the BF16 model"
 
 
-def _unknown(folder: Path, shape: ModelShape, names: list[str], held: Mapping[str, Stored]) -> Iterator[str]:
+def _unknown(
+    folder: Path, shape: ModelShape, names: list[str], held: Mapping[str, Stored]
+) -> Iterator[str]:
     names = [name for name in names if not name.endswith(HARMLESS)]
     if shape.tied and TIED_COPY in names:
         names.remove(TIED_COPY)
         if EMBEDDING in held and not _alike(held[TIED_COPY], held[EMBEDDING]):
             yield (
-                f"tie_word_embeddings of config.json is true, but the {TIED_COPY} of {folder} differs from "
-                f"{EMBEDDING}; set it to false"
+                f"tie_word_embeddings of config.json is true, but the {TIED_COPY} of {folder} "
+                f"differs from {EMBEDDING}; set it to false"
             )
     if names:
         yield f"{folder} holds {some(names)}, which a {shape.family} model of this config.json does not have"
 
 
 def _alike(one: Stored, other: Stored) -> bool:
-    """Whether two tensors are one, by three pieces of each: those that were trained apart differ in all of them."""
+    """Whether two tensors are one, by three pieces of each: those that were trained apart differ in
+    all of them.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     places = (0, max(0, one.nbytes // 2), max(0, one.nbytes - _COMPARED))
@@ -223,4 +263,6 @@ def _beyond(name: str, layers: int) -> bool:
 
 
 def some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more tensors"

@@ -1,4 +1,6 @@
-"""Metrics of a step for the driver, no checks: tokens and operations a second of a device, MFU; and peaks of memory."""
+"""Metrics of a step for the driver, no checks: tokens and operations a second of a device, MFU; and
+peaks of memory.
+"""
 
 import resource
 import sys
@@ -9,7 +11,8 @@ from megatron_rl.learner.modules.costs import operations
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 
-GIB, TERA = 1 << 30, 1e12
+GIB = 1 << 30
+TERA = 1e12
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,18 @@ class Achieved:
         """`line`: a step's metrics, its times among them."""
         found: dict[str, float] = {}
         if self.sampled and "rollout/tokens" in line and line["time/step"] > 0:
-            found["perf/tokens_per_s_per_device"] = line["rollout/tokens"] / line["time/step"] / self.devices
+            found["perf/tokens_per_s_per_device"] = (
+                line["rollout/tokens"] / line["time/step"] / self.devices
+            )
         seconds = line.get("time/update", 0.0)
         if "rollout/trained_tokens" in line and seconds > 0:
             # forward and backward, whatever is computed again not counted
-            tokens, answers = line["rollout/trained_tokens"], line["rollout/n_trained"]
+            tokens = line["rollout/trained_tokens"]
+            answers = line["rollout/n_trained"]
             each = operations(self.model, tokens / max(answers, 1))
-            made = 3 * (tokens * each.body + answers * line["rollout/response_tokens_mean"] * each.head)
+            made = 3 * (
+                tokens * each.body + answers * line["rollout/response_tokens_mean"] * each.head
+            )
             rate = made / seconds / self.model.layout.world
             found["perf/update_tflops_per_device"] = rate / TERA
             if self.machine.gpu:
@@ -39,7 +47,9 @@ class Achieved:
 
 def memory_peaks() -> dict[str, float]:
     """The most that rank 0 has held so far."""
-    found = {"perf/host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    found = {
+        "perf/host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         found["perf/device_memory_gib"] = torch.cuda.max_memory_allocated() / GIB

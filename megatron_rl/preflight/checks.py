@@ -1,5 +1,6 @@
-"""Checks of a recipe against machine, model and files before a run, a server, or a model that answers alone starts:
-every problem in one error, or in a list for the planner; and notes."""
+"""Checks of a recipe against machine, model and files before a run, a server, or a model that
+answers alone starts: every problem in one error, or in a list for the planner; and notes.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,15 +35,18 @@ class Checked:
 
     machine: Machine
     policy: Model
-    to_bring: tuple[str, ...] = ()  # what is not here, of a recipe that is checked for a machine elsewhere
+    # what is not here, of a recipe that is checked for a machine elsewhere
+    to_bring: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what may be meant, but surprises
 
 
-def check(config: schema.Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True) -> Checked:
+def check(
+    config: schema.Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True
+) -> Checked:
     """Raises one ConfigError that lists every problem, after those that are `found` already.
 
-    `on`: a machine elsewhere, to which absent files are still to be brought. Without `here` something else has placed
-    this process on GPUs.
+    `on`: a machine elsewhere, to which absent files are still to be brought. Without `here`
+    something else has placed this process on GPUs.
     """
     facts, problems = _facts(config, on)
     if not here and "machine" in facts:
@@ -58,15 +62,21 @@ def check(config: schema.Config, found: Iterable[str] = (), on: Machine | None =
 
 
 def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
-    """All that speaks against a recipe. A plan does not need its files; what is queued has to find them: `complete`."""
+    """All that speaks against a recipe. A plan does not need its files; what is queued has to find
+    them: `complete`.
+    """
     facts, found = _facts(config, on, cards=True)
     if complete:
         found += [each.error or f"not here: {each.what}" for each in findings(TO_FIND, facts)]
     return list(dict.fromkeys([*found, *findings(RULES, facts)]))
 
 
-def _facts(config: schema.Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
+def _facts(
+    config: schema.Config, on: Machine | None, cards: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """The sections, and what is outside of them: the machine and the model; what cannot be had is a
+    problem.
+    """
     sets = held_out(config)
     known = [name for one in sets for name in one.metrics()]
     facts: dict[str, Any] = {**vars(config), "config": config, "elsewhere": on is not None}
@@ -78,8 +88,14 @@ def _facts(config: schema.Config, on: Machine | None, cards: bool = False) -> tu
         problems.append(str(error))
     try:
         hf_config = (read_card if on or cards else read_hf_config)(str(config.model.folder))
-        facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner), lora=Lora.of(config.learner.lora))
-        facts |= {"hf_config": hf_config, "shape": facts["policy"].shape}  # of which sizes can be believed
+        facts["policy"] = Model.of(
+            hf_config, Layout.from_config(config.learner), lora=Lora.of(config.learner.lora)
+        )
+        # of which sizes can be believed
+        facts |= {
+            "hf_config": hf_config,
+            "shape": facts["policy"].shape,
+        }
     except ConfigError as error:
         problems.append(str(error))
     except ValueError as error:
@@ -88,7 +104,9 @@ def _facts(config: schema.Config, on: Machine | None, cards: bool = False) -> tu
 
 
 def check_served(model: schema.ModelSection) -> None:
-    """The folder of a server, whose weights come from the run: config.json against what else lies there."""
+    """The folder of a server, whose weights come from the run: config.json against what else lies
+    there.
+    """
     try:
         hf_config = read_hf_config(model.folder)
         facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
@@ -100,10 +118,15 @@ def check_served(model: schema.ModelSection) -> None:
 
 
 def check_alone(config: schema.Config, weights: Path, *more: Rule) -> list[str]:
-    """A model stored in `weights` that answers without a run. Returns what is to be said, raises what is wrong."""
+    """A model stored in `weights` that answers without a run. Returns what is to be said, raises
+    what is wrong.
+    """
     facts, problems = _facts(config, None)
     if "shape" in facts:
-        misfits = torch_dist_index.misfits if is_checkpoint(weights) else weight_files.misfits
+        if is_checkpoint(weights):
+            misfits = torch_dist_index.misfits
+        else:
+            misfits = weight_files.misfits
         problems += misfits(weights, facts["shape"])
     problems += findings((*ALONE, *more), facts)
     problems += [each.error for each in files.absent_data(schema.DataSection(), facts["sets"])]
@@ -122,17 +145,21 @@ def check_watched(config: schema.Config) -> None:
 def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
     if "quantization_config" in hf_config:
         yield (
-            f"model.path: {model.path} is already quantized; name the BF16 model, and let quantization.format "
-            "say what the sampler runs"
+            f"model.path: {model.path} is already quantized; name the BF16 model, and let "
+            "quantization.format say what the sampler runs"
         )
 
 
-def context(hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: schema.EvalSection) -> Iterator[str]:
+def context(
+    hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: schema.EvalSection
+) -> Iterator[str]:
     longest = hf_config.get("max_position_embeddings")
     if longest is None:
         return
-    wanted, keys = rollout.context_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
-    keys = "rollout.max_context_tokens" if rollout.max_context_tokens else keys
+    wanted = rollout.context_tokens
+    keys = "rollout.max_prompt_tokens + rollout.max_response_tokens"
+    if rollout.max_context_tokens:
+        keys = "rollout.max_context_tokens"
     if wanted > longest:
         way_out = "one of the two" if "+" in keys else "it"
         yield f"{keys}: {wanted}, but the model's context is {longest} tokens; lower {way_out}"
@@ -144,7 +171,10 @@ def context(hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: 
 def formats(
     machine: Machine, sampler: schema.SamplerSection, quantization: schema.QuantizationSection
 ) -> Iterator[str]:
-    key = "sampler.fleet.formats" if sampler.fleet.formats else "quantization.format"
+    if sampler.fleet.formats:
+        key = "sampler.fleet.formats"
+    else:
+        key = "quantization.format"
     for format in dict.fromkeys(local_formats(sampler, quantization)):
         problem = format_problem(format, machine.kind, machine.name, machine.capability)
         if problem:
@@ -159,14 +189,17 @@ def learner_fp8(machine: Machine, learner: schema.LearnerSection) -> Iterator[st
         yield f"learner.megatron.fp8: {wanted} needs Transformer Engine on a GPU; leave it out"
     elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
         yield (
-            f"learner.megatron.fp8: {wanted} needs compute capability {FP8_CAPABILITY}, {machine.name} has "
-            f"{machine.capability}; leave it out"
+            f"learner.megatron.fp8: {wanted} needs compute capability {FP8_CAPABILITY}, "
+            f"{machine.name} has {machine.capability}; leave it out"
         )
-    elif machine.capability is not None and machine.capability < FP8_RECIPES.get(limits.fp8_recipe(learner), 0):
+    elif machine.capability is not None and machine.capability < FP8_RECIPES.get(
+        limits.fp8_recipe(learner), 0
+    ):
         recipe = limits.fp8_recipe(learner)
         yield (
-            f"learner.megatron.fp8_recipe: {recipe} needs compute capability {FP8_RECIPES[recipe]}, {machine.name} has "
-            f"{machine.capability}; use {'tensorwise' if machine.capability < 9 else 'blockwise'}"
+            f"learner.megatron.fp8_recipe: {recipe} needs compute capability "
+            f"{FP8_RECIPES[recipe]}, {machine.name} has {machine.capability}; use "
+            f"{'tensorwise' if machine.capability < 9 else 'blockwise'}"
         )
 
 
@@ -178,7 +211,9 @@ def stop_metric(run: schema.RunSection, known_metrics: Sequence[str]) -> Iterato
             yield f"run.stop: {metric} is a fraction and never reaches {least:g}; use 0 to 1"
 
 
-def best_metric(checkpoint: schema.CheckpointSection, known_metrics: Sequence[str]) -> Iterator[str]:
+def best_metric(
+    checkpoint: schema.CheckpointSection, known_metrics: Sequence[str]
+) -> Iterator[str]:
     if checkpoint.best is not None and known_metrics and checkpoint.best not in known_metrics:
         yield f"checkpoint.best: no run logs {checkpoint.best}; use one of {', '.join(known_metrics)}, or null"
 
@@ -202,7 +237,9 @@ def environment(
     try:
         about = check_importable(environment)
         if model.folder.is_dir():  # else it is still to be brought
-            yield from problems(environment, model.folder, data.template or {}, about.tools, about.agent)
+            yield from problems(
+                environment, model.folder, data.template or {}, about.tools, about.agent
+            )
     except ConfigError as error:
         yield str(error)
 
@@ -210,17 +247,42 @@ def environment(
 def set_rewards(sets: Sequence[HeldOut], reward: schema.RewardSection) -> Iterator[str]:
     for one in sets:
         if one.reward != reward:
-            yield from (f"eval.sets.{one.name}: {problem}" for problem in reward_function(one.reward))
+            yield from (
+                f"eval.sets.{one.name}: {problem}" for problem in reward_function(one.reward)
+            )
 
 
 RULES: tuple[Rule, ...] = (
-    size_problems, limits.problems, limits.optimizer_fields, unquantized, context, formats, learner_fp8, stop_metric,
-    best_metric, reward_function, environment, set_rewards, *engine.RULES, *files.MODEL_RULES,
-    roles.ranks, roles.engine_gpus, roles.fleet_gpus, roles.host_memory, roles.reach, files.unnamed_data,
-)  # fmt: skip
+    size_problems,
+    limits.problems,
+    limits.optimizer_fields,
+    unquantized,
+    context,
+    formats,
+    learner_fp8,
+    stop_metric,
+    best_metric,
+    reward_function,
+    environment,
+    set_rewards,
+    *engine.RULES,
+    *files.MODEL_RULES,
+    roles.ranks,
+    roles.engine_gpus,
+    roles.fleet_gpus,
+    roles.host_memory,
+    roles.reach,
+    files.unnamed_data,
+)
 ALONE: tuple[Rule, ...] = (
-    unquantized, context, formats, reward_function, set_rewards, *engine.RULES,
-    files.vocabulary, files.end_of_text,
-)  # fmt: skip
+    unquantized,
+    context,
+    formats,
+    reward_function,
+    set_rewards,
+    *engine.RULES,
+    files.vocabulary,
+    files.end_of_text,
+)
 TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
 ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

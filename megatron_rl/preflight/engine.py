@@ -1,4 +1,6 @@
-"""Rules of checks.py against engines that do not suit model, machine, GPUs, transport or installed vLLM. Torch-free."""
+"""Rules of checks.py against engines that do not suit model, machine, GPUs, transport or installed
+vLLM. Torch-free.
+"""
 
 import difflib
 import os
@@ -10,7 +12,13 @@ from megatron_rl.config.choices import Device, Format, KvCache, Offload, Router,
 from megatron_rl.config.engine_rules import OWNED_ARGUMENTS
 from megatron_rl.config.evaluation import longest_sequence
 from megatron_rl.config.fleet import devices, gpus_of_engines, is_fleet, replica_formats
-from megatron_rl.config.sampling import TIES, QuantizationSection, RolloutSection, SamplerSection, SyncSection
+from megatron_rl.config.sampling import (
+    TIES,
+    QuantizationSection,
+    RolloutSection,
+    SamplerSection,
+    SyncSection,
+)
 from megatron_rl.config.schema import EvalSection, LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
@@ -28,10 +36,13 @@ def experts(
         yield from _experts(machine, shape, format, quantization.ignore)
 
 
-def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[str]) -> Iterator[str]:
+def _experts(
+    machine: Machine, shape: ModelShape, format: Format, ignore: list[str]
+) -> Iterator[str]:
     if not shape.experts or format == Format.none:
         return
-    counts: dict[int, tuple[int, int]] = {}  # layer -> (quantized expert tensors, all expert tensors)
+    # layer -> (quantized expert tensors, all expert tensors)
+    counts: dict[int, tuple[int, int]] = {}
     for param in params(shape):
         if param.expert is not None and param.layer is not None:
             quantized, total = counts.get(param.layer, (0, 0))
@@ -40,19 +51,26 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
     mixed = [layer for layer, (quantized, total) in counts.items() if 0 < quantized < total]
     if mixed:
         yield (
-            f"quantization.ignore: {ignore} names some of the expert weights of layer {mixed[0]} and not others, but "
-            f"the engine runs all experts of a layer in one kernel; name all of them ({EXPERTS_PATTERN!r} is every "
-            "expert) or none"
+            f"quantization.ignore: {ignore} names some of the expert weights of layer {mixed[0]} "
+            "and not others, but the engine runs all experts of a layer in one kernel; name all "
+            f"of them ({EXPERTS_PATTERN!r} is every expert) or none"
         )
     elif machine.kind == Device.cpu and any(quantized for quantized, _ in counts.values()):
         yield (
-            f"quantization.format: {format} experts have no kernel on hosts; add {EXPERTS_PATTERN!r} to "
-            "quantization.ignore (the experts stay in BF16, everything else is quantized), or use format none"
+            f"quantization.format: {format} experts have no kernel on hosts; add "
+            f"{EXPERTS_PATTERN!r} to quantization.ignore (the experts stay in BF16, everything "
+            "else is quantized), or use format none"
         )
 
 
-def routed(machine: Machine, shape: ModelShape, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
-    if sampler.routed_experts and machine.kind == Device.cuda and sampler.vllm.get("enable_prefix_caching") is False:
+def routed(
+    machine: Machine, shape: ModelShape, learner: LearnerSection, sampler: SamplerSection
+) -> Iterator[str]:
+    if (
+        sampler.routed_experts
+        and machine.kind == Device.cuda
+        and sampler.vllm.get("enable_prefix_caching") is False
+    ):
         yield "sampler.vllm.enable_prefix_caching: false, but on GPUs sampler.routed_experts wants that cache; use true"
     if shape.experts:
         return
@@ -62,7 +80,9 @@ def routed(machine: Machine, shape: ModelShape, learner: LearnerSection, sampler
         yield f"sampler.routed_experts: true, but a {shape.family} model has no experts; use false"
 
 
-def unwatchable(machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection) -> Iterator[str]:
+def unwatchable(
+    machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection
+) -> Iterator[str]:
     """Why the modules of both engines cannot be looked at."""
     if machine.kind != Device.cpu:
         yield "comparing modules is built for hosts so far; leave it out on GPUs"
@@ -77,11 +97,15 @@ def unwatchable(machine: Machine, shape: ModelShape, sampler: SamplerSection, le
         yield f"learner.tensor_parallel={ranks} does not divide {shape.kv_heads} key/value heads; use one that does"
 
 
-def ignored(shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
+def ignored(
+    shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection
+) -> Iterator[str]:
     """Entries that name nothing: what they were meant for would be quantized without a word."""
     if all(format == Format.none for format in replica_formats(sampler, quantization)):
         return
-    modules = {name.rpartition(".")[0] for param in params(shape) for name in param.hf} | {"lm_head"}
+    modules = {name.rpartition(".")[0] for param in params(shape) for name in param.hf} | {
+        "lm_head"
+    }
     for entry in quantization.ignore:
         if entry == EXPERTS_PATTERN and not shape.experts:
             continue  # conf/cluster/cpu.yaml has it for every model
@@ -116,87 +140,118 @@ def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
 
 
 def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
-    count, cores = sampler.engines, len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
+    count = sampler.engines
+    if sys.platform.startswith("linux"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = 1
     if count == 1:
         return
     value = f"sampler.engines: {count}"
     if is_fleet(sampler):
         yield f"{value} are embedded ones, and a fleet has servers of its own; leave it out, or sampler.fleet"
     elif machine.kind != Device.cpu:
-        named, width = sampler.devices or "null", sampler.tensor_parallel
+        named = sampler.devices or "null"
+        width = sampler.tensor_parallel
         if len(devices(sampler)) != count:
             yield f"sampler.devices: {named} for {count} engines of {width} GPU(s); name {count * width} GPUs"
     elif count * sampler.tensor_parallel > cores:
-        each = "" if sampler.tensor_parallel == 1 else f" of {sampler.tensor_parallel} ranks"
+        if sampler.tensor_parallel == 1:
+            each = ""
+        else:
+            each = f" of {sampler.tensor_parallel} ranks"
         yield f"{value} engines{each}, each on cores of its own, but there are {cores}; use fewer"
 
 
-def sleep(machine: Machine, sampler: SamplerSection, sync: SyncSection, learner: LearnerSection) -> Iterator[str]:
+def sleep(
+    machine: Machine, sampler: SamplerSection, sync: SyncSection, learner: LearnerSection
+) -> Iterator[str]:
     wanted = sampler.sleep
     if wanted == Sleep.none:
         if learner.offload != Offload.none and machine.kind != Device.cpu:
             yield (
-                f"learner.offload: {learner.offload} makes room for an engine that sleeps meanwhile, and sampler.sleep "
-                "is none; set sampler.sleep, or leave learner.offload out"
+                f"learner.offload: {learner.offload} makes room for an engine that sleeps "
+                "meanwhile, and sampler.sleep is none; set sampler.sleep, or leave "
+                "learner.offload out"
             )
         return
     if machine.kind == Device.cpu:
         yield f"sampler.sleep: {wanted} gives GPU memory back, and there is no GPU here; use none"
     if is_fleet(sampler):
         yield (
-            f"sampler.sleep: {wanted} is for an engine that shares its GPU with the learner, not for a fleet; use none"
+            f"sampler.sleep: {wanted} is for an engine that shares its GPU with the learner, not "
+            "for a fleet; use none"
         )
     if wanted == Sleep.discard and sync.every > 1:
         yield (
-            f"sampler.sleep: discard with sync.every={sync.every}: only a sync brings discarded weights back; "
-            "use sampler.sleep=offload, or sync.every=1"
+            f"sampler.sleep: discard with sync.every={sync.every}: only a sync brings discarded "
+            "weights back; use sampler.sleep=offload, or sync.every=1"
         )
 
 
 def transport(
-    machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection, sync: SyncSection
+    machine: Machine,
+    shape: ModelShape,
+    sampler: SamplerSection,
+    learner: LearnerSection,
+    sync: SyncSection,
 ) -> Iterator[str]:
-    name, layout = sync.transport, Layout.from_config(learner)
+    name = sync.transport
+    layout = Layout.from_config(learner)
     if name == Transport.file:
         return
     if machine.kind == Device.cpu:
         yield f"sync.transport: {name} needs GPUs; use file"
         return
-    local = min(layout.world, machine.gpus or layout.world)  # ranks take the first GPUs of their host
+    # ranks take the first GPUs of their host
+    local = min(layout.world, machine.gpus or layout.world)
     engine = gpus_of_engines(sampler)
     shared = sorted(engine & set(range(local)))
     named = ",".join(map(str, sorted(engine)))
     if name == Transport.ipc:
         if layout.world > local:
             yield (
-                f"sync.transport: ipc shares memory within one host, but the learner has {layout.world} ranks and "
-                f"this host {machine.gpus} GPUs; use nccl with the engine on GPUs of its own, or file"
+                "sync.transport: ipc shares memory within one host, but the learner has "
+                f"{layout.world} ranks and this host {machine.gpus} GPUs; use nccl with the engine "
+                "on GPUs of its own, or file"
             )
         elif len(shared) < len(engine):
             yield (
-                f"sync.transport: ipc hands over memory on the same GPU, but the engine runs on {named} and the "
-                f"learner on 0 to {local - 1}; name GPUs of the learner in sampler.devices, or use nccl"
+                "sync.transport: ipc hands over memory on the same GPU, but the engine runs on "
+                f"{named} and the learner on 0 to {local - 1}; name GPUs of the learner in "
+                "sampler.devices, or use nccl"
             )
         return
     if shared:
-        each, count = sampler.tensor_parallel, sampler.fleet.replicas if is_fleet(sampler) else sampler.engines
-        own = [",".join(str(local + i * each + number) for number in range(each)) for i in range(max(count, 1))]
+        each = sampler.tensor_parallel
+        if is_fleet(sampler):
+            count = sampler.fleet.replicas
+        else:
+            count = sampler.engines
+        own = [
+            ",".join(str(local + i * each + number) for number in range(each))
+            for i in range(max(count, 1))
+        ]
         free = own if is_fleet(sampler) else repr(",".join(own))
         yield (
-            f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner both take "
-            f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices={free}), or use ipc"
+            f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner "
+            f"both take {','.join(map(str, shared))}; give the engine GPUs of its own "
+            f"(sampler.devices={free}), or use ipc"
         )
 
 
-def top_k_support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection) -> Iterator[str]:
+def top_k_support(
+    shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection
+) -> Iterator[str]:
     if rollout.top_k is None:
         return
     if rollout.top_k >= shape.vocab:
         yield f"rollout.top_k: {rollout.top_k} of a vocabulary of {shape.vocab} keeps everything; lower it, or null"
     elif is_fleet(sampler) and rollout.candidates > shape.vocab:
         yield (
-            f"rollout.top_k: {rollout.top_k}, but servers are asked for {rollout.candidates} candidates, more than the "
-            f"vocabulary of {shape.vocab} has; use at most {shape.vocab - TIES}, or the embedded engine"
+            f"rollout.top_k: {rollout.top_k}, but servers are asked for {rollout.candidates} "
+            f"candidates, more than the vocabulary of {shape.vocab} has; use at most "
+            f"{shape.vocab - TIES}, or the embedded engine"
         )
 
 

@@ -1,5 +1,7 @@
-"""Checks of what a recipe names: absent files, folders, W&B key, servers; whether config.json, weights and tokenizer
-agree. `read_card`: config.json of a model, out of conf/model/ where its folder is not here."""
+"""Checks of what a recipe names: absent files, folders, W&B key, servers; whether config.json,
+weights and tokenizer agree. `read_card`: config.json of a model, out of conf/model/ where its
+folder is not here.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,28 +32,35 @@ class Absent:
 
 
 def read_card(path: str, key: str = "model.path") -> dict[str, Any]:
-    """The config.json of a model that is elsewhere: its own where the folder is here, or the card of its name."""
+    """The config.json of a model that is elsewhere: its own where the folder is here, or the card
+    of its name.
+    """
     if (Path(path) / "config.json").is_file():
         return read_hf_config(path, key)
     cards = sorted(card.stem for card in (CONF / "model").glob("*.json"))
     if Path(path).name not in cards:
         raise ConfigError(
-            f"{key}: no config.json in {path!r}, and no card in conf/model/ is of that name (cards: "
-            f"{', '.join(cards)}); bring the folder, or put its config.json there as {Path(path).name or 'NAME'}.json"
+            f"{key}: no config.json in {path!r}, and no card in conf/model/ is of that name "
+            f"(cards: {', '.join(cards)}); bring the folder, or put its config.json there as "
+            f"{Path(path).name or 'NAME'}.json"
         )
     return read_hf_config(CONF / "model" / f"{Path(path).name}.json")
 
 
 def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
-    folder, weights = Path(model.path), model.init == schema.ModelInit.pretrained
+    folder = Path(model.path)
+    weights = model.init == schema.ModelInit.pretrained
     if not (model.folder / "config.json").is_file():
-        parts = "config.json, tokenizer and .safetensors" if weights else "config.json and tokenizer"
+        if weights:
+            parts = "config.json, tokenizer and .safetensors"
+        else:
+            parts = "config.json and tokenizer"
         yield Absent(f"{folder}: {parts} (model.path)", "")  # read_hf_config has said so
     elif weights and not list(folder.glob("*.safetensors")) and not is_checkpoint(folder):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
-            f"model.path: {model.path} holds no .safetensors weights; bring them there (for the toy, the run of "
-            "recipes/toy_sft.yaml makes them), or set model.init=random",
+            f"model.path: {model.path} holds no .safetensors weights; bring them there (for the "
+            "toy, the run of recipes/toy_sft.yaml makes them), or set model.init=random",
         )
 
 
@@ -59,7 +68,10 @@ def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[A
     given = [("data.train", path) for path in data.sources("train")]
     given += [(one.key, one.path) for one in sets if one.path]
     toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
-    way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
+    if toy:
+        way_out = "`megatron-rl toy` makes the toy's data"
+    else:
+        way_out = "bring it there, or name another file"
     for key, value in given:
         if not all(file.is_file() for file in data_files(key, Path(value))):
             yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {way_out}")
@@ -82,14 +94,17 @@ def absent_servers(sampler: schema.SamplerSection) -> Iterator[Absent]:
     fleet = sampler.fleet
     if fleet.servers and not fleet.addresses:
         yield Absent(
-            f"{fleet.servers} servers of {sampler.tensor_parallel} GPU(s) each, on nodes of their own (slurm/"
-            "dapo_split.sbatch starts them)",
-            f"sampler.fleet.servers: {fleet.servers} servers on other nodes, whose addresses nobody has given; submit "
-            "slurm/dapo_split.sbatch, which starts them, or name them in sampler.fleet.addresses",
+            f"{fleet.servers} servers of {sampler.tensor_parallel} GPU(s) each, on nodes of their "
+            "own (slurm/dapo_split.sbatch starts them)",
+            f"sampler.fleet.servers: {fleet.servers} servers on other nodes, whose addresses "
+            "nobody has given; submit slurm/dapo_split.sbatch, which starts them, or name them "
+            "in sampler.fleet.addresses",
         )
 
 
-def unnamed_data(data: schema.DataSection, eval: schema.EvalSection, sets: Sequence[HeldOut]) -> Iterator[str]:
+def unnamed_data(
+    data: schema.DataSection, eval: schema.EvalSection, sets: Sequence[HeldOut]
+) -> Iterator[str]:
     for key, needed in (("train", True), ("eval", eval.every > 0 and not eval.sets)):
         if needed and not getattr(data, key):
             yield f"data.{key}: not set; name a .jsonl or .parquet file" + (
@@ -135,20 +150,28 @@ def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
         yield f"model.path: {file} is not a readable tokenizer ({error})"
         return
     vocab = tokenizer.model.vocab
-    ids = {str(piece): number for number, piece in enumerate(vocab)} if isinstance(vocab, list) else vocab
+    if isinstance(vocab, list):
+        ids = {str(piece): number for number, piece in enumerate(vocab)}
+    else:
+        ids = vocab
     ids = ids | {token.content: token.id for token in tokenizer.added_tokens}
     beyond = {name: number for name, number in ids.items() if not 0 <= number < shape.vocab}
     if beyond:
         name, number = min(beyond.items(), key=lambda item: item[1])
         more = f" and {len(beyond) - 1} more tokens" if len(beyond) > 1 else ""
         yield (
-            f"model.path: vocab_size of config.json is {shape.vocab}, but {file} has {name!r} (id {number}){more} "
-            "beyond it; name the tokenizer of this model, or a model with rows for them"
+            f"model.path: vocab_size of config.json is {shape.vocab}, but {file} has {name!r} (id "
+            f"{number}){more} beyond it; name the tokenizer of this model, or a model with rows "
+            "for them"
         )
 
 
-def end_of_text(model: schema.ModelSection, shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Ids that end an answer. An answer that never ends costs rollout.max_response_tokens each time."""
+def end_of_text(
+    model: schema.ModelSection, shape: ModelShape, hf_config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Ids that end an answer. An answer that never ends costs rollout.max_response_tokens each
+    time.
+    """
     found = {"config.json": hf_config}
     for name in ("generation_config.json", "tokenizer_config.json"):
         if (model.folder / name).is_file():
@@ -157,13 +180,18 @@ def end_of_text(model: schema.ModelSection, shape: ModelShape, hf_config: Mappin
             except ValueError as error:
                 yield f"model.path: {error}"
     for name, content in found.items():
-        given = content.get("eos_token_id") if name != "tokenizer_config.json" else None
+        if name != "tokenizer_config.json":
+            given = content.get("eos_token_id")
+        else:
+            given = None
         ids = given if isinstance(given, list) else [] if given is None else [given]
-        wrong = [number for number in ids if not (type(number) is int and 0 <= number < shape.vocab)]
+        wrong = [
+            number for number in ids if not (type(number) is int and 0 <= number < shape.vocab)
+        ]
         if wrong or given == []:
             yield (
-                f"model.path: eos_token_id of {model.folder / name} is {given!r}, expected ids from 0 to "
-                f"{shape.vocab - 1}; take it from the model's authors"
+                f"model.path: eos_token_id of {model.folder / name} is {given!r}, expected ids "
+                f"from 0 to {shape.vocab - 1}; take it from the model's authors"
             )
 
 

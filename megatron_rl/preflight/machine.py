@@ -1,4 +1,6 @@
-"""Descriptions of machines (GPUs, memory, links): this one, detected without torch, or one named as 1x8xH100-80."""
+"""Descriptions of machines (GPUs, memory, links): this one, detected without torch, or one named as
+1x8xH100-80.
+"""
 
 import os
 import platform
@@ -54,13 +56,16 @@ class Machine:
     gib: float = 0.0  # memory of a GPU; 0: not known
     driver: str = ""  # NVIDIA's version of it
     host_gib: float = 0.0  # a node's own memory; 0: not known
-    fastest: tuple[tuple[str, str], ...] = ()  # keys and values for a small model, where a host lacks instructions
+    # keys and values for a small model, where a host lacks instructions
+    fastest: tuple[tuple[str, str], ...] = ()
 
     @property
     def gpu(self) -> Gpu | None:
         """What kind it is, where its name says so: the longest of our names that is in it."""
         found = [name for name in GPUS if name in re.split(r"[^A-Z0-9]+", self.name.upper())]
-        return GPUS[max(found, key=len)] if found else None
+        if found:
+            return GPUS[max(found, key=len)]
+        return None
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -72,17 +77,23 @@ def own(recipe: Path, overrides: Sequence[str]) -> str:
     """What `--on own` stands for: the machine of the recipe's cluster."""
     name, machine = cluster(recipe, overrides)
     if machine is None:
-        raise ConfigError(f"--on own: cluster is {name}, which is no machine of a name; say which, such as 1x8xH100-80")
+        raise ConfigError(
+            f"--on own: cluster is {name}, which is no machine of a name; say which, such as "
+            "1x8xH100-80"
+        )
     return machine
 
 
 def named(text: str) -> Machine:
-    """The machine that NODESxGPUSxNAME-GIB-HOST stands for: memory of a GPU and of a node, which may be left out."""
+    """The machine that NODESxGPUSxNAME-GIB-HOST stands for: memory of a GPU and of a node, which
+    may be left out.
+    """
     match = NAMED.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"--on {text}: expected NODESxGPUSxNAME, NODESxGPUSxNAME-GIB or NODESxGPUSxNAME-GIB-HOST, such as "
-            "1x8xH100-80, or 1x8xH100-80-2048 for nodes of 2,048 GiB"
+            f"--on {text}: expected NODESxGPUSxNAME, NODESxGPUSxNAME-GIB or "
+            "NODESxGPUSxNAME-GIB-HOST, such as 1x8xH100-80, or 1x8xH100-80-2048 for nodes of "
+            "2,048 GiB"
         )
     nodes, gpus, name, gib, host = match.groups()
     if name.upper() not in GPUS:
@@ -90,7 +101,9 @@ def named(text: str) -> Machine:
     gpu = GPUS[name.upper()]
     memory = int(gib or gpu.gib)
     label = f"{name.upper()} ({memory} GiB)"
-    return Machine(Device.cuda, label, gpu.capability, int(gpus), int(nodes), memory, host_gib=float(host or 0))
+    return Machine(
+        Device.cuda, label, gpu.capability, int(gpus), int(nodes), memory, host_gib=float(host or 0)
+    )
 
 
 def detect(wanted: Device = Device.auto) -> Machine:
@@ -98,22 +111,31 @@ def detect(wanted: Device = Device.auto) -> Machine:
     gpu = None if wanted == Device.cpu else _gpu()
     if gpu is None and wanted == Device.cuda:
         raise NoGpu(
-            "run.device: cuda, but nvidia-smi lists no GPU here; run this where there is one, check it for such a "
-            "machine with --on 1x8xH100-80 (or --on own, the recipe's cluster), or set run.device=cpu or auto"
+            "run.device: cuda, but nvidia-smi lists no GPU here; run this where there is one, "
+            "check it for such a machine with --on 1x8xH100-80 (or --on own, the recipe's "
+            "cluster), or set run.device=cpu or auto"
         )
     if gpu is not None and "+cpu" in metadata.version("torch"):
         if wanted == Device.cuda:
-            raise ConfigError("run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu install`")
+            raise ConfigError(
+                "run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu "
+                "install`"
+            )
         gpu = None
     if gpu is not None and (why := gpu_driver.too_old(gpu.driver)):
-        raise ConfigError(f"run.device: {wanted}, but {why}; update it, or run this on a node that has a newer one")
+        raise ConfigError(
+            f"run.device: {wanted}, but {why}; update it, or run this on a node that has a newer "
+            "one"
+        )
     if gpu is None and _installed("vllm"):  # its build for hosts has a name of its own
         raise ConfigError(
-            f"run.device: {wanted}, but what is installed is the gpu set and no GPU is used here; run this where there "
-            "is one, check a recipe for such a machine with --dry-run --on 1x8xH100-80, or install for hosts "
-            "(make clean, make EXTRA=cpu install)"
+            f"run.device: {wanted}, but what is installed is the gpu set and no GPU is used here; "
+            "run this where there is one, check a recipe for such a machine with --dry-run --on "
+            "1x8xH100-80, or install for hosts (make clean, make EXTRA=cpu install)"
         )
-    return gpu or Machine(Device.cpu, f"{platform.machine()} CPU", fastest=tuple(instructions.fastest().items()))
+    return gpu or Machine(
+        Device.cpu, f"{platform.machine()} CPU", fastest=tuple(instructions.fastest().items())
+    )
 
 
 def installed_gib() -> float:
@@ -127,13 +149,18 @@ def _installed(distribution: str) -> bool:
 
 
 def _gpu() -> Machine | None:
-    found, visible = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version"), gpu_driver.visible()
+    found = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version")
+    visible = gpu_driver.visible()
     count = len(found if visible is None else visible)
     if not found or not count:
         return None
     name, capability, memory, driver = found[0]
     try:
-        gib, host = float(memory) / 1024, installed_gib()  # it answers in MiB
-        return Machine(Device.cuda, name, float(capability), count, gib=gib, driver=driver, host_gib=host)
+        # it answers in MiB
+        gib = float(memory) / 1024
+        host = installed_gib()
+        return Machine(
+            Device.cuda, name, float(capability), count, gib=gib, driver=driver, host_gib=host
+        )
     except ValueError:
         return None

@@ -1,4 +1,6 @@
-"""Notes on settings that may surprise, none of which refuses a recipe; and an estimate of what a run writes to disk."""
+"""Notes on settings that may surprise, none of which refuses a recipe; and an estimate of what a
+run writes to disk.
+"""
 
 import json
 import shutil
@@ -21,8 +23,10 @@ LONGEST_ROW = 1 << 20
 GIB = 1 << 30
 LINE = 4096  # bytes of metrics and ledger for each step
 # of a recorded token: its number, three logprobs or weights, two marks, and its text
-RESPONSE_TOKEN, PROMPT_TOKEN = 22, 8
-# of a parameter in a checkpoint: the weight, the optimizer's copy of it, two moments; in FP32 the weight is that copy
+RESPONSE_TOKEN = 22
+PROMPT_TOKEN = 8
+# of a parameter in a checkpoint: the weight, the optimizer's copy of it, two moments; in FP32 the
+# weight is that copy
 PARAMETER = {schema.Precision.bf16: 2 + 4 + 8, schema.Precision.fp32: 4 + 8}
 
 
@@ -43,7 +47,10 @@ def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
     read = [key for key in CLIP if key in about.reads and not (loss.absolute and key == "clip_low")]
     if odd := {key: getattr(loss, key) for key in read if not least <= getattr(loss, key) <= most}:
         said = ", ".join(f"loss.{key}={clip:g}" for key, clip in odd.items())
-        follows = "next to nothing is clipped" if max(odd.values()) > most else "nearly all is clipped"
+        if max(odd.values()) > most:
+            follows = "next to nothing is clipped"
+        else:
+            follows = "nearly all is clipped"
         usual = f"usual with it is {least:g} to {most:g}{_preset(loss.name)}"
         yield f"{said} with loss.name={loss.name}: {follows}; {usual}"
 
@@ -71,34 +78,46 @@ def plain_prompts(model: schema.ModelSection, data: schema.DataSection) -> Itera
     yield from plain_text(model, data, data.sources("train"))
 
 
-def plain_text(model: schema.ModelSection, data: schema.DataSection, paths: Iterable[str]) -> Iterator[str]:
+def plain_text(
+    model: schema.ModelSection, data: schema.DataSection, paths: Iterable[str]
+) -> Iterator[str]:
     """Files whose prompts a chat model would read as they stand."""
-    if data.template is not None or data.system_prompt is not None or not has_template(model.folder):
+    if (
+        data.template is not None
+        or data.system_prompt is not None
+        or not has_template(model.folder)
+    ):
         return
     for path in paths:
         if _is_text(Path(path), data.prompt_key or "prompt"):
             yield (
-                f"the prompts of {path} are plain text and are not put into the chat template that {model.path} has; "
-                "for a chat model set data.template={}, or give lists of messages"
+                f"the prompts of {path} are plain text and are not put into the chat template that "
+                f"{model.path} has; for a chat model set "
+                "data.template={}, or give lists of messages"
             )
 
 
 def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
     if machine.fastest and learner.precision is schema.Precision.bf16:
         yield (
-            "this host multiplies BF16 in FP32, as env.json says under host; a small model is faster with "
-            + " ".join(f"{key}={value}" for key, value in machine.fastest)
+            "this host multiplies BF16 in FP32, as env.json says under host; a small model is "
+            "faster with " + " ".join(f"{key}={value}" for key, value in machine.fastest)
         )
 
 
-def checked_updates(shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection) -> Iterator[str]:
+def checked_updates(
+    shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection
+) -> Iterator[str]:
     """What learner.update_check costs."""
-    check, rows = learner.update_check, rollout.prompts_per_step * rollout.samples_per_prompt
-    looked, kept = min(check.rows, rows), _gib(trained(shape) * PARAMETER[learner.precision])
+    check = learner.update_check
+    rows = rollout.prompts_per_step * rollout.samples_per_prompt
+    looked = min(check.rows, rows)
+    kept = _gib(trained(shape) * PARAMETER[learner.precision])
     if check.rows:
         yield (
-            f"learner.update_check: after each step {looked} of {rows} answers are passed twice more, "
-            f"{2 * looked / rows:.1%} of a forward pass over the batch; and once before it where they are older"
+            f"learner.update_check: after each step {looked} of {rows} answers are passed twice "
+            f"more, {2 * looked / rows:.1%} of a forward pass over the batch; and once before it "
+            "where they are older"
             + f"; refuse keeps {kept} of the step before in the hosts' memory"
             * (check.refuse is not None)
         )
@@ -146,11 +165,16 @@ class Writes:
             (self.rollouts, f"rollouts {_gib(self.rollouts)}"),
             (self.models, f"models {_gib(self.models)}"),
         ]
-        return f"at most {_gib(self.total)}: " + ", ".join([text for nbytes, text in parts if nbytes] or ["metrics"])
+        return f"at most {_gib(self.total)}: " + ", ".join(
+            [text for nbytes, text in parts if nbytes] or ["metrics"]
+        )
 
 
 def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Config) -> Writes:
-    run, rollout, checkpoint, log = config.run, config.rollout, config.checkpoint, config.log
+    run = config.run
+    rollout = config.rollout
+    checkpoint = config.checkpoint
+    log = config.log
     saves = bool(checkpoint.every or checkpoint.minutes)
     kept = checkpoint.keep_last + bool(checkpoint.best)
     if checkpoint.keep_every:
@@ -171,9 +195,13 @@ def writes(shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Confi
 
 def free(root: str) -> int | None:
     """Free bytes on the disk of the run's directory; None where that cannot be known."""
-    place = next((folder for folder in (Path(root), *Path(root).absolute().parents) if folder.is_dir()), None)
+    place = next(
+        (folder for folder in (Path(root), *Path(root).absolute().parents) if folder.is_dir()), None
+    )
     try:
-        return shutil.disk_usage(place).free if place else None
+        if place:
+            return shutil.disk_usage(place).free
+        return None
     except OSError:
         return None
 
@@ -181,24 +209,33 @@ def free(root: str) -> int | None:
 def short_disk(
     shape: ModelShape, hf_config: Mapping[str, Any], config: schema.Config, elsewhere: bool
 ) -> Iterator[str]:
-    """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not fit."""
-    wanted, run, log = writes(shape, hf_config, config), config.run, config.log
+    """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not
+    fit.
+    """
+    wanted = writes(shape, hf_config, config)
+    run = config.run
+    log = config.log
     if log.disk_gib is not None and wanted.stays > log.disk_gib * GIB:
         yield (
-            f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to {_gib(wanted.stays)}; "
-            "raise it, or lower checkpoint.keep_last"
+            f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to "
+            f"{_gib(wanted.stays)}; raise it, or lower checkpoint.keep_last"
         )
     room = None if elsewhere else free(run.root)
-    limit = wanted.total if log.disk_gib is None else min(wanted.total, int(log.disk_gib * GIB))
+    if log.disk_gib is None:
+        limit = wanted.total
+    else:
+        limit = min(wanted.total, int(log.disk_gib * GIB))
     if room is not None and room < limit:
         yield (
-            f"run.root={run.root} has {_gib(room)} free, and the run writes {wanted}. Free space, raise "
-            "log.record_every, lower checkpoint.keep_last, or set log.disk_gib"
+            f"run.root={run.root} has {_gib(room)} free, and the run writes {wanted}. Free space, "
+            "raise log.record_every, lower checkpoint.keep_last, or set log.disk_gib"
         )
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
+    if nbytes >= GIB / 10:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / 2**20:.1f} MiB"
 
 
 RULES = (

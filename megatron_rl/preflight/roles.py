@@ -1,8 +1,10 @@
-"""Roles of a machine's GPUs by a recipe: for the learner, for engines, or for both; what does not fit there, or in a
-host's memory; and a job's sizes for the batch scripts. Torch-free.
+"""Roles of a machine's GPUs by a recipe: for the learner, for engines, or for both; what does not
+fit there, or in a host's memory; and a job's sizes for the batch scripts. Torch-free.
 
-python -m megatron_rl.preflight.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
-                                                                      servers on other nodes, GPUs of each, sync.dir,
+python -m megatron_rl.preflight.roles RECIPE [key=value ...]     for the batch scripts: ranks of the
+learner,
+                                                                      servers on other nodes, GPUs
+                                                                      of each, sync.dir,
                                                                       and where the run will be
 """
 
@@ -11,8 +13,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import ConfigError, read
-from megatron_rl.config.fleet import HOST_CACHE_BYTES, devices, distant, gpus_of_engines, is_fleet, size
-from megatron_rl.config.schema import Device, LearnerSection, RewardSection, SamplerSection, Sleep, SyncSection
+from megatron_rl.config.fleet import (
+    HOST_CACHE_BYTES,
+    devices,
+    distant,
+    gpus_of_engines,
+    is_fleet,
+    size,
+)
+from megatron_rl.config.schema import (
+    Device,
+    LearnerSection,
+    RewardSection,
+    SamplerSection,
+    Sleep,
+    SyncSection,
+)
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine, installed_gib
 
@@ -23,7 +39,9 @@ WORKER_GIB = 0.03
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks of the learner take the first GPUs of each of their nodes; engines of the run are on the first node."""
+    """Ranks of the learner take the first GPUs of each of their nodes; engines of the run are on
+    the first node.
+    """
 
     learner: int  # ranks
     engines: int
@@ -64,36 +82,52 @@ class Roles:
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     elsewhere = size(sampler) - sampler.fleet.replicas
-    started = sampler.fleet.replicas if is_fleet(sampler) else sampler.engines
+    if is_fleet(sampler):
+        started = sampler.fleet.replicas
+    else:
+        started = sampler.engines
     width = per_node or layout.world + started * sampler.tensor_parallel
     beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
-    local = tuple(sorted(gpus_of_engines(sampler))) if per_node else tuple(beside)
+    if per_node:
+        local = tuple(sorted(gpus_of_engines(sampler)))
+    else:
+        local = tuple(beside)
     shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
-    return Roles(layout.world, started + elsewhere, sampler.tensor_parallel, elsewhere, width, local, shared)
+    return Roles(
+        layout.world, started + elsewhere, sampler.tensor_parallel, elsewhere, width, local, shared
+    )
 
 
 def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
     """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
-    world, there = Layout.from_config(learner).world, machine.nodes * machine.gpus
+    world = Layout.from_config(learner).world
+    there = machine.nodes * machine.gpus
     servers = sampler.fleet.servers * sampler.tensor_parallel
     if there and servers and sampler.tensor_parallel > machine.gpus:
         one = f"sampler.tensor_parallel: {sampler.tensor_parallel}, but a server has the GPUs of one node"
         yield f"{one}, and a node has {machine.gpus}; lower it"
     if there and servers and world + servers > there:
         yield (
-            f"sampler.fleet.servers: {sampler.fleet.servers} of {sampler.tensor_parallel} GPU(s) each beside {world} "
-            f"ranks of the learner are {world + servers} GPUs, but {machine} has {there}; lower one of them"
+            f"sampler.fleet.servers: {sampler.fleet.servers} of {sampler.tensor_parallel} GPU(s) "
+            f"each beside {world} ranks of the learner are {world + servers} GPUs, but {machine} "
+            f"has {there}; lower one of them"
         )
     elif there and world > there:
         sizes = f"tensor_parallel {learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel}"
-        sizes += f" x context_parallel {learner.context_parallel}" if learner.context_parallel > 1 else ""
+        sizes += (
+            f" x context_parallel {learner.context_parallel}"
+            if learner.context_parallel > 1
+            else ""
+        )
         yield (
-            f"learner: {sizes} x data_parallel {learner.data_parallel} is {world} ranks of a GPU each, but {machine} "
-            f"has {there}; lower one of them, or set run.device=cpu"
+            f"learner: {sizes} x data_parallel {learner.data_parallel} is {world} ranks of a GPU "
+            f"each, but {machine} has {there}; lower one of them, or set run.device=cpu"
         )
 
 
-def engine_gpus(machine: Machine, sampler: SamplerSection, learner: LearnerSection) -> Iterator[str]:
+def engine_gpus(
+    machine: Machine, sampler: SamplerSection, learner: LearnerSection
+) -> Iterator[str]:
     """GPUs that are there, and that the learner leaves to the engines."""
     engines = gpus_of_engines(sampler)
     if machine.kind == Device.cpu or not machine.gpus or not engines:
@@ -101,22 +135,29 @@ def engine_gpus(machine: Machine, sampler: SamplerSection, learner: LearnerSecti
     beyond = [number for number in sorted(engines) if number >= machine.gpus]
     if beyond:
         yield (
-            f"sampler.devices: {','.join(map(str, beyond))} of the engine's GPUs, but a node has 0 to "
-            f"{machine.gpus - 1} ({machine}); name others, or lower sampler.tensor_parallel={sampler.tensor_parallel}"
+            f"sampler.devices: {','.join(map(str, beyond))} of the engine's GPUs, but a node has 0 "
+            f"to {machine.gpus - 1} ({machine}); name others, or lower "
+            f"sampler.tensor_parallel={sampler.tensor_parallel}"
         )
-    local = min(Layout.from_config(learner).world, machine.gpus)  # ranks take the first GPUs of their host
+    # ranks take the first GPUs of their host
+    local = min(Layout.from_config(learner).world, machine.gpus)
     shared = sorted(engines & set(range(local)))
-    if shared and sampler.sleep == Sleep.none and sampler.vllm.get("gpu_memory_utilization") is None:
+    if (
+        shared
+        and sampler.sleep == Sleep.none
+        and sampler.vllm.get("gpu_memory_utilization") is None
+    ):
         yield (
-            f"sampler.devices: the engine and the learner share GPU {','.join(map(str, shared))}, and by itself "
-            "vLLM takes nearly all memory; name other GPUs, or set sampler.vllm.gpu_memory_utilization (such as 0.3), "
-            "or sampler.sleep"
+            f"sampler.devices: the engine and the learner share GPU {','.join(map(str, shared))}, "
+            "and by itself vLLM takes nearly all memory; name other GPUs, or set "
+            "sampler.vllm.gpu_memory_utilization (such as 0.3), or sampler.sleep"
         )
 
 
 def fleet_gpus(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
     """Which server runs where."""
-    given, replicas = devices(sampler), sampler.fleet.replicas
+    given = devices(sampler)
+    replicas = sampler.fleet.replicas
     if not is_fleet(sampler):
         return
     if machine.kind == Device.cpu:
@@ -124,13 +165,14 @@ def fleet_gpus(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
             yield f"sampler.devices: {given}, but this run has no GPU; remove it"
     elif not given and replicas > 1:
         yield (
-            f"sampler.devices: null, so that {replicas} servers would share the same GPUs; name those of each, such as "
+            f"sampler.devices: null, so that {replicas} servers would share the same GPUs; name "
+            "those of each, such as "
             '["0", "1"]'
         )
     elif given and len(given) != replicas:
         yield (
-            f"sampler.devices: {len(given)} entries for sampler.fleet.replicas={replicas}; give a list of one text for "
-            "each"
+            f"sampler.devices: {len(given)} entries for sampler.fleet.replicas={replicas}; give a "
+            "list of one text for each"
         )
 
 
@@ -144,16 +186,21 @@ def host_memory(
     wanted = reward.workers * WORKER_GIB
     if wanted > installed:
         yield (
-            f"reward.workers: {reward.workers} take about {wanted:.0f} GiB, this machine has {installed:.0f}; lower it"
+            f"reward.workers: {reward.workers} take about {wanted:.0f} GiB, this machine has "
+            f"{installed:.0f}; lower it"
         )
     world = Layout.from_config(learner).world
     if world * RANK_GIB > installed:
         yield (
-            f"learner: {world} ranks take about {world * RANK_GIB:.0f} GiB before they hold any weight, this machine "
-            f"has {installed:.0f}; lower learner.data_parallel={learner.data_parallel}, or another parallel size"
+            f"learner: {world} ranks take about {world * RANK_GIB:.0f} GiB before they hold any "
+            f"weight, this machine has {installed:.0f}; lower "
+            f"learner.data_parallel={learner.data_parallel}, or another parallel size"
         )
     each = (sampler.vllm.get("kv_cache_memory_bytes") or HOST_CACHE_BYTES) / (1 << 30)
-    engines = sampler.fleet.replicas if is_fleet(sampler) else sampler.engines
+    if is_fleet(sampler):
+        engines = sampler.fleet.replicas
+    else:
+        engines = sampler.engines
     wanted = engines * sampler.tensor_parallel * each
     if wanted > installed:
         yield (
@@ -166,17 +213,20 @@ def reach(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
     elsewhere = distant(sampler) or ["a server on another node"] * sampler.fleet.servers
     if elsewhere and sync.dir is None:
         yield (
-            f"sync.dir: null is shared memory of this machine, which {elsewhere[0]} cannot read; name a "
-            "folder on a file system that it shares"
+            f"sync.dir: null is shared memory of this machine, which {elsewhere[0]} cannot read; "
+            "name a folder on a file system that it shares"
         )
 
 
 def for_a_job(recipe: str, overrides: Sequence[str]) -> str:
-    """What is wrong with the recipe is found by the dry run that follows: only what cannot be read ends it here."""
+    """What is wrong with the recipe is found by the dry run that follows: only what cannot be read
+    ends it here.
+    """
     config, _ = read(recipe, overrides)
     fleet = config.sampler.fleet
     servers = 0 if fleet.addresses else fleet.servers  # given ones are there already
-    ranks, run = Layout.from_config(config.learner).world, f"{config.run.root}/{config.run.name}"
+    ranks = Layout.from_config(config.learner).world
+    run = f"{config.run.root}/{config.run.name}"
     return f"{ranks} {servers} {config.sampler.tensor_parallel} {config.sync.dir} {run}"
 
 

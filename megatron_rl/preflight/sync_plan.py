@@ -1,5 +1,7 @@
-"""Bytes of a weight sync by writer and gathering group, for the planner; and, for preflight, parallel sizes of learner
-and engine over which their model does not divide. Reckoned from shapes and layouts; no sync reads it. Torch-free."""
+"""Bytes of a weight sync by writer and gathering group, for the planner; and, for preflight,
+parallel sizes of learner and engine over which their model does not divide. Reckoned from shapes
+and layouts; no sync reads it. Torch-free.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ from megatron_rl.weight_sync.engine_shards import SMALL
 
 LARGEST = 4096  # where the search for a valid parallel size ends
 PLAIN = "bfloat16"  # what is not quantized
-Condition = tuple[Callable[[int], bool], str]  # on a size, and what is said of one that does not meet it
+# on a size, and what is said of one that does not meet it
+Condition = tuple[Callable[[int], bool], str]
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,28 @@ class Transfer:
     shards: int  # ranks it is gathered from
 
 
-# a tensor-parallel group that gathers: (stage, expert-parallel rank; None: the dense weights' group)
+# a tensor-parallel group that gathers: (stage, expert-parallel rank; None: the dense weights'
+# group)
 GroupKey = tuple[int, int | None]
 
 
 @dataclass(frozen=True)
 class SyncPlan:
     transfers: tuple[Transfer, ...]
-    writers: dict[tuple[int, int], int] = field(default_factory=dict)  # (stage, expert rank) -> bytes it writes
+    # (stage, expert rank) -> bytes it writes
+    writers: dict[tuple[int, int], int] = field(default_factory=dict)
     # what every rank of a group but the first sends to the first
     gathers: dict[GroupKey, tuple[int, ...]] = field(default_factory=dict)
-    maxima: dict[GroupKey, int] = field(default_factory=dict)  # bytes of row maxima that a group agrees on
+    # bytes of row maxima that a group agrees on
+    maxima: dict[GroupKey, int] = field(default_factory=dict)
     plain_bytes: int = 0  # the same weights in BF16
-    # bytes by how a tensor-parallel sampler holds them: whole, split over its ranks, split over key-value heads
+    # bytes by how a tensor-parallel sampler holds them: whole, split over its ranks, split over
+    # key-value heads
     whole_bytes: int = 0
     split_bytes: int = 0
     key_value_bytes: int = 0
-    uncut_bytes: int = 0  # of the latter two, what the file transport leaves whole because it is small
+    # of the latter two, what the file transport leaves whole because it is small
+    uncut_bytes: int = 0
     kv_heads: int = 1
 
     @property
@@ -77,8 +85,11 @@ class _Kind:
 
 
 def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
-    shape, layout = model.shape, model.layout
-    stage_of = {layer: pp for pp in range(layout.pp) for layer in layout.own_layers(shape.layers, pp)}
+    shape = model.shape
+    layout = model.layout
+    stage_of = {
+        layer: pp for pp in range(layout.pp) for layer in layout.own_layers(shape.layers, pp)
+    }
     per_rank = max(shape.experts // layout.ep, 1)
     kinds: dict[tuple[Row, tuple[bool, ...]], list[list[_Kind]]] = {}
     transfers: list[Transfer] = []
@@ -87,29 +98,41 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
     maxima: dict[GroupKey, int] = {}
     plain = uncut = 0
     held = dict.fromkeys(("whole", "split", "key_value"), 0)
+    # the key-value heads' part
     joined = Fraction(2 * shape.kv_heads, shape.heads + 2 * shape.kv_heads)
-    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}  # key-value heads' part
+    of_heads = {"k_proj": Fraction(1), "v_proj": Fraction(1), "qkv_proj": joined}
     for param in params(shape):
         if param.row.copy:
             continue
         if param.layer is not None:
             stage = stage_of[param.layer]
+        elif param.row.megatron[0].startswith("embedding."):
+            stage = 0
         else:
-            stage = 0 if param.row.megatron[0].startswith("embedding.") else layout.pp - 1
-        expert_rank = None if param.expert is None else param.expert // per_rank
+            stage = layout.pp - 1
+        if param.expert is None:
+            expert_rank = None
+        else:
+            expert_rank = param.expert // per_rank
         quantized = tuple(is_quantized(name, format, ignore) for name in param.hf)
         key = (param.row, quantized)
         if key not in kinds:
             kinds[key] = _kinds(param, model, format, ignore)
-        group, writer = (stage, expert_rank), (stage, expert_rank or 0)
+        group = (stage, expert_rank)
+        writer = (stage, expert_rank or 0)
         size = layout.expert_tp if param.row.expert else layout.tp
         from_ranks = sent.setdefault(group, [0] * (size - 1))
         for name, made in zip(param.hf, kinds[key], strict=True):
             for out_name, kind in zip((name, scale_name(name)), made, strict=False):
                 tensor = TensorSpec(out_name, kind.tensor.dtype, kind.tensor.shape)
-                transfers.append(Transfer(tensor, stage, expert_rank, shards=size if kind.split else 1))
+                transfers.append(
+                    Transfer(tensor, stage, expert_rank, shards=size if kind.split else 1)
+                )
                 writers[writer] = writers.get(writer, 0) + tensor.nbytes
-                key_value = int(tensor.nbytes * of_heads.get(name.rsplit(".", 2)[-2], 0)) if kind.split else 0
+                if kind.split:
+                    key_value = int(tensor.nbytes * of_heads.get(name.rsplit(".", 2)[-2], 0))
+                else:
+                    key_value = 0
                 held["key_value"] += key_value
                 held["split" if kind.split else "whole"] += tensor.nbytes - key_value
                 uncut += tensor.nbytes * (kind.split and tensor.nbytes < SMALL)
@@ -125,28 +148,43 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
 
 def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
     """The outputs of each Hugging Face tensor behind a parameter."""
-    shape, layout = model.shape, model.layout
+    shape = model.shape
+    layout = model.layout
     size = layout.expert_tp if param.row.expert else layout.tp
     split = param.row.split is not Split.replicated
     of_ranks = [
-        [outputs(piece, format, ignore, PLAIN, split) for piece in param.slices(shape, layout, Place(tp=r, etp=r))]
+        [
+            outputs(piece, format, ignore, PLAIN, split)
+            for piece in param.slices(shape, layout, Place(tp=r, etp=r))
+        ]
         for r in range(size)
     ]
     return [
         [
-            _Kind(first.tensor, first.dim is not None, tuple(out.part.nbytes * (out.dim is not None) for out in rest))
+            _Kind(
+                first.tensor,
+                first.dim is not None,
+                tuple(out.part.nbytes * (out.dim is not None) for out in rest),
+            )
             for first, *rest in zip(*pieces, strict=True)
         ]
         for pieces in zip(*of_ranks, strict=True)
     ]
 
 
-def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str] = ()) -> list[str]:
+def problems(
+    model: Model, sampler_tp: int, format: Format, ignore: Sequence[str] = ()
+) -> list[str]:
     """Every reason why these sizes do not go together; empty when they do."""
-    shape, layout = model.shape, model.layout
-    tp, expert_tp = "learner.tensor_parallel", "learner.megatron.expert_tensor_parallel_size"
+    shape = model.shape
+    layout = model.layout
+    tp = "learner.tensor_parallel"
+    expert_tp = "learner.megatron.expert_tensor_parallel_size"
     blocks = [*_block_shares(shape, format, ignore, expert=False)]
-    expert_blocks = [*_block_shares(shape, format, ignore, expert=True)] if shape.experts else []
+    if shape.experts:
+        expert_blocks = [*_block_shares(shape, format, ignore, expert=True)]
+    else:
+        expert_blocks = []
     dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
     widths = ({shape.ffn} if dense else set()) | ({shape.expert_ffn} if shape.experts else set())
     heads: list[Condition] = [
@@ -156,9 +194,15 @@ def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str
             f"neither divides {shape.kv_heads} key-value heads nor is a multiple of them",
         ),
     ]
-    width = [_divides(shape.ffn, f"the intermediate size {shape.ffn}")] if dense else []
+    if dense:
+        width = [_divides(shape.ffn, f"the intermediate size {shape.ffn}")]
+    else:
+        width = []
     found = _report(tp, layout.tp, shape.heads, [*heads, *width, *_whole_blocks(blocks, layout.tp)])
-    expert_width = [_divides(shape.expert_ffn, f"the experts' width {shape.expert_ffn}")] if shape.experts else []
+    if shape.experts:
+        expert_width = [_divides(shape.expert_ffn, f"the experts' width {shape.expert_ffn}")]
+    else:
+        expert_width = []
     conditions = [*expert_width, *_whole_blocks(expert_blocks, layout.expert_tp)]
     key = tp if layout.etp is None else expert_tp
     found += _report(key, layout.expert_tp, max(shape.expert_ffn, 1), conditions)
@@ -171,20 +215,26 @@ def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str
         divides = _divides(shape.experts, f"{shape.experts} experts")
         found += _report("learner.expert_parallel", layout.ep, shape.experts, [divides])
     elif layout.ep > 1:
-        found.append(f"learner.expert_parallel={layout.ep}: a {shape.family} model has no experts; take 1")
+        found.append(
+            f"learner.expert_parallel={layout.ep}: a {shape.family} model has no experts; take 1"
+        )
     if layout.tp * layout.cp * layout.dp % (layout.expert_tp * layout.ep):
         found.append(
-            f"learner.expert_parallel={layout.ep} x expert tensor parallel {layout.expert_tp} does not divide the "
-            f"{layout.tp * layout.cp * layout.dp} ranks of a pipeline stage: raise learner.data_parallel, or set "
-            f"learner.megatron.expert_tensor_parallel_size"
+            f"learner.expert_parallel={layout.ep} x expert tensor parallel {layout.expert_tp} does "
+            f"not divide the {layout.tp * layout.cp * layout.dp} ranks of a pipeline stage: raise "
+            "learner.data_parallel, or set learner.megatron.expert_tensor_parallel_size"
         )
     return found + _pipeline(shape, layout)
 
 
-def size_problems(policy: Model, sampler: SamplerSection, quantization: QuantizationSection) -> list[str]:
+def size_problems(
+    policy: Model, sampler: SamplerSection, quantization: QuantizationSection
+) -> list[str]:
     """`problems` of a run's sections."""
     formats = distinct_formats(sampler, quantization)
-    found = [problems(policy, sampler.tensor_parallel, format, quantization.ignore) for format in formats]
+    found = [
+        problems(policy, sampler.tensor_parallel, format, quantization.ignore) for format in formats
+    ]
     return list(dict.fromkeys(chain(*found)))  # formats share most of their problems
 
 
@@ -194,9 +244,15 @@ def _report(key: str, value: int, largest: int, conditions: Sequence[Condition])
     if not wrong:
         return []
     good = [each for each in range(1, largest + 1) if all(holds(each) for holds, _ in conditions)]
-    near = max((each for each in good if each < value), default=0), next((each for each in good if each > value), 0)
+    near = (
+        max((each for each in good if each < value), default=0),
+        next((each for each in good if each > value), 0),
+    )
     values = " or ".join(map(str, filter(None, near)))
-    advice = f"nearest valid: {values}" if values else "no value is valid with the other settings"
+    if values:
+        advice = f"nearest valid: {values}"
+    else:
+        advice = "no value is valid with the other settings"
     return [f"{key}={value} {complaint} ({advice})" for complaint in wrong]
 
 
@@ -204,7 +260,9 @@ def _divides(total: int, what: str) -> Condition:
     return lambda shares: total % shares == 0, f"does not divide {what}"
 
 
-def _whole_blocks(blocks: Iterable[tuple[str, int]], value: int, most: Mapping[str, int] = {}) -> Iterator[Condition]:
+def _whole_blocks(
+    blocks: Iterable[tuple[str, int]], value: int, most: Mapping[str, int] = {}
+) -> Iterator[Condition]:
     for name, total in blocks:
         problem = f"cuts 128x128 blocks of {name}: {total} / {value} is not a multiple of {BLOCK}"
         yield partial(_is_whole, total, most.get(name, LARGEST)), problem
@@ -215,13 +273,20 @@ def _is_whole(total: int, most: int, shares: int) -> bool:
     return shares == 1 or (total % shares == 0 and (total // shares) % BLOCK == 0)
 
 
-def _block_shares(shape: ModelShape, format: Format, ignore: Sequence[str], expert: bool) -> Iterator[tuple[str, int]]:
-    """(module, length along its split) of every kind of weight that is cut into 128-blocks and shards."""
+def _block_shares(
+    shape: ModelShape, format: Format, ignore: Sequence[str], expert: bool
+) -> Iterator[tuple[str, int]]:
+    """(module, length along its split) of every kind of weight that is cut into 128-blocks and
+    shards.
+    """
     if format != Format.fp8_block:
         return
     found: dict[str, int] = {}
     kinds = ("dense_mlp", "moe")
-    layers = [next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None) for kind in kinds]
+    layers = [
+        next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None)
+        for kind in kinds
+    ]
     for param in params(shape):
         if param.layer not in {*layers} - {None} or param.expert or param.row.expert is not expert:
             continue
@@ -243,4 +308,9 @@ def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
         return _report("learner.pipeline_parallel", layout.pp, shape.layers, [divides])
     each = shape.layers // layout.pp
     divides = _divides(each, f"the {each} layers of a pipeline stage")
-    return _report("learner.megatron.virtual_pipeline_model_parallel_size", layout.chunks, shape.layers, [divides])
+    return _report(
+        "learner.megatron.virtual_pipeline_model_parallel_size",
+        layout.chunks,
+        shape.layers,
+        [divides],
+    )

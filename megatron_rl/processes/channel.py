@@ -1,4 +1,6 @@
-"""Framed msgpack messages over a socket pair of parent and child, with deadlines and a largest size. No pickle."""
+"""Framed msgpack messages over a socket pair of parent and child, with deadlines and a largest
+size. No pickle.
+"""
 
 import socket
 import struct
@@ -25,18 +27,24 @@ class Channel:
         self._ahead = b""  # received together with the message before
 
     def send(self, *messages: Any, timeout_s: float | None = None) -> None:
-        """Raises TimeoutError where the other side does not take them in time (the channel is of no use then)."""
+        """Raises TimeoutError where the other side does not take them in time (the channel is of no
+        use then).
+        """
         encoded = map(msgspec.msgpack.encode, messages)
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(b"".join(part for data in encoded for part in (LENGTH.pack(len(data)), data)))
+            self._socket.sendall(
+                b"".join(part for data in encoded for part in (LENGTH.pack(len(data)), data))
+            )
         except TimeoutError:
             raise
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, largest: int | None = None) -> Any:
-        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none, it is of no use."""
+        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none,
+        it is of no use.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
         if largest is not None and length > largest:
@@ -53,7 +61,8 @@ class Channel:
     def _read(self, count: int, deadline: float | None) -> bytearray:
         buffer = bytearray(count)
         done = min(count, len(self._ahead))
-        buffer[:done], self._ahead = self._ahead[:done], self._ahead[done:]
+        buffer[:done] = self._ahead[:done]
+        self._ahead = self._ahead[done:]
         view = memoryview(buffer)[done:]
         while view:
             remaining = None if deadline is None else deadline - time.monotonic()
@@ -66,7 +75,8 @@ class Channel:
                 else:  # small messages come several at a time
                     piece = self._socket.recv(AT_ONCE)
                     received = min(len(piece), len(view))
-                    view[:received], self._ahead = piece[:received], piece[received:]
+                    view[:received] = piece[:received]
+                    self._ahead = piece[received:]
             except TimeoutError:
                 raise
             except OSError as error:

@@ -1,4 +1,6 @@
-"""Environment variables of a run's processes: secrets left out, what rewards and environments see, code caches."""
+"""Environment variables of a run's processes: secrets left out, what rewards and environments see,
+code caches.
+"""
 
 import os
 import re
@@ -15,15 +17,21 @@ SECRET = re.compile(
     r"|^AWS_|^SSH_AUTH_SOCK$",
     re.I,
 )
-# What a program needs to run at all. A reward runs what a model wrote: the rest it gets by `reward.environment`.
+# What a program needs to run at all. A reward runs what a model wrote: the rest it gets by
+# `reward.environment`.
 FOR_REWARDS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\w*"
     r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|MEGATRON_RL_RECIPE_FOLDER"
 )
 # of a learner, for rank 0 alone
 DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
-# Where compiled code is kept. Each is read and run again: by default some of them lie where anyone may write.
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+# Where compiled code is kept. Each is read and run again: by default some of them lie where anyone
+# may write.
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
 
 
 def is_secret(name: str) -> bool:
@@ -36,7 +44,9 @@ def without_secrets(variables: Mapping[str, str], keep: Collection[str] = ()) ->
 
 @contextmanager
 def hidden_secrets(keep: str) -> Iterator[None]:
-    """Around the start of what takes this process's environment: of secrets it gets those whose names begin so."""
+    """Around the start of what takes this process's environment: of secrets it gets those whose
+    names begin so.
+    """
     hidden = [name for name in os.environ if is_secret(name) and not name.startswith(keep)]
     held = {name: os.environ.pop(name) for name in hidden}
     try:
@@ -48,29 +58,41 @@ def hidden_secrets(keep: str) -> Iterator[None]:
 def for_rewards(
     variables: Mapping[str, str], wanted: Collection[str], key: str = "reward.environment"
 ) -> dict[str, str]:
-    """`wanted`: what the recipe names under `key`, for which alone a name that looks like a secret is passed on."""
+    """`wanted`: what the recipe names under `key`, for which alone a name that looks like a secret
+    is passed on.
+    """
     missing = [name for name in wanted if name not in variables]
     if missing:
         raise ConfigError(f"{key}: {', '.join(missing)} not set; export it, or leave it out")
-    usual = without_secrets({name: value for name, value in variables.items() if FOR_REWARDS.fullmatch(name)})
+    usual = without_secrets(
+        {name: value for name, value in variables.items() if FOR_REWARDS.fullmatch(name)}
+    )
     return usual | {name: variables[name] for name in wanted}
 
 
 def compiled_code() -> dict[str, str]:
-    """Variables that point to caches of this user's own, kept from run to run; those already set stay as they are."""
+    """Variables that point to caches of this user's own, kept from run to run; those already set
+    stay as they are.
+    """
     missing = {variable: name for variable, name in CACHES.items() if variable not in os.environ}
     folder = own_folder(cache_home() / "megatron-rl") if missing else None
     # nowhere to keep them: the temporary folder of a run is its own, too
-    return {} if folder is None else {variable: str(folder / name) for variable, name in missing.items()}
+    if folder is None:
+        return {}
+    return {variable: str(folder / name) for variable, name in missing.items()}
 
 
 def cache_home() -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    if os.path.isabs(given):
+        return Path(given)
+    return Path.home() / ".cache"
 
 
 def own_folder(path: Path) -> Path | None:
-    """The folder, made where it is missing: this user's, a real one, closed to others. None where it cannot be made."""
+    """The folder, made where it is missing: this user's, a real one, closed to others. None where
+    it cannot be made.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

@@ -1,6 +1,8 @@
-"""A lock in a folder: take it, sign it, ask who holds it, tell whether its owner has ended; this process's own folder.
+"""A lock in a folder: take it, sign it, ask who holds it, tell whether its owner has ended; this
+process's own folder.
 
-It is judged on the kernel that gave it alone, as not every shared file system tells other machines about it.
+It is judged on the kernel that gave it alone, as not every shared file system tells other machines
+about it.
 """
 
 import errno
@@ -23,7 +25,9 @@ PAUSE_S = 0.05
 
 
 def hold(folder: Path) -> FileIO | None:
-    """The folder's lock, until the file is closed or its last process ends; None where another one holds it."""
+    """The folder's lock, until the file is closed or its last process ends; None where another one
+    holds it.
+    """
     path = folder / LOCK
     for _ in range(LOOKS):
         made = not path.exists()
@@ -43,7 +47,9 @@ def hold(folder: Path) -> FileIO | None:
 def held(folder: Path) -> bool | None:
     """Whether some process holds it; None where that cannot be told."""
     try:
-        with FileIO(os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        with FileIO(
+            os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        ) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -53,7 +59,9 @@ def held(folder: Path) -> bool | None:
 
 
 def claim(folder: Path) -> FileIO:
-    """The lock of a folder that was just made, with its owner's name in it: kernel, host, process."""
+    """The lock of a folder that was just made, with its owner's name in it: kernel, host,
+    process.
+    """
     try:
         lock = hold(folder)
         if lock is None:
@@ -73,7 +81,9 @@ def sign(lock: FileIO) -> None:
 
 
 def holder(folder: Path) -> tuple[int, str] | None:
-    """Process and host of whoever has signed the lock; None where nobody has, or it may not be read."""
+    """Process and host of whoever has signed the lock; None where nobody has, or it may not be
+    read.
+    """
     try:
         _, host, pid = read_whole(folder / LOCK).decode().split()
         return int(pid), host
@@ -84,12 +94,14 @@ def holder(folder: Path) -> tuple[int, str] | None:
 def current() -> Path | None:
     """The folder with a lock that this process was given as its temporary one."""
     folder = Path(tempfile.gettempdir())
-    return folder if (folder / LOCK).is_file() else None
+    if (folder / LOCK).is_file():
+        return folder
+    return None
 
 
 def is_abandoned(folder: Path, unsigned: bool = False) -> bool:
-    """Whether it is this user's and its owner is known to have ended; `unsigned`: or was killed before it signed the
-    lock.
+    """Whether it is this user's and its owner is known to have ended; `unsigned`: or was killed
+    before it signed the lock.
     """
     try:
         about = folder.lstat()

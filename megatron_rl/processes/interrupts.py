@@ -1,6 +1,7 @@
 """Ctrl-C while a program only starts or ends: exit status 130 at once, without a traceback.
 
-An import that an exception interrupts cannot be repeated, and its library may report something else.
+An import that an exception interrupts cannot be repeated, and its library may report something
+else.
 """
 
 import atexit
@@ -23,7 +24,8 @@ def leave_at_once() -> None:
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
     """Let Ctrl-C end the process in this block, which imports."""
-    # registered first, called last: Python then takes its handlers away, and would die of the signal
+    # registered first, called last: Python then takes its handlers away, and would die of the
+    # signal
     atexit.register(signal, SIGINT, SIG_IGN)
     leave_at_once()
     yield

@@ -1,5 +1,6 @@
-"""The Slurm job of this process (time left, whether it goes on, a rank's variables); and how many of its processes the
-kernel has ended for their memory, by the counters of control groups."""
+"""The Slurm job of this process (time left, whether it goes on, a rank's variables); and how many
+of its processes the kernel has ended for their memory, by the counters of control groups.
+"""
 
 import os
 import re
@@ -30,7 +31,9 @@ def seconds_left() -> float | None:
 
 
 def goes_on() -> bool:
-    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the job goes on."""
+    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the
+    job goes on.
+    """
     return _about_job().get("JobState") == "RUNNING"
 
 
@@ -39,7 +42,9 @@ def rank_environment() -> dict[str, str]:
     if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
+            raise ConfigError(
+                f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them"
+            )
     return {
         "RANK": os.environ["SLURM_PROCID"],
         "WORLD_SIZE": os.environ["SLURM_NTASKS"],
@@ -58,7 +63,9 @@ def _about_job() -> dict[str, str]:
 
 
 def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """How many processes of this one's control group the kernel has ended so far; 0 where nobody counts."""
+    """How many processes of this one's control group the kernel has ended so far; 0 where nobody
+    counts.
+    """
     for path in _counters(groups, own):
         try:
             found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
@@ -70,7 +77,9 @@ def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def _counters(groups: Path, own: Path) -> Iterator[Path]:
-    """Files in which this process's control group may keep its count: of both versions, seen from inside or not."""
+    """Files in which this process's control group may keep its count: of both versions, seen from
+    inside or not.
+    """
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -78,9 +87,11 @@ def _counters(groups: Path, own: Path) -> Iterator[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            root, name = groups / "memory", "memory.oom_control"
+            root = groups / "memory"
+            name = "memory.oom_control"
         elif not controllers:
-            root, name = groups, "memory.events"
+            root = groups
+            name = "memory.events"
         else:
             continue
         yield root / path.lstrip("/") / name

@@ -1,5 +1,7 @@
-"""Process helpers of a run: cores, memory, garbage collection, signals that wait or are left to the driver, ending with
-the parent or with all descendants, what the kernel knows of a process, a free port, output that may fail."""
+"""Process helpers of a run: cores, memory, garbage collection, signals that wait or are left to the
+driver, ending with the parent or with all descendants, what the kernel knows of a process, a free
+port, output that may fail.
+"""
 
 import ctypes
 import errno
@@ -20,12 +22,14 @@ import psutil
 
 from megatron_rl.processes.interrupts import INTERRUPTED, leave_at_once
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 SIGACTION_BYTES = 1024  # more than any system's struct sigaction
 
-# How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier, and torch
-# runs 20 times slower where another process needs the core.
+# How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every
+# barrier, and torch runs 20 times slower where another process needs the core.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
 ALL_CORES = "all"
 
@@ -39,15 +43,21 @@ def keep_to(cores: str) -> None:
 def share_of_cores(index: int, servers: int) -> str:
     """This machine's cores, divided among the servers that are started on it."""
     share = len(cores := own_cores()) // servers
-    return ALL_CORES if servers == 1 or share == 0 else ",".join(cores[index * share : (index + 1) * share])
+    if servers == 1 or share == 0:
+        return ALL_CORES
+    return ",".join(cores[index * share : (index + 1) * share])
 
 
 def own_cores() -> list[str]:
-    return [str(core) for core in sorted(os.sched_getaffinity(0))] if sys.platform.startswith("linux") else []
+    if sys.platform.startswith("linux"):
+        return [str(core) for core in sorted(os.sched_getaffinity(0))]
+    return []
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody uses now. Should somebody take it first, whoever wanted it has to ask again."""
+    """A port that nobody uses now. Should somebody take it first, whoever wanted it has to ask
+    again.
+    """
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
@@ -69,7 +79,9 @@ def rare_collections() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next tensors: from the kernel each page costs a fault."""
+    """Make malloc keep freed memory for the next tensors: from the kernel each page costs a
+    fault.
+    """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
@@ -77,7 +89,9 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def hidden(module: str) -> Iterator[None]:
-    """Make imports of a module fail meanwhile: megatron imports W&B, which makes folders, for what is not used here."""
+    """Make imports of a module fail meanwhile: megatron imports W&B, which makes folders, for what
+    is not used here.
+    """
     if module in sys.modules:
         yield
         return
@@ -89,7 +103,9 @@ def hidden(module: str) -> Iterator[None]:
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process with its parent (a thread, strictly), whose process id is given where known."""
+    """Have the kernel end this process with its parent (a thread, strictly), whose process id is
+    given where known.
+    """
     _prctl(PR_SET_PDEATHSIG, by)
     if parent is not None and os.getppid() != parent:  # it died before the line above
         os._exit(1)
@@ -98,12 +114,15 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
 # "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
 STOP_AFTER_STEP = signal.SIGUSR1
-# From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to wait for.
+# From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to
+# wait for.
 AT_ONCE = signal.SIGHUP
 
 
 def hold(*numbers: signal.Signals) -> None:
-    """These signals wait from now on, in what is started from here too: until `release`, nothing is lost."""
+    """These signals wait from now on, in what is started from here too: until `release`, nothing is
+    lost.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
@@ -129,7 +148,9 @@ class LastingHandler:
 
 @contextmanager
 def for_the_driver_alone() -> Iterator[None]:
-    """What is started meanwhile never hears of Ctrl-C and of the end of the step, from its first moment on."""
+    """What is started meanwhile never hears of Ctrl-C and of the end of the step, from its first
+    moment on.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, STOP_AFTER_STEP))
     try:
         yield
@@ -138,13 +159,17 @@ def for_the_driver_alone() -> Iterator[None]:
 
 
 def leave_to_the_driver() -> None:
-    """Ignore Ctrl-C, SIGTERM and USR1 from now on: whoever has started this process signals all of its siblings."""
+    """Ignore Ctrl-C, SIGTERM and USR1 from now on: whoever has started this process signals all of
+    its siblings.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_spawner() -> None:
-    """End with the spawner, in what `multiprocessing` starts: vLLM's workers outlive a killed engine by seconds."""
+    """End with the spawner, in what `multiprocessing` starts: vLLM's workers outlive a killed
+    engine by seconds.
+    """
     from multiprocessing import parent_process  # slow to import: few need it
 
     if (spawner := parent_process()) and spawner.pid == os.getppid():
@@ -152,7 +177,9 @@ def die_with_spawner() -> None:
 
 
 def adopt_orphans(adopts: bool = True) -> None:
-    """Become the parent of orphans below, so that whoever ends this process can end all that it has started."""
+    """Become the parent of orphans below, so that whoever ends this process can end all that it has
+    started.
+    """
     _prctl(PR_SET_CHILD_SUBREAPER, adopts)
 
 
@@ -177,7 +204,9 @@ def end_with_descendants(pid: int) -> None:
 
 @contextmanager
 def ending_orphans(grace_s: float) -> Iterator[None]:
-    """Around what starts processes: those that outlive their parents become this one's, and end after `grace_s`."""
+    """Around what starts processes: those that outlive their parents become this one's, and end
+    after `grace_s`.
+    """
     this = psutil.Process()
     before = this.children()
     adopt_orphans()
@@ -185,7 +214,9 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
         yield
     finally:
         deadline = time.monotonic() + grace_s
-        while (left := [one for one in this.children() if one not in before]) and time.monotonic() < deadline:
+        while (
+            left := [one for one in this.children() if one not in before]
+        ) and time.monotonic() < deadline:
             psutil.wait_procs(left, timeout=0.05)
         for one in left:
             end_with_descendants(one.pid)
@@ -206,14 +237,21 @@ class Work(NamedTuple):
 
 def work_below(pid: int, itself: bool = False) -> Work:
     """The work of all processes below this one; with its own, if wanted."""
-    cpu_s, turns, stopped = 0.0, 0, []
+    cpu_s = 0.0
+    turns = 0
+    stopped = []
     with suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
         for one in [*top.children(recursive=True), *([top] if itself else [])]:
             with suppress(psutil.Error), one.oneshot():
-                cpu_s += sum(one.cpu_times()[:4])  # its own and its ended children's, in user and system mode
+                # its own and its ended children's, in user and system mode
+                cpu_s += sum(one.cpu_times()[:4])
                 turns += sum(one.num_ctx_switches())
-                stopped += [one.pid] if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else []
+                stopped += (
+                    [one.pid]
+                    if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+                    else []
+                )
     return Work(cpu_s, turns, tuple(stopped))
 
 
@@ -223,7 +261,9 @@ def state_of(pid: int) -> str:
 
 
 def birth_of(pid: int) -> int:
-    """When a process began, in ticks of the machine: with its id the name of one process. 0 where there is none."""
+    """When a process began, in ticks of the machine: with its id the name of one process. 0 where
+    there is none.
+    """
     return int(next(iter(_stat(pid)[19:]), 0))
 
 
@@ -235,7 +275,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def turns_of(pid: int) -> int:
-    """How often this process's main thread was given a core, or gave it back; 0 where nobody counts."""
+    """How often this process's main thread was given a core, or gave it back; 0 where nobody
+    counts.
+    """
     with suppress(psutil.Error):
         return sum(psutil.Process(pid).num_ctx_switches())
     return 0
@@ -245,7 +287,10 @@ def describe_end(code: int) -> str:
     """How a process has ended, from what its parent is told: 3, or -9."""
     if code >= 0:
         return f"exit status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    if -code in set(signal.Signals):
+        name = signal.Signals(-code).name
+    else:
+        name = f"signal {-code}"
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
 
 
@@ -266,7 +311,8 @@ class BestEffortStream:
     """
 
     def __init__(self, stream: TextIO, clean: Callable[[str], str] = printable) -> None:
-        self._stream, self._clean = stream, clean
+        self._stream = stream
+        self._clean = clean
 
     @property
     def rich_proxied_file(self) -> "BestEffortStream":
@@ -290,7 +336,11 @@ class BestEffortStream:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.EPIPE, errno.EIO):  # for good; what is still buffered goes nowhere
+            # for good; what is still buffered goes nowhere
+            if error.errno in (
+                errno.EPIPE,
+                errno.EIO,
+            ):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
                 os.close(null)
@@ -300,7 +350,9 @@ class BestEffortStream:
 def best_effort_output() -> Iterator[None]:
     """Closed pipes and terminals end nothing that runs inside; control characters are shown."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", stream and BestEffortStream(stream)) for stream in before)
+    sys.stdout, sys.stderr = (
+        cast("TextIO", stream and BestEffortStream(stream)) for stream in before
+    )
     try:
         yield
     finally:
@@ -310,12 +362,15 @@ def best_effort_output() -> Iterator[None]:
 
 
 def status_of(main: Callable[[], int]) -> int:
-    """Return the exit status of a program's main function; 130 after Ctrl-C, without a traceback."""
+    """Return the exit status of a program's main function; 130 after Ctrl-C, without a
+    traceback.
+    """
     try:
         with best_effort_output():
             return main()
     except KeyboardInterrupt:
-        exec("")  # Python remembers one that hit such a text, of a dataclass, and dies of the signal
+        # Python remembers one that hit such a text, of a dataclass, and dies of the signal
+        exec("")
         return INTERRUPTED
 
 

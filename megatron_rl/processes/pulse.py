@@ -1,8 +1,8 @@
-"""Signs of life: of this process (phase, last mark, for whom it waits), which a rank writes to a file for watch.py; of
-an engine, for whoever asks its server.
+"""Signs of life: of this process (phase, last mark, for whom it waits), which a rank writes to a
+file for watch.py; of an engine, for whoever asks its server.
 
-The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds (read by
-watch.py). While the process is stopped, no time passes here.
+The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every
+few seconds (read by watch.py). While the process is stopped, no time passes here.
 """
 
 import asyncio
@@ -27,11 +27,14 @@ from megatron_rl.processes.process import birth_of, work_below
 FOLDER = "pulse"  # of the run's logs
 BEAT_S = 3.0
 AWAKE = 3.0  # beats: what is longer between two of them, this process has slept through
-# of a core, and of main threads per second: who does less does not work; an engine that waits has 0.01, and none
-BUSY_SHARE, BUSY_TURNS = 0.05, 5.0
+# of a core, and of main threads per second: who does less does not work; an engine that waits has
+# 0.01, and none
+BUSY_SHARE = 0.05
+BUSY_TURNS = 5.0
 ANSWER_S = 4.0  # of an engine, to be known as one that answers
 FRAMES = 12
-START, BETWEEN = "start", "between phases"
+START = "start"
+BETWEEN = "between phases"
 
 
 class Process(Protocol):
@@ -50,11 +53,18 @@ class Waits:
 
 
 class Pulse:
-    """Signs of life of this process. Only `mark`, `own` and `waiting` may be called by threads beside the main one."""
+    """Signs of life of this process. Only `mark`, `own` and `waiting` may be called by threads
+    beside the main one.
+    """
 
     def __init__(self) -> None:
-        self.marks, self.entered = 0, 0
-        self._waits: dict[bool, Waits | None] = {True: None, False: None}  # of the main thread, and of another
+        self.marks = 0
+        self.entered = 0
+        # of the main thread, and of another
+        self._waits: dict[bool, Waits | None] = {
+            True: None,
+            False: None,
+        }
         self._behind = False
         self._phases: list[str] = []
         self._outside = START
@@ -81,7 +91,8 @@ class Pulse:
     def waiting(self, whom: str, limit_s: float, key: str) -> Iterator[None]:
         """Say for whom the process waits meanwhile, and how long it may: see `Waits`."""
         main = threading.current_thread() is threading.main_thread()
-        before, self._waits[main] = self._waits[main], Waits(whom, limit_s, key)
+        before = self._waits[main]
+        self._waits[main] = Waits(whom, limit_s, key)
         self.marks += 1
         try:
             yield
@@ -105,11 +116,15 @@ class Pulse:
     def own(self, name: str, process: Process) -> None:
         """A process that was started here, until it has ended."""
         with self._owning:
-            self._owned = [(kept, one) for kept, one in self._owned if one.returncode is None] + [(name, process)]
+            self._owned = [(kept, one) for kept, one in self._owned if one.returncode is None] + [
+                (name, process)
+            ]
 
     @property
     def place(self) -> str:
-        return self._phases[-1] if self._phases else self._outside
+        if self._phases:
+            return self._phases[-1]
+        return self._outside
 
     @property
     def owned(self) -> list[tuple[str, int]]:
@@ -117,15 +132,22 @@ class Pulse:
 
 
 PULSE = Pulse()
-mark, phase, waiting, own, delegate_wait = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own, PULSE.delegate_wait
+mark = PULSE.mark
+phase = PULSE.phase
+waiting = PULSE.waiting
+own = PULSE.own
+delegate_wait = PULSE.delegate_wait
 
 
 class Beats:
-    """The thread that writes the pulse of a rank to `logs/pulse/rank_N.json`, once there is such a folder."""
+    """The thread that writes the pulse of a rank to `logs/pulse/rank_N.json`, once there is such a
+    folder.
+    """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.each: list[Callable[[], object]] = []  # also called at every beat
-        self._path, self._rank = file_of(run_dir, rank), rank
+        self._path = file_of(run_dir, rank)
+        self._rank = rank
         self._now = time.monotonic()
         self._count = 0
         self._marks = -1
@@ -152,7 +174,8 @@ class Beats:
 
     def beat(self) -> None:
         now = time.monotonic()
-        passed, self._now = min(now - self._now, AWAKE * BEAT_S), now
+        passed = min(now - self._now, AWAKE * BEAT_S)
+        self._now = now
         self._count += 1
         if self._marks != PULSE.marks:
             self._marks = PULSE.marks
@@ -178,7 +201,8 @@ class Beats:
 
     def _write(self, about: Mapping[str, Any]) -> None:
         new = self._path.with_suffix(".new")
-        with suppress(OSError):  # who starts the run makes the folder; no sign of life is worth the run
+        # who starts the run makes the folder; no sign of life is worth the run
+        with suppress(OSError):
             new.write_text(json.dumps(about), encoding="utf-8")
             new.replace(self._path)
 
@@ -212,15 +236,19 @@ def _meets(frame: FrameType) -> bool:
 class Heartbeat:
     """Health of an engine, for GET /health of its server: it answers, works, or hangs.
 
-    One that does not answer at once may be busy with a long prefill, an update or a compilation; then its processes use
-    the CPU, or their main threads look again and again for what they wait for (a lock on a cache, a worker, a page of a
-    file). One that neither answers nor works hangs.
+    One that does not answer at once may be busy with a long prefill, an update or a compilation;
+    then its processes use the CPU, or their main threads look again and again for what they wait
+    for (a lock on a cache, a worker, a page of a file). One that neither answers nor works hangs.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Any]], pid: int) -> None:
-        """`ask`: something that the engine answers at once. `pid`: its process, whose children are its workers."""
-        self._ask, self._pid = ask, pid
-        self._asked: asyncio.Future[Any] | None = None  # one question at a time, however often somebody looks
+        """`ask`: something that the engine answers at once. `pid`: its process, whose children are
+        its workers.
+        """
+        self._ask = ask
+        self._pid = pid
+        # one question at a time, however often somebody looks
+        self._asked: asyncio.Future[Any] | None = None
 
     async def look(self) -> tuple[int, dict[str, str]]:
         """A status of HTTP, and what is known."""
@@ -230,10 +258,15 @@ class Heartbeat:
         await asyncio.wait([self._asked], timeout=ANSWER_S)
         if self._asked.done():
             error = self._asked.exception()
-            return (200, {"engine": "answers"}) if error is None else (503, {"error": f"its engine failed: {error}"})
+            if error is None:
+                return (200, {"engine": "answers"})
+            return (503, {"error": f"its engine failed: {error}"})
         after = work_below(self._pid, itself=True)
         if after.stopped:
             return 503, {"error": f"its engine's process {after.stopped[0]} is stopped"}
-        if after.cpu_s - before.cpu_s >= BUSY_SHARE * ANSWER_S or after.turns - before.turns >= BUSY_TURNS * ANSWER_S:
+        if (
+            after.cpu_s - before.cpu_s >= BUSY_SHARE * ANSWER_S
+            or after.turns - before.turns >= BUSY_TURNS * ANSWER_S
+        ):
             return 200, {"engine": "busy"}
         return 503, {"error": f"its engine neither answers nor works (for {ANSWER_S:g} s)"}

@@ -1,5 +1,7 @@
-"""Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its owner, or by the
-next start where that was killed, never under a live run (`folder_lock.py`); an engine's segments of shared memory."""
+"""Private temporary folder (TMPDIR) of a run's processes, and paths that go with it: removed by its
+owner, or by the next start where that was killed, never under a live run (`folder_lock.py`); an
+engine's segments of shared memory.
+"""
 
 import getpass
 import os
@@ -17,7 +19,8 @@ from megatron_rl.processes.folder_lock import claim, current, is_abandoned
 
 PREFIX = "megatron-rl-run-"
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder
-SHARED_MEMORY, PROCESSES = Path("/dev/shm"), Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
+PROCESSES = Path("/proc")
 # Python's SharedMemory, vLLM's collectives on hosts, and semaphores
 SEGMENT = re.compile(rf"{SHARED_MEMORY}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
 LONGEST = 107 - 37  # of a path in which vLLM can open sockets, whose names have 36 letters
@@ -38,7 +41,8 @@ class Scratch:
             _keep_headers(self.path)
         except OSError as error:
             raise ConfigError(
-                f"the temporary folder {parent} cannot be used: {error}. Free space there, or set TMPDIR to another one"
+                f"the temporary folder {parent} cannot be used: {error}. Free space there, or set "
+                "TMPDIR to another one"
             ) from None
 
     @property
@@ -62,8 +66,11 @@ class Scratch:
 
 
 def _keep_headers(folder: Path) -> None:
-    """torch's precompiled headers lie below TMPDIR whatever its other cache is: seconds of each engine's start."""
-    with suppress(OSError, KeyError, ConfigError):  # nowhere to keep them, or nobody to name them for
+    """torch's precompiled headers lie below TMPDIR whatever its other cache is: seconds of each
+    engine's start.
+    """
+    # nowhere to keep them, or nobody to name them for
+    with suppress(OSError, KeyError, ConfigError):
         kept = (compiled_code() | os.environ)["TORCHINDUCTOR_CACHE_DIR"]
         Path(kept).mkdir(parents=True, exist_ok=True)
         (folder / f"torchinductor_{getpass.getuser()}").symlink_to(Path(kept).absolute())
@@ -89,8 +96,11 @@ def entered() -> Iterator[None]:
 
 
 def remove_with_it(paths: Iterable[Path]) -> None:
-    """What lies elsewhere, such as in shared memory, and has to go whatever becomes of this process."""
-    folder, lines = current(), "".join(f"{path}\n" for path in paths)
+    """What lies elsewhere, such as in shared memory, and has to go whatever becomes of this
+    process.
+    """
+    folder = current()
+    lines = "".join(f"{path}\n" for path in paths)
     if folder is not None and lines:
         with (folder / ELSEWHERE).open("a", encoding="utf-8") as file:
             file.write(lines)
@@ -98,7 +108,9 @@ def remove_with_it(paths: Iterable[Path]) -> None:
 
 def remove_stale(parent: Path) -> list[Path]:
     """Folders of this user's runs whose owner is gone."""
-    return [folder for folder in parent.glob(PREFIX + "*") if is_abandoned(folder) and _remove(folder)]
+    return [
+        folder for folder in parent.glob(PREFIX + "*") if is_abandoned(folder) and _remove(folder)
+    ]
 
 
 def _remove(folder: Path) -> bool:
@@ -112,7 +124,9 @@ def _remove(folder: Path) -> bool:
 
 
 def segments_of_session(session: int) -> set[str]:
-    """Names of the segments that processes of this session have mapped; nothing where there is no /proc."""
+    """Names of the segments that processes of this session have mapped; nothing where there is no
+    /proc.
+    """
     found: set[str] = set()
     for folder in PROCESSES.glob("[0-9]*"):
         # a process may end at any moment, and those of other users cannot be looked at

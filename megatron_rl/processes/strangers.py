@@ -1,6 +1,7 @@
 """Limits on connections that have not shown a key: few of them at once, and little time for each.
 
-A thousand connections that never send a header would use up the process's files, and shut out those that hold the key.
+A thousand connections that never send a header would use up the process's files, and shut out those
+that hold the key.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ class Strangers:
 def descriptors() -> int:
     """Files that this process may have open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if most == resource.RLIM_INFINITY else most
+    if most == resource.RLIM_INFINITY:
+        return 1 << 20
+    return most
 
 
 def _address(transport: asyncio.Transport) -> str:

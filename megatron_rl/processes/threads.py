@@ -1,7 +1,9 @@
-"""Thread helpers: daemon threads, an asyncio loop in a thread, pauses between pieces, OpenMP helpers, core affinity.
+"""Thread helpers: daemon threads, an asyncio loop in a thread, pauses between pieces, OpenMP
+helpers, core affinity.
 
-A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them than cores, none
-waits awake any more, and each small operation waits 30 to 60 us for its helpers (docs/benchmarks.md).
+A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them
+than cores, none waits awake any more, and each small operation waits 30 to 60 us for its helpers
+(docs/benchmarks.md).
 """
 
 import asyncio
@@ -20,7 +22,9 @@ MEANWHILE_S = 1.0
 
 
 def limit_new_threads_to_one_core() -> None:
-    """Those that first compute with torch after this: what a thread has set is what later ones begin with."""
+    """Those that first compute with torch after this: what a thread has set is what later ones
+    begin with.
+    """
     import torch
 
     torch.get_num_threads()  # settles what this one does
@@ -30,7 +34,9 @@ def limit_new_threads_to_one_core() -> None:
 
 
 def use_all_cores() -> None:
-    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a core of its own."""
+    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a
+    core of its own.
+    """
     if sys.platform.startswith("linux"):
         cores: set[int] = set()
         for thread in os.listdir("/proc/self/task"):
@@ -60,7 +66,8 @@ class Pace:
     def __init__(self, share: float) -> None:
         """`share`: of a core; 1: no rests."""
         self.rested = 0.0  # seconds
-        self._rest, self._worked = 1 / share - 1, 0.0
+        self._rest = 1 / share - 1
+        self._worked = 0.0
         self._hurry = threading.Event()
 
     def __call__(self) -> None:
@@ -75,13 +82,17 @@ class Pace:
 
 
 class EventLoopThread:
-    """An asyncio event loop in a thread of its own, for callers that are not asynchronous themselves."""
+    """An asyncio event loop in a thread of its own, for callers that are not asynchronous
+    themselves.
+    """
 
     def __init__(self, name: str, ended: Callable[[], Exception]) -> None:
         """`ended`: what is raised to whoever calls after the loop's end, or still waits then."""
         self._ended = ended
         self._loop = asyncio.new_event_loop()
-        self._stopping, self._lock = False, threading.Lock()  # what is asked after it would never be run
+        # what is asked after it would never be run
+        self._stopping = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -93,10 +104,13 @@ class EventLoopThread:
                 raise self._ended()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
+    def call(
+        self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None
+    ) -> T:
         """Run to the end and return the result; an interrupt of the caller cancels it.
 
-        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
+        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a
+        long call's end.
         """
         future = self.submit(coroutine)
         try:

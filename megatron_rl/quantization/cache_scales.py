@@ -1,7 +1,8 @@
-"""Scales of an FP8 key-value cache, two per layer: made at each sync from the learner's maxima, sent with the weights.
+"""Scales of an FP8 key-value cache, two per layer: made at each sync from the learner's maxima,
+sent with the weights.
 
-A scale is the largest magnitude that the learner has seen since the sync before, over what FP8 can express. What is
-larger later saturates, until the next sync.
+A scale is the largest magnitude that the learner has seen since the sync before, over what FP8 can
+express. What is larger later saturates, until the next sync.
 
 L layers of the whole model; the last dimension is (key, value).
 """
@@ -17,10 +18,14 @@ from megatron_rl.quantization.formats import FP8_MAX, SCALE_DTYPE
 
 
 class CacheScales:
-    """The scales, equal on every rank. `take_cache_amax`: [L, 2] of what this rank saw since it was last asked."""
+    """The scales, equal on every rank. `take_cache_amax`: [L, 2] of what this rank saw since it was
+    last asked.
+    """
 
     def __init__(self, layers: int, world: Group, take_cache_amax: Callable[[], Tensor]) -> None:
-        self._layers, self._world, self._take = layers, world, take_cache_amax
+        self._layers = layers
+        self._world = world
+        self._take = take_cache_amax
         self._scales_L2: Tensor | None = None
         self._repeats = False
 
@@ -29,28 +34,40 @@ class CacheScales:
         return tuple(TensorSpec(name, SCALE_DTYPE, (1,)) for name in self._names())
 
     def begin_sync(self) -> None:
-        """Make the scales of a sync, on every rank. A layer that nothing was seen of keeps the scale that it has."""
+        """Make the scales of a sync, on every rank. A layer that nothing was seen of keeps the
+        scale that it has.
+        """
         if self._repeats:
             self._repeats = False
             return
         amax_L2 = self._take().float()
         self._world.max_(amax_L2)
         if not bool(torch.isfinite(amax_L2).all()):
-            raise ValueError("keys or values of the learner's forward pass are not finite: it has diverged")
+            raise ValueError(
+                "keys or values of the learner's forward pass are not finite: it has diverged"
+            )
         made_L2 = amax_L2 / FP8_MAX
         if self._scales_L2 is None and not bool((amax_L2 > 0).all()):
             raise ValueError(
-                "quantization.kv_cache=fp8: the learner has made no forward pass to measure keys and values on; "
-                "score a batch before the first sync"
+                "quantization.kv_cache=fp8: the learner has made no forward pass to measure keys "
+                "and values on; score a batch before the first sync"
             )
-        kept_L2 = made_L2 if self._scales_L2 is None else self._scales_L2.to(made_L2)  # a checkpoint's are on the host
+        # a checkpoint's are on the host
+        if self._scales_L2 is None:
+            kept_L2 = made_L2
+        else:
+            kept_L2 = self._scales_L2.to(made_L2)
         self._scales_L2 = torch.where(amax_L2 > 0, made_L2, kept_L2)
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self._scales_L2 is None else {"cache_scales": self._scales_L2}
+        if self._scales_L2 is None:
+            return {}
+        return {"cache_scales": self._scales_L2}
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
-        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
+        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the
+        scales that it had.
+        """
         if "cache_scales" in state:
             self._scales_L2 = state["cache_scales"]
             self._repeats = repeats
@@ -61,4 +78,8 @@ class CacheScales:
         yield from zip(self._names(), self._scales_L2.reshape(-1, 1).unbind(), strict=True)
 
     def _names(self) -> list[str]:
-        return [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(self._layers) for kind in "kv"]
+        return [
+            f"model.layers.{layer}.self_attn.{kind}_scale"
+            for layer in range(self._layers)
+            for kind in "kv"
+        ]

@@ -1,7 +1,8 @@
-"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): which layers are quantized, into what tensors, where
-that runs, and the quantization_config that tells vLLM. Torch-free.
+"""Weight formats (int8, int4 in INT8 tensors, fp8, fp8_block): which layers are quantized, into
+what tensors, where that runs, and the quantization_config that tells vLLM. Torch-free.
 
-Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
+Runs are (start, length) along the split dimension of a full tensor. O output features, I input
+features.
 """
 
 import platform
@@ -15,7 +16,8 @@ from megatron_rl.models.mapping import HfSlice
 from megatron_rl.models.tensors import TensorSpec
 
 BLOCK = 128
-BY_FORMAT = "by_format"  # the key of an update whose content differs from engine to engine, by their formats
+# the key of an update whose content differs from engine to engine, by their formats
+BY_FORMAT = "by_format"
 INT8_MAX = 127.0
 INT4_MAX = 7.0
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
@@ -47,16 +49,32 @@ QUANTIZED = {
 # the last module name of every linear layer that quantized engines hold quantized;
 # w1, w2, w3 are Mixtral's experts. Routers ("gate"), norms and embeddings are in no format.
 LINEAR_NAMES = frozenset(
-    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+    {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "down_proj",
+    }
 )
 EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
-# the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it keeps a head in BF16
+# the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it
+# keeps a head in BF16
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an entry of `ignore` names this module: in full, or as a `re:` pattern matched from the start."""
-    return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignore)
+    """Whether an entry of `ignore` names this module: in full, or as a `re:` pattern matched from
+    the start.
+    """
+    return any(
+        re.match(entry[3:], module) if entry.startswith("re:") else entry == module
+        for entry in ignore
+    )
 
 
 def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bool:
@@ -70,7 +88,9 @@ def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bo
 
 
 def format_problem(format: Format, kind: Device, name: str, capability: float | None) -> str | None:
-    """Why a machine's sampler cannot run a weight format; None where it can. `capability`: CUDA compute capability."""
+    """Why a machine's sampler cannot run a weight format; None where it can. `capability`: CUDA
+    compute capability.
+    """
     integer = format in QUANTIZED and QUANTIZED[format].integer
     if integer and capability is not None and capability >= BLACKWELL:
         return f"INT8 W8A8 has no kernel on {name} (compute capability {capability}); use fp8"
@@ -78,7 +98,11 @@ def format_problem(format: Format, kind: Device, name: str, capability: float | 
         return f"INT8 W8A8 is only known to run on x86-64 CPUs, this is {name}; use none or fp8"
     if format == Format.fp8_block and kind == Device.cpu:
         return "128x128 FP8 blocks have no CPU kernel; use fp8 (per output channel)"
-    if format in (Format.fp8, Format.fp8_block) and capability is not None and capability < FP8_CAPABILITY:
+    if (
+        format in (Format.fp8, Format.fp8_block)
+        and capability is not None
+        and capability < FP8_CAPABILITY
+    ):
         return f"FP8 W8A8 needs compute capability {FP8_CAPABILITY}, {name} has {capability}"
     return None
 
@@ -86,24 +110,52 @@ def format_problem(format: Format, kind: Device, name: str, capability: float | 
 def quantization_config(
     format: Format, ignore: Sequence[str], kv_cache: KvCache = KvCache.none
 ) -> dict[str, Any] | None:
-    """Of config.json: W8A8, weights per output channel, activations per token; fp8_block: per 128x128 block, per 128
-    inputs of a token. Without a weight format that of an FP8 cache alone, or None."""
-    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    """Of config.json: W8A8, weights per output channel, activations per token; fp8_block: per
+    128x128 block, per 128 inputs of a token. Without a weight format that of an FP8 cache alone, or
+    None.
+    """
+    cache = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    }
     cached = {} if kv_cache == KvCache.none else {"kv_cache_scheme": cache}
-    about = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed"}
+    about = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+    }
     if format == Format.none:
-        return {**about, "ignore": [], "config_groups": {}, **cached} if cached else None
+        if cached:
+            return {**about, "ignore": [], "config_groups": {}, **cached}
+        return None
     kind = "int" if QUANTIZED[format].integer else "float"
     weights: dict[str, Any] = {
-        "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False
-    }  # fmt: skip
+        "num_bits": 8,
+        "type": kind,
+        "symmetric": True,
+        "strategy": "channel",
+        "dynamic": False,
+    }
     activations: dict[str, Any] = {**weights, "strategy": "token", "dynamic": True}
     if QUANTIZED[format].blocks:
         weights |= {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
         activations |= {"strategy": "group", "group_size": BLOCK}
-    linear = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    linear = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
     about["format"] = f"{kind}-quantized"
-    return {**about, "ignore": sorted({*ignore, *NEVER_QUANTIZED}), "config_groups": {"group_0": linear}, **cached}
+    return {
+        **about,
+        "ignore": sorted({*ignore, *NEVER_QUANTIZED}),
+        "config_groups": {"group_0": linear},
+        **cached,
+    }
 
 
 @dataclass(frozen=True)
@@ -118,13 +170,23 @@ class Output:
     def part(self) -> TensorSpec:
         if self.dim is None:
             return self.tensor
-        length, shape = sum(length for _, length in self.runs), self.tensor.shape
-        return TensorSpec(self.tensor.name, self.tensor.dtype, (*shape[: self.dim], length, *shape[self.dim + 1 :]))
+        length = sum(length for _, length in self.runs)
+        shape = self.tensor.shape
+        return TensorSpec(
+            self.tensor.name,
+            self.tensor.dtype,
+            (*shape[: self.dim], length, *shape[self.dim + 1 :]),
+        )
 
 
-def outputs(piece: HfSlice, format: Format, ignore: Sequence[str], dtype: str, split: bool) -> list[Output]:
-    """The tensors that one rank's part of a Hugging Face tensor becomes; `split` where the group shares it."""
-    runs, dim = _runs(piece), piece.dim if split else None
+def outputs(
+    piece: HfSlice, format: Format, ignore: Sequence[str], dtype: str, split: bool
+) -> list[Output]:
+    """The tensors that one rank's part of a Hugging Face tensor becomes; `split` where the group
+    shares it.
+    """
+    runs = _runs(piece)
+    dim = piece.dim if split else None
     if not is_quantized(piece.name, format, ignore):
         return [Output(TensorSpec(piece.name, dtype, piece.shape), dim, runs)]
     kind = QUANTIZED[format]
@@ -138,7 +200,9 @@ def outputs(piece: HfSlice, format: Format, ignore: Sequence[str], dtype: str, s
 
 
 def scale_shape(rows: int, columns: int, blocks: bool) -> tuple[int, int]:
-    return (-(-rows // BLOCK), -(-columns // BLOCK)) if blocks else (rows, 1)
+    if blocks:
+        return (-(-rows // BLOCK), -(-columns // BLOCK))
+    return (rows, 1)
 
 
 def scale_name(weight: str) -> str:
@@ -160,7 +224,7 @@ def _block_runs(piece: HfSlice, runs: tuple[tuple[int, int], ...]) -> tuple[tupl
     for start, length in runs:
         if start % BLOCK or (length % BLOCK and start + length != total):
             raise ValueError(
-                f"{piece.name}: a tensor-parallel share covers {length} of {total} from {start} on, "
-                f"which cuts a {BLOCK}x{BLOCK} block"
+                f"{piece.name}: a tensor-parallel share covers {length} of {total} from {start} "
+                f"on, which cuts a {BLOCK}x{BLOCK} block"
             )
     return tuple((start // BLOCK, -(-length // BLOCK)) for start, length in runs)

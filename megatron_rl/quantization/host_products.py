@@ -1,9 +1,11 @@
-"""Matrix products of BF16, INT8 and FP8 on CPUs, multiplied in FP32 where the processor lacks instructions for them;
-codes and scales of activations, and rounding to BF16, as vLLM's kernels for CPUs make them.
+"""Matrix products of BF16, INT8 and FP8 on CPUs, multiplied in FP32 where the processor lacks
+instructions for them; codes and scales of activations, and rounding to BF16, as vLLM's kernels for
+CPUs make them.
 
-BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in FP32
-(docs/decisions/host_kernels.md). INT8: sums are exact whatever their order, as long as they stay below 2^24. FP8:
-products are exact; the order of the sums shows in one output of ten thousand or fewer.
+BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in
+FP32 (docs/decisions/host_kernels.md). INT8: sums are exact whatever their order, as long as they
+stay below 2^24. FP8: products are exact; the order of the sums shows in one output of ten thousand
+or fewer.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -39,8 +41,8 @@ def has_fp8() -> bool:
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP32 values as vLLM's kernels for hosts store them (rotary embedding, attention): cut off, where the processor
-    does not round to BF16 by itself.
+    """FP32 values as vLLM's kernels for hosts store them (rotary embedding, attention): cut off,
+    where the processor does not round to BF16 by itself.
     """
     rounded = torch.cpu._is_avx512_bf16_supported() or x.device.type != "cpu"
     if rounded or (x.dtype, dtype) != (torch.float32, torch.bfloat16):
@@ -56,12 +58,16 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # torch says that it had one before
         for name in PRODUCTS:
-            library.impl(name, _through_fp32(getattr(torch.ops.aten, name).out), "CPU", allow_override=True)
+            library.impl(
+                name, _through_fp32(getattr(torch.ops.aten, name).out), "CPU", allow_override=True
+            )
     _REGISTERED.append(library)
 
 
 def _through_fp32(product: Any) -> Any:
-    """BF16 multiplied in FP32 by `product`, which writes into a given tensor: torch's kernel, with nothing in front."""
+    """BF16 multiplied in FP32 by `product`, which writes into a given tensor: torch's kernel, with
+    nothing in front.
+    """
 
     def multiply(*matrices: torch.Tensor, **scales: Any) -> torch.Tensor:
         left, right = matrices[-2:]
@@ -76,12 +82,15 @@ def _through_fp32(product: Any) -> Any:
 
 EXACT_K = 1 << 10  # 128 * 127 times so many stays below 2^24
 LEAST_FP8_SCALE = 1 / (FP8_MAX * 512)  # vLLM's, of rows that are zero or next to it
-LEAST = -128.0  # what x86 converts to: of nothing else than zero over zero, or a negative number over it
+# what x86 converts to: of nothing else than zero over zero, or a negative number over it
+LEAST = -128.0
 
 
 @functools.cache
 def has_int8() -> bool:
-    """Whether torch multiplies INT8 with instructions for it here: others add pairs of products in 16 bits."""
+    """Whether torch multiplies INT8 with instructions for it here: others add pairs of products in
+    16 bits.
+    """
     if not (torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()):
         return False
     codes = torch.full((64, 64), INT8_MAX, dtype=torch.int8)
@@ -92,35 +101,53 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
     return amax / INT8_MAX
 
 
-def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of activations and a scale per token, as vLLM's kernel for hosts makes them: products of the reciprocal.
+def int8_codes(
+    x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of activations and a scale per token, as vLLM's kernel for hosts makes them: products
+    of the reciprocal.
 
     `amax_M1`: the largest magnitude of each token, where others hold more of its features.
     """
-    if amax_M1 is None and x_MK.dtype == torch.bfloat16 and x_MK.numel() and vllm_operators.has_int8():
+    if (
+        amax_M1 is None
+        and x_MK.dtype == torch.bfloat16
+        and x_MK.numel()
+        and vllm_operators.has_int8()
+    ):
         return vllm_operators.int8_codes(x_MK)
     wide_MK = x_MK.float()
     scale_M1 = int8_scale(wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1)
     inverse_M1 = 1 / scale_M1
     codes_MK = (wide_MK * inverse_M1).round_()
-    if not bool(inverse_M1.isfinite().all()):  # zeros and what is next to them: such a scale makes nothing of any code
+    # zeros and what is next to them: such a scale makes nothing of any code
+    if not bool(inverse_M1.isfinite().all()):
         codes_MK.nan_to_num_(LEAST, INT8_MAX, LEAST)
     return codes_MK.to(torch.int8), scale_M1
 
 
 class Int8Weight:
-    """A weight of INT8 codes with a scale per output feature, for INT8 activations with one per token.
+    """A weight of INT8 codes with a scale per output feature, for INT8 activations with one per
+    token.
 
-    Multiplied by the engine's kernel where it is here and outputs are BF16; else by torch, or in FP32.
+    Multiplied by the engine's kernel where it is here and outputs are BF16; else by torch, or in
+    FP32.
     """
 
-    codes, scale = staticmethod(int8_codes), staticmethod(int8_scale)
+    codes = staticmethod(int8_codes)
+    scale = staticmethod(int8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
         """Codes that are multiplied as such are not copied: nobody may change them."""
         self.n = len(codes_NK)
-        self._codes_NK = codes_NK.detach().contiguous() if has_int8() else codes_NK.new_empty(0)
-        self._parts = [] if has_int8() else [part.float() for part in codes_NK.split(EXACT_K, dim=1)]
+        if has_int8():
+            self._codes_NK = codes_NK.detach().contiguous()
+        else:
+            self._codes_NK = codes_NK.new_empty(0)
+        if has_int8():
+            self._parts = []
+        else:
+            self._parts = [part.float() for part in codes_NK.split(EXACT_K, dim=1)]
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 
     @functools.cached_property
@@ -129,20 +156,31 @@ class Int8Weight:
 
     @functools.cached_property
     def _codes_KN(self) -> torch.Tensor:
-        # of one input feature the transposed weight counts as contiguous, with strides that torch._int_mm reads wrongly
+        # of one input feature the transposed weight counts as contiguous, with strides that
+        # torch._int_mm reads wrongly
         return self._codes_NK.t().clone(memory_format=torch.contiguous_format)
 
     def product(
-        self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+        self,
+        codes_MK: torch.Tensor,
+        scale_M1: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         if dtype == torch.bfloat16 and codes_MK.numel() and vllm_operators.has_int8():
             return self._kernel.product(codes_MK, scale_M1, bias_N)
         return self.scaled(self.sums(codes_MK), scale_M1, bias_N, dtype)
 
     def scaled(
-        self, sums_MN: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+        self,
+        sums_MN: torch.Tensor,
+        scale_M1: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Outputs, scaled in the order of oneDNN's kernel, so that they are its own to the last bit."""
+        """Outputs, scaled in the order of oneDNN's kernel, so that they are its own to the last
+        bit.
+        """
         out_MN = sums_MN.mul_(self._scale_N).mul_(scale_M1)
         if bias_N is not None:
             out_MN += bias_N
@@ -168,8 +206,12 @@ def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
     return (amax / FP8_MAX).clamp(min=LEAST_FP8_SCALE)
 
 
-def fp8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 codes of activations and a scale per token, as vLLM makes them for its kernels on hosts."""
+def fp8_codes(
+    x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 codes of activations and a scale per token, as vLLM makes them for its kernels on
+    hosts.
+    """
     scale_M1 = fp8_scale(x_MK.abs().amax(1, keepdim=True).float() if amax_M1 is None else amax_M1)
     # the largest of a row may come out a rounding beyond FP8's largest
     codes_MK = (x_MK.float() * scale_M1.reciprocal()).clamp_(-FP8_MAX, FP8_MAX)
@@ -177,12 +219,14 @@ def fp8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[
 
 
 class Fp8Weight:
-    """A weight of FP8 codes with a scale per output feature, for FP8 activations with one per token.
+    """A weight of FP8 codes with a scale per output feature, for FP8 activations with one per
+    token.
 
     The codes are held in the type that this processor multiplies best.
     """
 
-    codes, scale = staticmethod(fp8_codes), staticmethod(fp8_scale)
+    codes = staticmethod(fp8_codes)
+    scale = staticmethod(fp8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
         self.n = len(codes_NK)
@@ -191,7 +235,11 @@ class Fp8Weight:
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 
     def product(
-        self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+        self,
+        codes_MK: torch.Tensor,
+        scale_M1: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         if dtype == self._codes_NK.dtype:
             sums_MN = torch.nn.functional.linear(codes_MK.to(dtype), self._codes_NK)
@@ -200,7 +248,11 @@ class Fp8Weight:
         return self.scaled(sums_MN, scale_M1, bias_N, dtype)
 
     def scaled(
-        self, sums_MN: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+        self,
+        sums_MN: torch.Tensor,
+        scale_M1: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         """Outputs: sums that are rounded, then scaled in FP32, the token's scale first."""
         out_MN = (sums_MN.to(dtype) * scale_M1).mul_(self._scale_N)

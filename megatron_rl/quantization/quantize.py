@@ -1,7 +1,9 @@
-"""Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; and how far a weight is off then.
+"""Weight quantizers: INT8, INT4 and FP8 per output channel, FP8 in 128x128 blocks; and how far a
+weight is off then.
 
-Symmetric, scales in FP32. Every element is computed from its own value and its scale alone, so that a shard quantized
-with the amax of the whole tensor holds the same bytes as the same slice of the quantized whole.
+Symmetric, scales in FP32. Every element is computed from its own value and its scale alone, so that
+a shard quantized with the amax of the whole tensor holds the same bytes as the same slice of the
+quantized whole.
 
 Shapes: O output features, I input features, P and Q 128-blocks along O and I.
 """
@@ -24,11 +26,14 @@ ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude per output row, FP32: what a row-parallel weight all-reduces (max) before `quantize`."""
+    """Largest magnitude per output row, FP32: what a row-parallel weight all-reduces (max) before
+    `quantize`.
+    """
     weight_OI = weight_OI.detach()
     if weight_OI.dtype != torch.bfloat16 or weight_OI.device.type != "cpu" or not weight_OI.numel():
         return weight_OI.abs().amax(dim=1).float()
-    # without their signs, BF16 values order as the integers of the same bits; those are compared twice as fast
+    # without their signs, BF16 values order as the integers of the same bits; those are compared
+    # twice as fast
     bits_OI = weight_OI.contiguous().view(torch.int16)
     rows = _rows_at_once(weight_OI)
     scratch_OI = torch.empty((rows, weight_OI.shape[1]), dtype=torch.int16)
@@ -40,27 +45,38 @@ def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
     return amax_O.view(torch.bfloat16).float()
 
 
-def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer by suffix: `weight` and `weight_scale` ([O, 1], or [P, Q] for blocks).
+def quantize(
+    weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of one linear layer by suffix: `weight` and `weight_scale` ([O, 1], or [P, Q] for
+    blocks).
 
-    `amax_O` is the row amax over *all* shards of a row-parallel weight; left out, the tensor is whole in I.
-    Blocks own their amax: a shard must begin and end on a multiple of 128.
+    `amax_O` is the row amax over *all* shards of a row-parallel weight; left out, the tensor is
+    whole in I. Blocks own their amax: a shard must begin and end on a multiple of 128.
     """
     if weight_OI.ndim != 2:
         raise ValueError(f"quantize takes a matrix, got the shape {tuple(weight_OI.shape)}")
     if format not in QUANTIZED:
-        raise ValueError(f"quantization.format={format} has no quantizer; take one of {[f.value for f in QUANTIZED]}")
+        raise ValueError(
+            f"quantization.format={format} has no quantizer; take one of "
+            f"{[f.value for f in QUANTIZED]}"
+        )
     kind = QUANTIZED[format]
     if kind.blocks:
         return _quantize_blocks(weight_OI)
-    own = amax_O is None  # then nothing lies beyond it by more than rounding, which conversion undoes
+    # then nothing lies beyond it by more than rounding, which conversion undoes
+    own = amax_O is None
     amax_O = row_amax(weight_OI) if amax_O is None else amax_O.float()
     _refuse_non_finite(amax_O)
     scale_O1 = (amax_O.clamp(min=TINY) / kind.largest).unsqueeze(1)
     weight_OI = weight_OI.detach()
-    rounded_OI = torch.empty(weight_OI.shape, dtype=torch_dtype(kind.dtype), device=weight_OI.device)
+    rounded_OI = torch.empty(
+        weight_OI.shape, dtype=torch_dtype(kind.dtype), device=weight_OI.device
+    )
     rows = _rows_at_once(weight_OI)
-    scratch_OI = torch.empty((rows, weight_OI.shape[1]), dtype=torch.float32, device=weight_OI.device)
+    scratch_OI = torch.empty(
+        (rows, weight_OI.shape[1]), dtype=torch.float32, device=weight_OI.device
+    )
     for start in range(0, weight_OI.shape[0], rows):
         some_OI = weight_OI[start : start + rows]
         scaled_OI = scratch_OI[: len(some_OI)].copy_(some_OI).div_(scale_O1[start : start + rows])
@@ -77,7 +93,9 @@ def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.shape == (weight_OI.shape[0], 1):
         return weight_OI.float() * scale
     rows, columns = weight_OI.shape
-    full_scale_OI = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    full_scale_OI = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[
+        :, :columns
+    ]
     return weight_OI.float() * full_scale_OI
 
 
@@ -89,18 +107,26 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     at_once = -(-_rows_at_once(weight_OI) // (4 * BLOCK)) * BLOCK  # several copies of them in FP32
     for start in range(0, rows, at_once):
         some_OI = weight_OI[start : start + at_once]
-        padded_OI = torch.nn.functional.pad(some_OI.float(), (0, -columns % BLOCK, 0, -len(some_OI) % BLOCK))
-        blocks_PBQB = padded_OI.view(len(padded_OI) // BLOCK, BLOCK, padded_OI.shape[1] // BLOCK, BLOCK)
+        padded_OI = torch.nn.functional.pad(
+            some_OI.float(), (0, -columns % BLOCK, 0, -len(some_OI) % BLOCK)
+        )
+        blocks_PBQB = padded_OI.view(
+            len(padded_OI) // BLOCK, BLOCK, padded_OI.shape[1] // BLOCK, BLOCK
+        )
         amax_PQ = blocks_PBQB.abs().amax(dim=(1, 3))
         _refuse_non_finite(amax_PQ)
-        some_PQ = scale_PQ[start // BLOCK :][: len(amax_PQ)].copy_(amax_PQ.clamp(min=TINY) / FP8_MAX)
+        some_PQ = scale_PQ[start // BLOCK :][: len(amax_PQ)].copy_(
+            amax_PQ.clamp(min=TINY) / FP8_MAX
+        )
         scaled_OI = (blocks_PBQB / some_PQ[:, None, :, None]).view(padded_OI.shape)
         rounded_OI[start : start + at_once].copy_(scaled_OI[: len(some_OI), :columns])
     return {"weight": rounded_OI, "weight_scale": scale_PQ}
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
-    """How many rows are rounded at once: on hosts as many as the processor's cache holds; elsewhere all."""
+    """How many rows are rounded at once: on hosts as many as the processor's cache holds; elsewhere
+    all.
+    """
     rows, columns = weight_OI.shape
     if weight_OI.device.type != "cpu":
         return max(rows, 1)
@@ -109,7 +135,9 @@ def _rows_at_once(weight_OI: torch.Tensor) -> int:
 
 def _refuse_non_finite(amax: torch.Tensor) -> None:
     if not bool(torch.isfinite(amax).all()):
-        raise ValueError("the weight holds NaN or infinity and cannot be quantized: the learner has diverged")
+        raise ValueError(
+            "the weight holds NaN or infinity and cannot be quantized: the learner has diverged"
+        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +159,9 @@ class ErrorSummary:
 
     @classmethod
     def merge(cls, summaries: Iterable[ErrorSummary]) -> ErrorSummary:
-        """One summary of all ranks': shards of a weight are different rows of it, the worst stands for the weight."""
+        """One summary of all ranks': shards of a weight are different rows of it, the worst stands
+        for the weight.
+        """
         measured = [part for part in summaries if part.worst]
         if not measured:
             return cls()
@@ -145,11 +175,16 @@ class ErrorSummary:
         )
 
 
-def sample_error(name: str, weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format) -> ErrorSample:
-    quantized_OI, scale = result["weight"], result["weight_scale"]
+def sample_error(
+    name: str, weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format
+) -> ErrorSample:
+    quantized_OI = result["weight"]
+    scale = result["weight_scale"]
     kind = QUANTIZED[format]
     if kind.blocks:
-        rows, scale = slice(0, BLOCK), scale[:1]  # one row of blocks
+        # one row of blocks
+        rows = slice(0, BLOCK)
+        scale = scale[:1]
         limit_OI = scale.repeat_interleave(BLOCK, 1)[:, : weight_OI.shape[1]] * kind.largest
     else:
         rows = slice(0, None, -(-weight_OI.shape[0] // ROWS))
@@ -159,15 +194,24 @@ def sample_error(name: str, weight_OI: torch.Tensor, result: dict[str, torch.Ten
     difference_OI = dequantize(quantized_OI[rows], scale) - original_OI
     beyond_OI = original_OI.abs() > limit_OI * (1 + 1e-5)
     return ErrorSample(
-        name, difference_OI.square().sum(), original_OI.square().sum(), beyond_OI.sum(), original_OI.numel()
+        name,
+        difference_OI.square().sum(),
+        original_OI.square().sum(),
+        beyond_OI.sum(),
+        original_OI.numel(),
     )
 
 
 def summarize(samples: list[ErrorSample]) -> ErrorSummary:
     if not samples:
         return ErrorSummary()
-    table = torch.stack([torch.stack([s.squared_error, s.squared_weight, s.clamped.float()]) for s in samples]).cpu()
+    table = torch.stack(
+        [torch.stack([s.squared_error, s.squared_weight, s.clamped.float()]) for s in samples]
+    ).cpu()
     relative = (table[:, 0] / table[:, 1].clamp(min=1e-24)).sqrt()
-    worst = tuple((samples[i].name, float(relative[i])) for i in relative.argsort(descending=True)[:WORST].tolist())
+    worst = tuple(
+        (samples[i].name, float(relative[i]))
+        for i in relative.argsort(descending=True)[:WORST].tolist()
+    )
     clamped = float(table[:, 2].sum()) / sum(sample.elements for sample in samples)
     return ErrorSummary(worst, clamped, float(relative.mean()))

@@ -1,10 +1,11 @@
-"""Smoothing (SmoothQuant by powers of two): outliers of activations move into the weights that a sync sends as INT8.
+"""Smoothing (SmoothQuant by powers of two): outliers of activations move into the weights that a
+sync sends as INT8.
 
-For any scale s per channel, x / s times W * s is the same product: a norm's own weight is divided by s and the columns
-of all its readers are multiplied by it. SmoothQuant's choice, s = amax(x)^alpha / amax(W)^(1 - alpha), is taken
-relative to its median over the layer's channels and cut to a power of two. Folding those is exact in BF16, for what
-stays unquantized too; channels near the median stay as they are, so that rounding differences between layouts all but
-vanish.
+For any scale s per channel, x / s times W * s is the same product: a norm's own weight is divided
+by s and the columns of all its readers are multiplied by it. SmoothQuant's choice, s =
+amax(x)^alpha / amax(W)^(1 - alpha), is taken relative to its median over the layer's channels and
+cut to a power of two. Folding those is exact in BF16, for what stays unquantized too; channels near
+the median stay as they are, so that rounding differences between layouts all but vanish.
 
 L layers, N norms of a layer (`table.Norm`), H hidden channels.
 """
@@ -28,19 +29,27 @@ FLOAT32_FRACTION_BITS = 23
 class Smoothing:
     """The present scales, equal on every rank of the learner, and how they come about.
 
-    A first sync before any activation was seen smooths nothing. Afterwards the scales stay for `every` syncs: each
-    change of a scale changes every quantized byte of its columns.
+    A first sync before any activation was seen smooths nothing. Afterwards the scales stay for
+    `every` syncs: each change of a scale changes every quantized byte of its columns.
     """
 
     def __init__(
-        self, shape: ModelShape, alpha: float, every: int, world: Group, take_activation_amax: Callable[[], Tensor]
+        self,
+        shape: ModelShape,
+        alpha: float,
+        every: int,
+        world: Group,
+        take_activation_amax: Callable[[], Tensor],
     ) -> None:
-        """`take_activation_amax` hands over [L, N, H] of what this rank alone has seen since it was last asked.
+        """`take_activation_amax` hands over [L, N, H] of what this rank alone has seen since it was
+        last asked.
 
         `world`: all ranks of the learner.
         """
         self._size = (shape.layers, len(Norm), shape.hidden)
-        self._alpha, self._every, self._world = alpha, every, world
+        self._alpha = alpha
+        self._every = every
+        self._world = world
         self._take_activation_amax = take_activation_amax
         self.scales_LNH = torch.ones(self._size)
         self._repeats = False
@@ -49,7 +58,8 @@ class Smoothing:
     def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
         """Every rank calls this at the start of a sync; new scales are made where they are due.
 
-        `weight_amax`: [L, N, H], the largest magnitude in each column of the quantized readers this rank holds.
+        `weight_amax`: [L, N, H], the largest magnitude in each column of the quantized readers this
+        rank holds.
         """
         if self._repeats:
             self._repeats = False
@@ -65,13 +75,19 @@ class Smoothing:
             self._age = 0
 
     def state(self) -> dict[str, Tensor]:
-        return {"smoothing": self.scales_LNH, "smoothing.age": torch.tensor(-1 if self._age is None else self._age)}
+        return {
+            "smoothing": self.scales_LNH,
+            "smoothing.age": torch.tensor(-1 if self._age is None else self._age),
+        }
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
-        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
+        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the
+        scales that it had.
+        """
         if "smoothing" in state:
             age = int(state["smoothing.age"])
-            self.scales_LNH, self._age = state["smoothing"], None if age < 0 else age
+            self.scales_LNH = state["smoothing"]
+            self._age = None if age < 0 else age
             self._repeats = repeats
 
     def fold(self, param: Param, local: Tensor) -> Tensor:
@@ -85,7 +101,9 @@ class Smoothing:
 def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
     """A norm's own weight, or a matrix that reads the norm, smoothed."""
     scale_H = scale_H.to(tensor)
-    return tensor / scale_H if tensor.ndim == 1 else tensor * scale_H
+    if tensor.ndim == 1:
+        return tensor / scale_H
+    return tensor * scale_H
 
 
 def column_amax(weight_OH: Tensor) -> Tensor:
@@ -94,9 +112,15 @@ def column_amax(weight_OH: Tensor) -> Tensor:
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Powers of two for each norm's channels (last dimension); 1 where nothing was seen, or no weight reads."""
-    known = (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
-    wanted = torch.where(known, alpha * activations.log2() - (1 - alpha) * weights.log2(), torch.nan)
+    """Powers of two for each norm's channels (last dimension); 1 where nothing was seen, or no
+    weight reads.
+    """
+    known = (
+        (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
+    )
+    wanted = torch.where(
+        known, alpha * activations.log2() - (1 - alpha) * weights.log2(), torch.nan
+    )
     exponent = (wanted - wanted.nanmedian(-1, keepdim=True).values).trunc_().nan_to_num_(0.0)
     exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     # the bits of 2^n: exp2 may be a last bit off

@@ -1,7 +1,9 @@
-"""vLLM's CPU operators (INT8 products and codes, rotary embedding), by its library, without an import of vLLM: for the
-learner. An engine's worker asks only whether INT8 products are exact (engine/host_kernels.py).
+"""vLLM's CPU operators (INT8 products and codes, rotary embedding), by its library, without an
+import of vLLM: for the learner. An engine's worker asks only whether INT8 products are exact
+(engine/host_kernels.py).
 
-The library is loaded in a twentieth of a second; INT8 weights are packed once. No other module calls `torch.ops._C`.
+The library is loaded in a twentieth of a second; INT8 weights are packed once. No other module
+calls `torch.ops._C`.
 
 Shapes: M tokens, K input features, N output features, S positions, A heads of width D.
 """
@@ -16,7 +18,11 @@ import torch
 
 PRIMITIVES = 32  # of oneDNN, kept for each weight: one for every number of tokens seen lately
 SUMS = 3 << 18  # FP32: three megabytes
-INT8_OPERATORS = ("create_onednn_scaled_mm_handler", "onednn_scaled_mm", "release_dnnl_matmul_handler")
+INT8_OPERATORS = (
+    "create_onednn_scaled_mm_handler",
+    "onednn_scaled_mm",
+    "release_dnnl_matmul_handler",
+)
 
 
 @functools.cache
@@ -28,7 +34,10 @@ def _is_loaded() -> bool:
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return False
-    library = "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
+    if torch.cpu._is_avx512_supported():
+        library = "_C_AVX512.abi3.so"
+    else:
+        library = "_C_AVX2.abi3.so"
     if torch.cpu._is_avx512_bf16_supported():  # of several, by the processor, as vLLM chooses
         library = "_C.abi3.so"
     try:
@@ -50,7 +59,9 @@ def has_int8() -> bool:
 
 
 def int8_is_exact() -> bool:
-    """Whether pairs of such products are summed in more than 16 bits, which they do not fit into."""
+    """Whether pairs of such products are summed in more than 16 bits, which they do not fit
+    into.
+    """
     codes = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
     ones = torch.ones((16, 1), dtype=torch.float32, device="cpu")
     sums = Int8Kernel(codes, ones, torch.float32).product(codes, ones, None)
@@ -68,21 +79,29 @@ def int8_codes(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int8Kernel:
     """A packed weight."""
 
-    def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         """`dtype`: of the outputs."""
         operators = torch.ops._C
-        self._n, self._dtype = len(codes_NK), dtype
+        self._n = len(codes_NK)
+        self._dtype = dtype
         handle = operators.create_onednn_scaled_mm_handler(
             codes_NK.contiguous().t(), scale_N1.float().contiguous(), dtype, True, False, PRIMITIVES
         )
         self._handle = torch.tensor(handle, dtype=torch.int64, device="cpu")
         weakref.finalize(self, operators.release_dnnl_matmul_handler, handle).atexit = False
 
-    def product(self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    def product(
+        self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None
+    ) -> torch.Tensor:
         out_MN = torch.empty((len(codes_MK), self._n), dtype=self._dtype, device=codes_MK.device)
-        # sums are stored in FP32 before they are scaled: those of some rows at a time, which the cache still holds
+        # sums are stored in FP32 before they are scaled: those of some rows at a time, which the
+        # cache still holds
         at_once = max(1, SUMS // self._n)
-        for out, codes, scale in zip(*(rows.split(at_once) for rows in (out_MN, codes_MK, scale_M1)), strict=True):
+        for out, codes, scale in zip(
+            *(rows.split(at_once) for rows in (out_MN, codes_MK, scale_M1)), strict=True
+        ):
             torch.ops._C.onednn_scaled_mm(out, codes, scale, None, None, bias_N, self._handle)
         return out_MN
 
@@ -95,6 +114,7 @@ def rotary(x_S1AD: torch.Tensor, turns_SD: torch.Tensor) -> torch.Tensor:
     """Each position turned by its row of `turns_SD`: cosines of its angles, then sines."""
     out_S1AD = x_S1AD.clone(memory_format=torch.contiguous_format)
     positions_S = torch.arange(len(turns_SD), device="cpu")
-    rows, head = out_S1AD.view(len(turns_SD), -1), out_S1AD.shape[-1]
+    rows = out_S1AD.view(len(turns_SD), -1)
+    head = out_S1AD.shape[-1]
     torch.ops._C.rotary_embedding(positions_S, rows, None, head, turns_SD, True)
     return out_S1AD

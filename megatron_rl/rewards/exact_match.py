@@ -6,7 +6,9 @@ from megatron_rl.types import Verdict
 
 def _judge(task: Task) -> Judgement:
     response = task.response.strip()
-    return right_or_wrong(response == task.answer.strip(), response) if response else Judgement(Verdict.no_answer)
+    if response:
+        return right_or_wrong(response == task.answer.strip(), response)
+    return Judgement(Verdict.no_answer)
 
 
 reward = verifier(_judge)

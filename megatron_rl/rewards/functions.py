@@ -1,7 +1,9 @@
-"""Loads and calls what `reward.name` names (ours, `module:function`, `file.py:function`); sums their weighted scores.
+"""Loads and calls what `reward.name` names (ours, `module:function`, `file.py:function`); sums
+their weighted scores.
 
-A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a number, or a mapping
-whose `score` is one; other numbers in it are metrics. `imported` serves environments and adapters as well.
+A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a
+number, or a mapping whose `score` is one; other numbers in it are metrics. `imported` serves
+environments and adapters as well.
 """
 
 import difflib
@@ -22,8 +24,10 @@ from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
 from megatron_rl.types import LARGEST_NUMBER, NEARLY_RIGHT, RIGHT, Verdict
 
-READS_LAST = {"math_dapo": math_dapo.TAIL}  # characters of a response, where a verifier looks at no others
-RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"  # of the environment: set by the command, for the ranks that it starts
+# characters of a response, where a verifier looks at no others
+READS_LAST = {"math_dapo": math_dapo.TAIL}
+# of the environment: set by the command, for the ranks that it starts
+RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"
 MOST_DETAILS = 16
 LONGEST_NAME = 64
 
@@ -31,28 +35,36 @@ LONGEST_NAME = 64
 def reads_last(names: Iterable[str]) -> int | None:
     """How many characters before the end these rewards look at; None: all of them."""
     found = [READS_LAST.get(name) for name in names]
-    return None if None in found else max(filter(None, found), default=None)
+    if None in found:
+        return None
+    return max(filter(None, found), default=None)
 
 
 def resolve(name: str) -> Reward:
-    """A module of this room, or a function of the user's; LookupError says what is wrong with the name."""
+    """A module of this room, or a function of the user's; LookupError says what is wrong with the
+    name.
+    """
     if name in VERIFIERS:
         try:
             return importlib.import_module(f"megatron_rl.rewards.{name}").reward
         except ImportError as error:
-            raise LookupError(f"{name!r} needs a library that is not installed ({error}); run make install") from None
+            raise LookupError(
+                f"{name!r} needs a library that is not installed ({error}); run make install"
+            ) from None
     if ":" in name:
         return load(name)
     near = difflib.get_close_matches(name, VERIFIERS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise LookupError(
-        f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not package.module:function "
-        f"or path/file.py:function{hint}"
+        f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not "
+        f"package.module:function or path/file.py:function{hint}"
     )
 
 
 class Rewards:
-    """The weighted sum of what the rewards say. The first that applies has the verdict, unless one is late."""
+    """The weighted sum of what the rewards say. The first that applies has the verdict, unless one
+    is late.
+    """
 
     def __init__(self, weights: Mapping[str, float], wrong: float) -> None:
         self._parts = [(name, resolve(name), weight) for name, weight in weights.items()]
@@ -61,44 +73,67 @@ class Rewards:
     def judge(self, task: Task) -> Judgement:
         """Add up what the rewards say; raises what a reward raises."""
         judged = [(name, reward(task), weight) for name, reward, weight in self._parts]
-        applied = [(name, one, self._worth(one), weight) for name, one, weight in judged if one is not None]
+        applied = [
+            (name, one, self._worth(one), weight) for name, one, weight in judged if one is not None
+        ]
         if not applied:
             raise ValueError("no reward applies to this row")
         late = any(one.verdict == Verdict.timeout for _, one, _, _ in applied)
-        numbers = [("own", name, value) for _, one, _, _ in applied[::-1] for name, value in one.details.items()]
+        numbers = [
+            ("own", name, value)
+            for _, one, _, _ in applied[::-1]
+            for name, value in one.details.items()
+        ]
         if len(self._parts) > 1:
             numbers += [("part", name, score) for name, _, score, _ in applied]
         details = {f"{family}/{name.replace('/', '_')}": value for family, name, value in numbers}
         verdict = Verdict.timeout if late else applied[0][1].verdict
-        return Judgement(verdict, sum(score * weight for _, _, score, weight in applied), details, applied[0][1].answer)
+        return Judgement(
+            verdict,
+            sum(score * weight for _, _, score, weight in applied),
+            details,
+            applied[0][1].answer,
+        )
 
     def _worth(self, one: Judgement) -> float:
         if one.score is not None:
             return one.score
-        return RIGHT if one.verdict == Verdict.right else self._wrong
+        if one.verdict == Verdict.right:
+            return RIGHT
+        return self._wrong
 
 
 def places() -> list[str]:
-    """Folders searched for the user's reward modules, after installed ones: the working folder, and the recipe's."""
+    """Folders searched for the user's reward modules, after installed ones: the working folder, and
+    the recipe's.
+    """
     return list(dict.fromkeys([os.getcwd(), os.environ.get(RECIPE_FOLDER) or os.getcwd()]))
 
 
 def load(name: str) -> Reward:
-    """`package.module:function` or `path/file.py:function`; LookupError says what is wrong with it."""
+    """`package.module:function` or `path/file.py:function`; LookupError says what is wrong with
+    it.
+    """
     found = imported(name)
     if not callable(found):
         raise LookupError(f"{name!r} is {type(found).__name__}, not a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        raise LookupError(f"{name!r} gives no number when it is called: make it an ordinary function")
+        raise LookupError(
+            f"{name!r} gives no number when it is called: make it an ordinary function"
+        )
     return _called(name, found)
 
 
 def imported(name: str) -> Any:
-    """What the user's `package.module:name` or `path/file.py:name` is; LookupError where it cannot be imported."""
+    """What the user's `package.module:name` or `path/file.py:name` is; LookupError where it cannot
+    be imported.
+    """
     where, _, function = name.rpartition(":")
     sys.path += [place for place in places() if place not in sys.path]
     try:
-        return getattr(_file(where) if where.endswith(".py") else importlib.import_module(where), function)
+        return getattr(
+            _file(where) if where.endswith(".py") else importlib.import_module(where), function
+        )
     except BaseException as error:  # a module of the user's: importing it can raise anything
         raise LookupError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from None
 
@@ -109,7 +144,11 @@ def _file(where: str) -> ModuleType:
     if path is None:
         raise FileNotFoundError(f"no file {' or '.join(map(str, tried))}")
     sys.path.append(str(path.parent))
-    name = path.stem if path.stem not in {*sys.modules, *sys.stdlib_module_names} else str(path)  # math.py is no math
+    # math.py is no math
+    if path.stem not in {*sys.modules, *sys.stdlib_module_names}:
+        name = path.stem
+    else:
+        name = str(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -130,13 +169,16 @@ def _called(name: str, function: Callable[..., Any]) -> Reward:
     if "completions" in parameters:
         return lambda task: _first(function(**_taken(parameters, _as_trl(task))))
     if "finish_reason" in parameters:
-        return lambda task: read(function(task.row, task.answer_key, task.response, finish_reason=task.finish_reason))
+        return lambda task: read(
+            function(task.row, task.answer_key, task.response, finish_reason=task.finish_reason)
+        )
     try:
         inspect.signature(function).bind({}, "answer", "response")
     except TypeError as error:
         raise LookupError(
-            f"{name!r} is called as (row, answer_key, response): {error}; verl's (data_source, solution_str, "
-            "ground_truth, extra_info) and TRL's (prompts, completions, **columns) are known by these names"
+            f"{name!r} is called as (row, answer_key, response): {error}; verl's (data_source, "
+            "solution_str, ground_truth, extra_info) and TRL's (prompts, completions, **columns) "
+            "are known by these names"
         ) from None
     return as_ours
 
@@ -160,14 +202,25 @@ def _as_verl(task: Task) -> dict[str, Any]:
 
 def _as_trl(task: Task) -> dict[str, Any]:
     prompt = task.row.get(task.prompt_key)
-    said = task.response if isinstance(prompt, str) else [{"role": "assistant", "content": task.response}]
-    columns = {name: [value] for name, value in task.row.items() if name not in ("prompt", "completion")}
-    return columns | {"prompts": [prompt], "completions": [said], "finish_reason": [task.finish_reason]}
+    said = (
+        task.response
+        if isinstance(prompt, str)
+        else [{"role": "assistant", "content": task.response}]
+    )
+    columns = {
+        name: [value] for name, value in task.row.items() if name not in ("prompt", "completion")
+    }
+    return columns | {
+        "prompts": [prompt],
+        "completions": [said],
+        "finish_reason": [task.finish_reason],
+    }
 
 
 def _first(results: Any) -> Judgement | None:
     (result,) = results
-    return None if result is None else read(result)  # TRL's way of saying that a reward does not apply
+    # TRL's way of saying that a reward does not apply
+    return None if result is None else read(result)
 
 
 def read(result: Any) -> Judgement:
@@ -176,25 +229,36 @@ def read(result: Any) -> Judgement:
     if isinstance(result, Mapping):
         if "score" not in result:
             raise TypeError(
-                f"the reward is a mapping without 'score', it has {', '.join(map(str, result)) or 'nothing'}"
+                "the reward is a mapping without 'score', it has "
+                f"{', '.join(map(str, result)) or 'nothing'}"
             )
         others = {name: value for name, value in result.items() if name != "score"}
         result = result["score"]
     score = number(result)
     if score is None:
-        raise TypeError(f"the reward is {result!r:.60}, expected a number, or a mapping with the number 'score'")
+        raise TypeError(
+            f"the reward is {result!r:.60}, expected a number, or a mapping with the number 'score'"
+        )
     if not abs(score) <= LARGEST_NUMBER:
-        raise ValueError(f"the score is {score:g}, expected a finite number of at most {LARGEST_NUMBER:g}")
-    right = number(others["acc"]) if "acc" in others else score  # verl's functions say so themselves
+        raise ValueError(
+            f"the score is {score:g}, expected a finite number of at most {LARGEST_NUMBER:g}"
+        )
+    # verl's functions say so themselves
+    right = number(others["acc"]) if "acc" in others else score
     answer = others.get("pred")  # verl's functions call it so
-    verdict = Verdict.right if (right or 0.0) >= NEARLY_RIGHT else Verdict.wrong
+    if (right or 0.0) >= NEARLY_RIGHT:
+        verdict = Verdict.right
+    else:
+        verdict = Verdict.wrong
     return Judgement(verdict, score, for_metrics(others), None if answer is None else str(answer))
 
 
 def for_metrics(values: Mapping[Any, Any] | None) -> dict[str, float]:
     """The finite numbers among what a user's code reports, by name."""
     numbers = ((str(name)[:LONGEST_NAME], number(value)) for name, value in (values or {}).items())
-    finite = ((name, one) for name, one in numbers if one is not None and abs(one) <= LARGEST_NUMBER)
+    finite = (
+        (name, one) for name, one in numbers if one is not None and abs(one) <= LARGEST_NUMBER
+    )
     return dict(islice(finite, MOST_DETAILS))
 
 
@@ -202,6 +266,7 @@ def number(value: Any) -> float | None:
     """What counts as one: bools, floats, tensors of one number."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
-    with suppress(Exception):  # an array or a tensor of several numbers, an integer too large for a float
+    # an array or a tensor of several numbers, an integer too large for a float
+    with suppress(Exception):
         return float(value)
     return None

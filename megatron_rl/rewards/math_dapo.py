@@ -1,6 +1,8 @@
-"""Verifier `math_dapo`: the last `Answer: ...` in the last 300 characters, compared as text once both are normalised.
+"""Verifier `math_dapo`: the last `Answer: ...` in the last 300 characters, compared as text once
+both are normalised.
 
-The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with published ones.
+The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with
+published ones.
 """
 
 import re
@@ -14,15 +16,60 @@ _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 # One after the other: each sees what the ones before have left.
 _REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
-)  # fmt: skip
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
 _REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points",
-    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
-    "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
-    r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
-)  # fmt: skip
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    r"\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+    r"\text{s}",
+    r"\text{.}",
+    "\\text{\ns}",
+    r"\text{}^2",
+    r"\text{}^3",
+    "\\text{\n}",
+    r"\text{}",
+    r"\mathrm{th}",
+    r"^\circ",
+    r"^{\circ}",
+    r"\;",
+    r",\!",
+    "{,}",
+    '"',
+    r"\dots",
+)
 _REWRITTEN = tuple(
     (re.compile(pattern), by)
     for pattern, by in (
@@ -48,7 +95,9 @@ def normal(answer: str) -> str:
         answer = pattern.sub(by, answer)
     answer = answer.replace("$", "")
     digits = answer.replace(",", "")
-    return digits if digits.isdigit() else answer.strip()
+    if digits.isdigit():
+        return digits
+    return answer.strip()
 
 
 def found(response: str) -> str | None:

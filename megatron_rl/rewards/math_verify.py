@@ -1,7 +1,8 @@
-"""Verifier `math_verify`: the answer named or boxed, else the last expression, compared as mathematics by math-verify.
+"""Verifier `math_verify`: the answer named or boxed, else the last expression, compared as
+mathematics by math-verify.
 
-Its time-outs (SIGALRM, hence the main thread) read as "not equal" in its own verdict; here they are counted as such.
-What never returns to Python ends with its worker.
+Its time-outs (SIGALRM, hence the main thread) read as "not equal" in its own verdict; here they are
+counted as such. What never returns to Python ends with its worker.
 """
 
 from functools import lru_cache
@@ -58,12 +59,15 @@ def _judge(task: Task) -> Judgement:
     for pair in product(truth, response):
         try:
             if verify(*pair, PRECISION, raise_on_error=True):
-                return Judgement(Verdict.right, answer=_text(truth))  # whatever equals the truth is one answer
+                # whatever equals the truth is one answer
+                return Judgement(Verdict.right, answer=_text(truth))
         except TimeoutException:
             late = True
         except Exception:
             pass  # this pair cannot be compared
-    return Judgement(Verdict.timeout) if late else right_or_wrong(False, _text(response))
+    if late:
+        return Judgement(Verdict.timeout)
+    return right_or_wrong(False, _text(response))
 
 
 reward = verifier(_judge)

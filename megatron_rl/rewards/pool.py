@@ -1,6 +1,8 @@
-"""Reward pool: scores tasks (row, response) in worker processes, replaces bad ones; tries a user's reward before a run.
+"""Reward pool: scores tasks (row, response) in worker processes, replaces bad ones; tries a user's
+reward before a run.
 
-A worker that is late, dies or answers out of turn is replaced; its answer gets an `error` (after a death: if twice).
+A worker that is late, dies or answers out of turn is replaced; its answer gets an `error` (after a
+death: if twice).
 """
 
 import os
@@ -20,11 +22,18 @@ from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants
 from megatron_rl.rewards.task import Task
-from megatron_rl.rewards.user_process import START_TIMEOUT_S, RewardLog, as_json, first_reply, user_process
+from megatron_rl.rewards.user_process import (
+    START_TIMEOUT_S,
+    RewardLog,
+    as_json,
+    first_reply,
+    user_process,
+)
 from megatron_rl.types import Prompt, Verdict
 
 WORKER = "reward worker"  # and its number, in what is said of it
-# Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
+# Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither
+# side can block.
 IN_FLIGHT = 64
 CHANNEL_BYTES = 32 << 10
 LARGEST_REPLY = 1 << 20
@@ -33,7 +42,9 @@ TOO_LATE = 30  # ... and so many late ones among them end the run
 
 
 class RewardsHang(RuntimeError):
-    """Nearly every answer misses the deadline: a run would wait for hours and learn from nothing."""
+    """Nearly every answer misses the deadline: a run would wait for hours and learn from
+    nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,14 @@ class _Reply(msgspec.Struct):
 
 
 class RewardPool:
-    """Worker processes; `score` returns one Score for each task, in their order. Several threads take turns."""
+    """Worker processes; `score` returns one Score for each task, in their order. Several threads
+    take turns.
+    """
 
     def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
-        self._config, self._log = config, RewardLog()
+        self._config = config
+        self._log = RewardLog()
         names = [f"{WORKER} {number}" for number in range(config.workers)]
         self._workers = [_Worker(name, config, breaker, self._log) for name in names]
         self._turn = threading.Lock()
@@ -81,9 +95,15 @@ class RewardPool:
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        waiting = pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s")
+        waiting = pulse.waiting(
+            WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s"
+        )
         with self._turn, waiting:
-            done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
+            done = list(
+                self._threads.map(
+                    lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)
+                )
+            )
         return [done[index % count][index // count] for index in range(len(tasks))]
 
     def close(self) -> None:
@@ -100,8 +120,8 @@ class Unreachable(ConfigError):
 
 
 def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[Score]:
-    """Raises what `start` would. The user's module is imported in a process of its own, as it will be later, and judges
-    these tasks there; none where all is built in.
+    """Raises what `start` would. The user's module is imported in a process of its own, as it will
+    be later, and judges these tasks there; none where all is built in.
     """
     if set(config.weights) <= set(VERIFIERS):
         return []
@@ -114,8 +134,13 @@ def check_importable(config: RewardSection, tasks: Sequence[Task] = ()) -> list[
 
 
 def check_called(config: RewardSection, prompts: Sequence[Prompt]) -> None:
-    """Raises where the user's reward gives none of these rows a score, called as in a run, with the row's answer."""
-    tasks = [Task(one.row, str(one.answer or 1), "stop", one.prompt_key, one.answer_key) for one in prompts]
+    """Raises where the user's reward gives none of these rows a score, called as in a run, with the
+    row's answer.
+    """
+    tasks = [
+        Task(one.row, str(one.answer or 1), "stop", one.prompt_key, one.answer_key)
+        for one in prompts
+    ]
     scores = check_importable(config, tasks)
     if scores and all(one.error for one in scores):
         last = f"for {tasks[-1].response[:40]!r} to {prompts[-1].text[-60:]!r}"
@@ -140,13 +165,17 @@ class _Breaker:
         if count >= TOO_LATE:
             raise RewardsHang(
                 f"reward.timeout_s: {count} of the last {WATCHED} answers had no score within "
-                f"{self._config.timeout_s:g} s; mend reward.name={self._config.name}, or raise the time"
+                f"{self._config.timeout_s:g} s; mend reward.name={self._config.name}, or raise the "
+                "time"
             )
 
 
 class _Worker:
     def __init__(self, name: str, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
-        self._name, self._config, self._breaker, self._log = name, config, breaker, log
+        self._name = name
+        self._config = config
+        self._breaker = breaker
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._asked = 0  # number of the last task that was sent
@@ -154,21 +183,31 @@ class _Worker:
 
     def start(self) -> None:
         variables = for_rewards(os.environ, self._config.environment)
-        self._process, ours = user_process("megatron_rl.rewards.worker", self._name, self._log, variables)
+        self._process, ours = user_process(
+            "megatron_rl.rewards.worker", self._name, self._log, variables
+        )
         self._channel = Channel(ours)
         start = {"weights": self._config.weights, "wrong": self._config.wrong}
-        reply = first_reply(self._channel, start, LARGEST_REPLY, "the reward worker died at its start")
+        reply = first_reply(
+            self._channel, start, LARGEST_REPLY, "the reward worker died at its start"
+        )
         if "error" in reply:
             self.stop()
             raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
-        """Score in order. An answer that a worker died with is judged once more: a kill changes no score."""
+        """Score in order. An answer that a worker died with is judged once more: a kill changes no
+        score.
+        """
         scores: list[Score] = []
         again = False  # the next task was a worker's last
         while len(scores) < len(tasks):
             found = self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
-            first_time = found[-1] in (DIED, GARBLED) and not (again and len(found) == 1) and not self._closed
+            first_time = (
+                found[-1] in (DIED, GARBLED)
+                and not (again and len(found) == 1)
+                and not self._closed
+            )
             scores += found[:-1] if first_time else found
             again = first_time
         return scores
@@ -185,29 +224,55 @@ class _Worker:
         return messages
 
     def _score_some(self, messages: Sequence[bytes]) -> list[Score]:
-        """Scores of these tasks, or of the first of them up to one that the worker did not survive."""
+        """Scores of these tasks, or of the first of them up to one that the worker did not
+        survive.
+        """
         if self._closed:  # by another thread, with tasks left
             return [Score(0.0, Verdict.error, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
-        channel, scores, first = self._channel, list[Score](), self._asked + 1
+        channel = self._channel
+        scores = list[Score]()
+        first = self._asked + 1
         assert channel is not None  # it goes with its process
         try:
             self._asked += len(messages)
-            tasks = [{"id": number, "task": message} for number, message in enumerate(messages, first)]
+            tasks = [
+                {"id": number, "task": message} for number, message in enumerate(messages, first)
+            ]
             channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
-                reply = msgspec.convert(channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply)
+                reply = msgspec.convert(
+                    channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply
+                )
                 pulse.mark()
                 if reply.id != number:
                     self.stop()
-                    return [*scores, Score(0.0, Verdict.error, "the reward worker answered out of turn")]
-                scores.append(Score(reply.score, reply.verdict, reply.error, reply.details, reply.answer, reply.away))
+                    return [
+                        *scores,
+                        Score(0.0, Verdict.error, "the reward worker answered out of turn"),
+                    ]
+                scores.append(
+                    Score(
+                        reply.score,
+                        reply.verdict,
+                        reply.error,
+                        reply.details,
+                        reply.answer,
+                        reply.away,
+                    )
+                )
                 self._breaker.note(False)
         except TimeoutError:
             self.stop()
-            scores.append(Score(0.0, Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}"))
+            scores.append(
+                Score(
+                    0.0,
+                    Verdict.timeout,
+                    f"no score within reward.timeout_s={self._config.timeout_s:g}",
+                )
+            )
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError) as error:
@@ -216,15 +281,19 @@ class _Worker:
         return scores
 
     def close(self) -> None:
-        """Ends the worker for good. A thread that waits for its answer sees the end of its channel."""
+        """Ends the worker for good. A thread that waits for its answer sees the end of its
+        channel.
+        """
         self._closed = True
         process = self._process
         if process is not None and process.poll() is None:
             end_with_descendants(process.pid)
 
     def stop(self) -> None:
-        process, self._process = self._process, None
-        channel, self._channel = self._channel, None
+        process = self._process
+        self._process = None
+        channel = self._channel
+        self._channel = None
         if process is not None:
             end_with_descendants(process.pid)
             process.wait()

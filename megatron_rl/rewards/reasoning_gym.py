@@ -1,4 +1,5 @@
-"""Verifier `reasoning_gym`: the library's own verifier of the task that made the row; partial credit is the score.
+"""Verifier `reasoning_gym`: the library's own verifier of the task that made the row; partial
+credit is the score.
 
 What stands between `<answer>` tags counts, and all of the response where there are none.
 """
@@ -24,12 +25,17 @@ def _scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
 
 def _judge(task: Task) -> Judgement:
     metadata = task.row["metadata"]
-    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    if isinstance(metadata, str):
+        metadata = json.loads(metadata)
     tagged = _TAGGED.findall(task.response)
     answer = (tagged[-1] if tagged else task.response).strip()
     if not answer:
         return Judgement(Verdict.no_answer)
-    entry = {"question": task.row.get("question"), "answer": task.row.get(task.answer_key), "metadata": metadata}
+    entry = {
+        "question": task.row.get("question"),
+        "answer": task.row.get(task.answer_key),
+        "metadata": metadata,
+    }
     score = float(_scorer(metadata["source_dataset"])(answer, entry))
     if score >= NEARLY_RIGHT:
         return Judgement(Verdict.right, answer=answer)

@@ -1,4 +1,6 @@
-"""Types of our rewards: Task (row, response) in, Judgement (verdict, score) out; `verifier` calls cut answers wrong."""
+"""Types of our rewards: Task (row, response) in, Judgement (verdict, score) out; `verifier` calls
+cut answers wrong.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +11,9 @@ from megatron_rl.types import Verdict
 
 @dataclass(frozen=True)
 class Task:
-    """One answer to judge. A row has its prompt and its answer under `prompt_key` and `answer_key`."""
+    """One answer to judge. A row has its prompt and its answer under `prompt_key` and
+    `answer_key`.
+    """
 
     row: Mapping[str, Any]
     response: str
@@ -26,8 +30,10 @@ class Task:
 class Judgement:
     verdict: Verdict
     score: float | None = None  # None: what the verdict is worth, 1 or reward.wrong
-    details: Mapping[str, float] = field(default_factory=dict)  # more numbers of the reward's own, for the metrics
-    answer: str | None = None  # what was found in the response; two that mean the same are the same text
+    # more numbers of the reward's own, for the metrics
+    details: Mapping[str, float] = field(default_factory=dict)
+    # what was found in the response; two that mean the same are the same text
+    answer: str | None = None
 
 
 # None: this reward does not apply to this row

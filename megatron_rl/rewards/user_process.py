@@ -1,4 +1,6 @@
-"""Starts processes for the user's code (rewards, environments), reached by a socket; limits memory and output."""
+"""Starts processes for the user's code (rewards, environments), reached by a socket; limits memory
+and output.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,17 @@ def user_process(
     return process, ours
 
 
-def first_reply(channel: Channel, start: Mapping[str, Any], largest: int, died: str) -> dict[str, Any]:
-    """What such a process says once it has imported the user's module; `error`, where it could not."""
+def first_reply(
+    channel: Channel, start: Mapping[str, Any], largest: int, died: str
+) -> dict[str, Any]:
+    """What such a process says once it has imported the user's module; `error`, where it could
+    not.
+    """
     path = [os.getcwd(), *filter(None, sys.path), *places()]
     try:
-        channel.send({**start, "path": path, "memory_bytes": MEMORY_BYTES}, timeout_s=START_TIMEOUT_S)
+        channel.send(
+            {**start, "path": path, "memory_bytes": MEMORY_BYTES}, timeout_s=START_TIMEOUT_S
+        )
         return msgspec.convert(channel.receive(START_TIMEOUT_S, largest), dict[str, Any])
     except TimeoutError:
         return {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
@@ -67,7 +75,9 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 
 class RewardLog:
-    """What rewards or environments print goes to the run's log, up to a limit: an answer cannot fill the disk."""
+    """What rewards or environments print goes to the run's log, up to a limit: an answer cannot
+    fill the disk.
+    """
 
     def __init__(self) -> None:
         self._read, write = os.pipe()  # neither is inherited: a worker is given a copy
@@ -80,7 +90,9 @@ class RewardLog:
         return self._end.fileno()
 
     def _relay(self) -> None:
-        """Copy what workers print; read on after the limit, as a worker that nobody reads would wait."""
+        """Copy what workers print; read on after the limit, as a worker that nobody reads would
+        wait.
+        """
         left = MOST_BYTES
         while data := os.read(self._read, LOG_CHUNK):
             if left > 0:
@@ -90,7 +102,8 @@ class RewardLog:
 
     def close(self) -> None:
         self._end.close()
-        self._thread.join(1.0)  # a program that a reward has left behind may still hold the other end
+        # a program that a reward has left behind may still hold the other end
+        self._thread.join(1.0)
 
 
 def _print(data: bytes) -> None:

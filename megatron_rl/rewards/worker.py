@@ -1,7 +1,9 @@
-"""Reward worker, which `pool.py` starts: judges tasks from its channel, sends scores back; environments begin so too.
+"""Reward worker, which `pool.py` starts: judges tasks from its channel, sends scores back;
+environments begin so too.
 
-`python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`. A reward is user code and may run programs that a model
-wrote: none of them inherits the channel, so that nothing but this loop answers.
+`python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`. A reward is user code and may run
+programs that a model wrote: none of them inherits the channel, so that nothing but this loop
+answers.
 """
 
 import hashlib
@@ -32,8 +34,8 @@ def begun(descriptor: int, parent: int) -> tuple[socket.socket, Channel, dict[st
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
     show_on_request()
-    # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals all of a job step,
-    # and the loop's step that is still to be finished needs its scores
+    # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals
+    # all of a job step, and the loop's step that is still to be finished needs its scores
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     release(signal.SIGINT)
@@ -59,7 +61,8 @@ def main(descriptor: int, parent: int) -> None:
         message = channel.receive()
         reply = judge(rewards, message["task"])
         if os.getpid() != itself:
-            os._exit(0)  # a child that the reward has forked and let go on: the channel is not its own
+            # a child that the reward has forked and let go on: the channel is not its own
+            os._exit(0)
         channel.send({"id": message["id"], **reply})
 
 
@@ -67,8 +70,10 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
     try:
         judged = rewards.judge(Task(**json.loads(content)))
     except BaseException as error:  # a reward is user code: whatever it raises is its result
-        text = "".join(traceback.format_exception_only(error)).strip()  # also of one whose own text cannot be made
-        away = AWAY.search("".join(traceback.format_exception(error))) is not None  # whatever a library has made of it
+        # also of one whose own text cannot be made
+        text = "".join(traceback.format_exception_only(error)).strip()
+        # whatever a library has made of it
+        away = AWAY.search("".join(traceback.format_exception(error))) is not None
         return {"verdict": Verdict.error, "error": _sendable(text[:MAX_ERROR]), "away": away}
     if judged.verdict == Verdict.timeout:
         return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
@@ -85,7 +90,9 @@ def _sendable(text: str) -> str:
 def _short(answer: str) -> str:
     """The answer, or the hash of a long one."""
     text = _sendable(answer).encode()
-    return text.decode() if len(text) <= LONGEST_ANSWER else hashlib.blake2b(text, digest_size=16).hexdigest()
+    if len(text) <= LONGEST_ANSWER:
+        return text.decode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 if __name__ == "__main__":

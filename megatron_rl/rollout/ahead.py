@@ -1,17 +1,22 @@
-"""Batches in the order of steps, collected when asked for, or by a thread ahead of the learner (`rollout.ahead`), which
-waits for weights that are fresh enough or draws again; and the gate that holds new prompts back during an update.
+"""Batches in the order of steps, collected when asked for, or by a thread ahead of the learner
+(`rollout.ahead`), which waits for weights that are fresh enough or draws again; and the gate that
+holds new prompts back during an update.
 
-With `rollout.ahead: k` a thread collects the next k batches while the learner works. What it may begin is decided here
-alone:
+With `rollout.ahead: k` a thread collects the next k batches while the learner works. What it may
+begin is decided here alone:
 
 - the batch of step s, once the learner has asked for that of step s - k;
-- with `rollout.stale: wait`, not before the sampler serves a policy that is at most k updates older than the one that
-  step s starts from. With `drop` nobody waits for that: a batch that is older when its turn comes is given up, and
+- with `rollout.stale: wait`, not before the sampler serves a policy that is at most k updates older
+  than the one that
+  step s starts from. With `drop` nobody waits for that: a batch that is older when its turn comes
+  is given up, and
   with it what was drawn after it. The same prompts are drawn again, in the same order;
-- with `rollout.in_flight: finish`, an update of the sampler waits for the answers that are being written, and no
+- with `rollout.in_flight: finish`, an update of the sampler waits for the answers that are being
+  written, and no
   prompt is added until it is over.
 
-A batch is taken whole and in order: no answer is left out for being long, and each prompt is trained on once.
+A batch is taken whole and in order: no answer is left out for being long, and each prompt is
+trained on once.
 """
 
 import threading
@@ -42,7 +47,9 @@ class InTurn:
         return nullcontext()
 
     def goes_on_without(self, step: int) -> bool:
-        """Whether there is a batch for this step where the sampler has refused the update before it."""
+        """Whether there is a batch for this step where the sampler has refused the update before
+        it.
+        """
         return False
 
     def stop(self) -> None:
@@ -62,8 +69,10 @@ class Gate:
     def __init__(self, answers: Answers, rollout: RolloutSection) -> None:
         self.changed = threading.Condition()
         self.given_up = False
-        self._answers, self._closes = answers, rollout.in_flight is InFlight.finish
-        self._open, self._closed = 0, False
+        self._answers = answers
+        self._closes = rollout.in_flight is InFlight.finish
+        self._open = 0
+        self._closed = False
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering:
         return _Gated(self, self._answers.answering(params, seed=seed, step=step))
@@ -105,7 +114,8 @@ class _Gated:
     """Answering, through the gate: what comes while it is closed is added when it opens."""
 
     def __init__(self, gate: Gate, inner: Answering) -> None:
-        self._gate, self._inner = gate, inner
+        self._gate = gate
+        self._inner = inner
         self._open = 0
         self._later: list[tuple[Sequence[Prompt], int]] = []
 
@@ -125,7 +135,8 @@ class _Gated:
                     raise GivenUp
                 return groups
             self._gate.pass_through()
-            later, self._later = self._later, []
+            later = self._later
+            self._later = []
             for prompts, first_group in later:
                 self.add(prompts, first_group)
         return []
@@ -140,16 +151,26 @@ class Ahead:
     """The first batch is begun when it is asked for; from then on a thread goes ahead."""
 
     def __init__(
-        self, collector: Collector, gate: Gate, rollout: RolloutSection, last: int, served: Callable[[], int]
+        self,
+        collector: Collector,
+        gate: Gate,
+        rollout: RolloutSection,
+        last: int,
+        served: Callable[[], int],
     ) -> None:
         """`last`: step of the run. `served`: the policy version that the sampler answers with."""
-        self._collector, self._gate, self._last, self._served = collector, gate, last, served
-        self._most, self._waits = rollout.ahead, rollout.stale is Stale.wait
+        self._collector = collector
+        self._gate = gate
+        self._last = last
+        self._served = served
+        self._most = rollout.ahead
+        self._waits = rollout.stale is Stale.wait
         self._changed = gate.changed
         self._ready: deque[tuple[int, Collected]] = deque()
         self._asked_for = self._begun = 0  # steps
         self._dropped = 0  # answers, since the last batch was taken
-        self._rewound_to: tuple[int, int] | None = None  # the step and the prompt to begin with again
+        # the step and the prompt to begin with again
+        self._rewound_to: tuple[int, int] | None = None
         self._failure: BaseException | None = None
         self._stopped = False
         # one for the whole run: processes that it starts again end with it
@@ -172,7 +193,8 @@ class Ahead:
         seconds = sum(span.end - span.begin for span in collected.spans if span.lane == "sampler")
         metrics = {"rollout/ready_ahead": len(self._ready), "rollout/seconds": seconds}
         if not self._waits:
-            metrics["rollout/dropped"], self._dropped = self._dropped, 0
+            metrics["rollout/dropped"] = self._dropped
+            self._dropped = 0
         return replace(collected, metrics=collected.metrics | metrics)
 
     @contextmanager
@@ -203,7 +225,9 @@ class Ahead:
 
     def _draw_again(self, step: int, stale: Collected) -> None:
         with self._changed:
-            self._dropped += sum(len(one.drawn) for one in (stale, *(one for _, one in self._ready)))
+            self._dropped += sum(
+                len(one.drawn) for one in (stale, *(one for _, one in self._ready))
+            )
             self._ready.clear()
             self._rewound_to = step, stale.ordinals[0]
             self._begun = step - 1
@@ -240,7 +264,9 @@ class Ahead:
                 if self._rewound_to is not None:
                     step, position = self._rewound_to
                     self._collector.rewind(position)
-                    self._begun, self._rewound_to, self._gate.given_up = step - 1, None, False
+                    self._begun = step - 1
+                    self._rewound_to = None
+                    self._gate.given_up = False
                 if self._may_begin(self._begun + 1):
                     self._begun += 1
                     return self._begun

@@ -1,5 +1,7 @@
-"""Collection of a step's batch on the driver: prompts drawn, answered (sampler, sessions or data set), groups filtered
-and refilled, metrics; `Scorer`: rewards, the penalty of overlong answers, which answers the loss leaves out."""
+"""Collection of a step's batch on the driver: prompts drawn, answered (sampler, sessions or data
+set), groups filtered and refilled, metrics; `Scorer`: rewards, the penalty of overlong answers,
+which answers the loss leaves out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ from megatron_rl.rewards.pool import RewardPool, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.rollout.session_rewards import session_metrics, session_score
 from megatron_rl.runs.timeline import Span
-from megatron_rl.types import NEARLY_RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
+from megatron_rl.types import (
+    NEARLY_RIGHT,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Scored,
+    Verdict,
+    written,
+)
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
 MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
@@ -36,14 +46,20 @@ class RewardError(RuntimeError):
 
 
 class Answering(Protocol):
-    """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
+    """Prompts that are being answered, for one thread; others may ask the sampler for other things
+    meanwhile.
+    """
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its index."""
+        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its
+        index.
+        """
         ...
 
     def finished(self) -> list[list[Rollout]]:
-        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing is open any more."""
+        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing
+        is open any more.
+        """
         ...
 
     def close(self) -> None:
@@ -62,12 +78,15 @@ class Collected:
     scored: list[Scored]  # what the step trains on
     drawn: list[Scored]  # everything, before the group filter
     metrics: dict[str, float]
-    ordinals: tuple[int, int]  # of the prompts drawn, from and to: a group's number is its prompt's place in the order
+    # of the prompts drawn, from and to: a group's number is its prompt's place in the order
+    ordinals: tuple[int, int]
     spans: list[Span] = field(default_factory=list)
 
 
 class Collector:
-    """Draws prompts, has them answered and scored, and refills groups that cannot be learned from."""
+    """Draws prompts, has them answered and scored, and refills groups that cannot be learned
+    from.
+    """
 
     def __init__(
         self,
@@ -94,15 +113,21 @@ class Collector:
     def collect(self, step: int) -> Collected:
         """A step's rollouts: whole groups, neighbours, in the order they were drawn.
 
-        Groups are scored as they are finished. A round replaces what the rounds before it have not brought; as much of
-        it as is certain already is drawn while they go on, so that it has no other prompts for that.
+        Groups are scored as they are finished. A round replaces what the rounds before it have not
+        brought; as much of it as is certain already is drawn while they go on, so that it has no
+        other prompts for that.
         """
-        first, wanted = self.next_group, self._config.prompts_per_step
+        first = self.next_group
+        wanted = self._config.prompts_per_step
         drawn: dict[int, Group] = {}
         learnable: set[int] = set()
         spans: list[Span] = []
-        rounds, end = 1, first + wanted  # of the rounds so far, and where the prompts of the next one begin
-        with closing(self._answers.answering(self._params, seed=self._seed, step=step)) as answering:
+        # of the rounds so far, and where the prompts of the next one begin
+        rounds = 1
+        end = first + wanted
+        with closing(
+            self._answers.answering(self._params, seed=self._seed, step=step)
+        ) as answering:
             self._ask(answering, wanted)
             begun = until = time.perf_counter()
             while finished := answering.finished():
@@ -115,12 +140,13 @@ class Collector:
                     self._ask(answering, end + asked_for - self.next_group)
                     if not asked_for or any(number not in drawn for number in range(first, end)):
                         break
-                    rounds, end = rounds + 1, end + asked_for
+                    rounds = rounds + 1
+                    end = end + asked_for
             spans.append(Span("sampler", begun, until))
         everything = [drawn[number] for number in sorted(drawn)]
         kept = [drawn[number] for number in sorted(learnable)]
-        # A policy that solves everything leaves nothing to learn from: the step then runs on what was
-        # drawn, with advantages of zero, rather than stopping the run.
+        # A policy that solves everything leaves nothing to learn from: the step then runs on what
+        # was drawn, with advantages of zero, rather than stopping the run.
         chosen = kept[:wanted] or everything[:wanted]
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
@@ -136,15 +162,25 @@ class Collector:
 
     def _scored(self, groups: Sequence[Sequence[Rollout]], spans: list[Span]) -> dict[int, Group]:
         begun = time.perf_counter()
-        found = grouped(self._scorer.score([one for group in groups for one in group], self._params.max_tokens))
+        found = grouped(
+            self._scorer.score([one for group in groups for one in group], self._params.max_tokens)
+        )
         spans.append(Span("rewards", begun, time.perf_counter()))
         return {group[0].rollout.group: group for group in found}
 
-    def _least_refill(self, first: int, end: int, drawn: Mapping[int, Group], learnable: set[int]) -> int:
-        """How large the next round is at least, were all of the groups that are still open before `end` learnable."""
-        before = [number for number in range(first, end) if number in learnable or number not in drawn]
+    def _least_refill(
+        self, first: int, end: int, drawn: Mapping[int, Group], learnable: set[int]
+    ) -> int:
+        """How large the next round is at least, were all of the groups that are still open before
+        `end` learnable.
+        """
+        before = [
+            number for number in range(first, end) if number in learnable or number not in drawn
+        ]
         missing = self._config.prompts_per_step - len(before)
-        return _refill(missing, len(before), end - first) if missing > 0 else 0
+        if missing > 0:
+            return _refill(missing, len(before), end - first)
+        return 0
 
     def _learnable(self, group: Group) -> bool:
         if not self._config.dynamic_sampling:
@@ -152,19 +188,30 @@ class Collector:
         return has_spread([one.reward for one in group if self._counts(one)])
 
     def _counts(self, one: Scored) -> bool:
-        """Whether the group's baseline will count it: the spread must be there without the others."""
+        """Whether the group's baseline will count it: the spread must be there without the
+        others.
+        """
         return one.error is None and (any(one.rollout.loss_mask) or not self._rebaseline)
 
-    def _metrics(self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int) -> dict[str, float]:
+    def _metrics(
+        self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int
+    ) -> dict[str, float]:
         everything = [one for one in _flat(drawn) if one.rollout.row == 0]  # a session counts once
         scored = [one.reward for one in everything if one.error is None]
         if not scored:
-            raise RewardError(f"none of {len(everything)} answers got a score; the first: {everything[0].error}")
-        rewards = [one.reward for one in _flat(chosen) if one.error is None and one.rollout.row == 0] or scored
+            raise RewardError(
+                f"none of {len(everything)} answers got a score; the first: {everything[0].error}"
+            )
+        rewards = [
+            one.reward for one in _flat(chosen) if one.error is None and one.rollout.row == 0
+        ] or scored
         lengths = [len(one.rollout.token_ids) for one in everything]
         counted = [[one.reward for one in group if self._counts(one)] for group in drawn]
         flat = [rewards for rewards in counted if not has_spread(rewards)]
-        spread = len(drawn) - len(flat) if self._config.samples_per_prompt > 1 else len(kept)
+        if self._config.samples_per_prompt > 1:
+            spread = len(drawn) - len(flat)
+        else:
+            spread = len(kept)
         solved = sum(bool(rewards) and min(rewards) >= NEARLY_RIGHT for rewards in flat)
         return {
             "reward/mean": fmean(rewards),
@@ -176,27 +223,39 @@ class Collector:
             "rollout/n": len(everything),
             "rollout/n_trained": sum(map(len, chosen)),
             "rollout/prompt_tokens": sum(len(one.rollout.prompt.token_ids) for one in everything),
-            "rollout/prompt_tokens_mean": fmean(len(one.rollout.prompt.token_ids) for one in everything),
+            "rollout/prompt_tokens_mean": fmean(
+                len(one.rollout.prompt.token_ids) for one in everything
+            ),
             "rollout/tokens": sum(map(_sampled, everything)),
             "rollout/response_tokens_mean": fmean(lengths),
             "rollout/response_tokens_min": min(lengths),
             "rollout/response_tokens_max": max(lengths),
-            "rollout/truncated_fraction": fmean(one.rollout.finish_reason == "length" for one in everything),
-            "rollout/aborted_fraction": fmean(one.rollout.finish_reason == "abort" for one in everything),
-            "rollout/logprobs_missing": sum(int(np.isnan(one.rollout.logprobs).sum()) for one in everything),
+            "rollout/truncated_fraction": fmean(
+                one.rollout.finish_reason == "length" for one in everything
+            ),
+            "rollout/aborted_fraction": fmean(
+                one.rollout.finish_reason == "abort" for one in everything
+            ),
+            "rollout/logprobs_missing": sum(
+                int(np.isnan(one.rollout.logprobs).sum()) for one in everything
+            ),
             "rollout/gen_batches": rounds,
             "rollout/groups": len(drawn),
             "rollout/groups_kept": spread,
             "rollout/groups_kept_fraction": spread / len(drawn),
             "rollout/groups_all_right": solved,
             "rollout/groups_all_wrong": sum(map(bool, flat)) - solved,
-            **session_metrics([one.rollout.session for one in everything if one.rollout.session is not None]),
+            **session_metrics(
+                [one.rollout.session for one in everything if one.rollout.session is not None]
+            ),
         }
 
 
 def _sampled(one: Scored) -> int:
     session = one.rollout.session
-    return len(one.rollout.token_ids) if session is None else sum(turn.tokens for turn in session.turns)
+    if session is None:
+        return len(one.rollout.token_ids)
+    return sum(turn.tokens for turn in session.turns)
 
 
 def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
@@ -206,7 +265,8 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
     for one in scored:
         for name, value in one.details.items():
             details.setdefault(name, []).append(value)
-    named = sorted(details, key=lambda name: (not name.startswith("part/"), name))  # the recipe's names first
+    # the recipe's names first
+    named = sorted(details, key=lambda name: (not name.startswith("part/"), name))
     return {
         "reward/right": count[Verdict.right],
         "reward/wrong": count[Verdict.wrong],
@@ -246,7 +306,9 @@ def sampling_params(config: RolloutSection, stop_token_ids: tuple[int, ...]) -> 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones where filtered."""
+    """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones
+    where filtered.
+    """
 
     config: RewardSection
     pool: RewardPool
@@ -257,21 +319,41 @@ class Scorer:
         scores = self._scores(rollouts, texts)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         reward = self.config
-        penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
+        penalties = overlong_penalty(
+            lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty
+        ).tolist()
         scored = []
         for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
             penalty = 0.0 if rollout.session else penalty
             filtered = reward.overlong_filter and rollout.finish_reason == "length"
             if filtered or result.error is not None:
-                rollout = replace(rollout, loss_mask=written(len(rollout.token_ids), by_policy=False))
+                rollout = replace(
+                    rollout, loss_mask=written(len(rollout.token_ids), by_policy=False)
+                )
             total = result.reward + penalty if result.error is None else 0.0
-            scored.append(Scored(rollout, total, result.error, text, result.verdict, result.details, result.answer))
+            scored.append(
+                Scored(
+                    rollout,
+                    total,
+                    result.error,
+                    text,
+                    result.verdict,
+                    result.details,
+                    result.answer,
+                )
+            )
         return scored
 
     def _scores(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Score]:
-        """What each rollout is worth; a session that nobody has rewarded is judged by its last answer."""
+        """What each rollout is worth; a session that nobody has rewarded is judged by its last
+        answer.
+        """
         own = [session_score(one.session) if one.session else None for one in rollouts]
-        tasks = [_task(one, text) for one, text, found in zip(rollouts, texts, own, strict=True) if found is None]
+        tasks = [
+            _task(one, text)
+            for one, text, found in zip(rollouts, texts, own, strict=True)
+            if found is None
+        ]
         judged = iter(self.pool.score(tasks) if tasks else ())
         return [next(judged) if found is None else found for found in own]
 
@@ -285,9 +367,12 @@ class Scorer:
         short = [
             at
             for at, (rollout, text) in enumerate(zip(rollouts, texts, strict=True))
-            if len(rollout.token_ids) > tokens and len(text) <= characters  # of tokens that have no text
+            if len(rollout.token_ids) > tokens
+            and len(text) <= characters  # of tokens that have no text
         ]
-        for at, text in zip(short, self.tokenizer.decode([rollouts[at].token_ids for at in short]), strict=True):
+        for at, text in zip(
+            short, self.tokenizer.decode([rollouts[at].token_ids for at in short]), strict=True
+        ):
             texts[at] = text
         return texts
 
@@ -304,7 +389,9 @@ class Scorer:
 
 
 def _task(rollout: Rollout, text: str) -> Task:
-    prompt, session, finish = rollout.prompt, rollout.session, rollout.finish_reason
+    prompt = rollout.prompt
+    session = rollout.session
+    finish = rollout.finish_reason
     text = session.answer if session else text
     if session and session.turns and session.end != "length":  # whatever the end of this branch was
         finish = session.turns[-1].finish_reason
@@ -312,7 +399,9 @@ def _task(rollout: Rollout, text: str) -> Task:
 
 
 class AtOnce:
-    """Prompts that one call answers, as soon as they are asked, in the clothes of those that are being answered."""
+    """Prompts that one call answers, as soon as they are asked, in the clothes of those that are
+    being answered.
+    """
 
     def __init__(self, generate: Callable[[Sequence[Prompt], int], Sequence[Rollout]]) -> None:
         """`generate`: of prompts, and the group of the first."""
@@ -323,7 +412,8 @@ class AtOnce:
         self._rollouts += self._generate(prompts, first_group)
 
     def finished(self) -> list[list[Rollout]]:
-        rollouts, self._rollouts = self._rollouts, []
+        rollouts = self._rollouts
+        self._rollouts = []
         return [list(group) for _, group in groupby(rollouts, key=lambda one: one.group)]
 
     def close(self) -> None:
@@ -331,14 +421,18 @@ class AtOnce:
 
 
 class DatasetAnswers:
-    """The data set's own answers in a sampler's clothes: the supervised warm start runs the same loop."""
+    """The data set's own answers in a sampler's clothes: the supervised warm start runs the same
+    loop.
+    """
 
     def __init__(self, tokenizer: FolderTokenizer) -> None:
         self._tokenizer = tokenizer
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> AtOnce:
         def answers(prompts: Sequence[Prompt], first: int) -> list[Rollout]:
-            return [self._answer(one, params, group, step) for group, one in enumerate(prompts, first)]
+            return [
+                self._answer(one, params, group, step) for group, one in enumerate(prompts, first)
+            ]
 
         return AtOnce(answers)
 

@@ -1,4 +1,6 @@
-"""Scores of sessions, from the rewards that their environments gave; metrics of a step's sessions and their turns."""
+"""Scores of sessions, from the rewards that their environments gave; metrics of a step's sessions
+and their turns.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,12 @@ def session_score(session: Session) -> Score | None:
     if session.reward is None:
         return None
     details = {f"own/{name.replace('/', '_')}": value for name, value in session.numbers.items()}
-    return Score(session.reward, Verdict.right if session.reward >= NEARLY_RIGHT else Verdict.wrong, None, details)
+    return Score(
+        session.reward,
+        Verdict.right if session.reward >= NEARLY_RIGHT else Verdict.wrong,
+        None,
+        details,
+    )
 
 
 def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
@@ -33,7 +40,9 @@ def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
         "session/turns_mean": fmean(len(one.turns) for one in sessions),
         "session/turns_max": longest,
         "session/turn_tokens_mean": fmean(turn.tokens for turn in turns) if turns else 0.0,
-        "session/turns_cut_fraction": fmean(turn.finish_reason == "length" for turn in turns) if turns else 0.0,
+        "session/turns_cut_fraction": fmean(turn.finish_reason == "length" for turn in turns)
+        if turns
+        else 0.0,
         "session/tool_calls": total["calls"],
         "session/tool_calls_failed": total["calls_failed"],
         "session/tool_calls_late": total["calls_late"],
@@ -50,7 +59,9 @@ def session_metrics(sessions: Sequence[Session]) -> dict[str, float]:
         **{
             f"session/turn_{number}/{name}": value
             for number in range(min(longest, TURNS_SHOWN))
-            for name, value in _of_turn([one.turns[number] for one in sessions if len(one.turns) > number])
+            for name, value in _of_turn(
+                [one.turns[number] for one in sessions if len(one.turns) > number]
+            )
         },
     }
 

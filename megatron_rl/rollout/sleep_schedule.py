@@ -1,8 +1,10 @@
-"""Sleep and wake calls to engines that share GPUs with the learner, around a step's answers and each sync.
+"""Sleep and wake calls to engines that share GPUs with the learner, around a step's answers and
+each sync.
 
-They sleep from their start to the first sync, so that they start alone, and from the last answer of a step to the next
-sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free while the update is staged, and
-nothing can be asked of an engine before the new version is complete.
+They sleep from their start to the first sync, so that they start alone, and from the last answer of
+a step to the next sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free
+while the update is staged, and nothing can be asked of an engine before the new version is
+complete.
 """
 
 from collections.abc import Iterator
@@ -24,14 +26,19 @@ class Sleeper(Protocol):
 
 
 class SleepSchedule:
-    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no sleep."""
+    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no
+    sleep.
+    """
 
     def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
-        self._sampler, self._level = sampler, SLEEP_LEVELS.get(mode)
+        self._sampler = sampler
+        self._level = SLEEP_LEVELS.get(mode)
         self._asleep = False
 
     def sleep(self) -> None:
-        """Put the engine to sleep: once it has started, and after the last request before a sync. See `wake`."""
+        """Put the engine to sleep: once it has started, and after the last request before a sync.
+        See `wake`.
+        """
         if self._level is not None and not self._asleep:
             self._sampler.sleep(self._level)
             self._asleep = True
@@ -43,7 +50,9 @@ class SleepSchedule:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes on refusing."""
+        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes
+        on refusing.
+        """
         if self._asleep:
             self._sampler.wake([WEIGHTS])
         yield

@@ -1,4 +1,5 @@
-"""Passes over a batch that `correction.py` puts in order: log-ratios, reject rules, budgets, the cap, weights, metrics.
+"""Passes over a batch that `correction.py` puts in order: log-ratios, reject rules, budgets, the
+cap, weights, metrics.
 
 Shape legend: B sequences, T response positions.
 """
@@ -25,27 +26,39 @@ from megatron_rl.rollout_correction.weights import (
 
 @dataclass(frozen=True)
 class Source:
-    """What a correction was made from: references, no copies. `prox` is None where only the loss will know."""
+    """What a correction was made from: references, no copies. `prox` is None where only the loss
+    will know.
+    """
 
     prox_logprobs_BT: Tensor | None
     sampler_logprobs_BT: Tensor
     mask_BT: Tensor
     turns_BT: Tensor | None = None
 
-    def ratio(self, rows: slice, config: CorrectionConfig, out_BT: Tensor | None = None) -> LogRatio:
+    def ratio(
+        self, rows: slice, config: CorrectionConfig, out_BT: Tensor | None = None
+    ) -> LogRatio:
         assert self.prox_logprobs_BT is not None
         if out_BT is None:
-            out_BT = torch.empty(self.mask_BT[rows].shape, dtype=torch.float32, device=self.mask_BT.device)
-        prox_BT, sampler_BT = self.prox_logprobs_BT[rows], self.sampler_logprobs_BT[rows]
+            out_BT = torch.empty(
+                self.mask_BT[rows].shape, dtype=torch.float32, device=self.mask_BT.device
+            )
+        prox_BT = self.prox_logprobs_BT[rows]
+        sampler_BT = self.sampler_logprobs_BT[rows]
         turns_BT = None if self.turns_BT is None else self.turns_BT[rows]
-        return log_ratio(prox_BT, sampler_BT, self.mask_BT[rows], config.non_finite, out_BT, turns_BT)
+        return log_ratio(
+            prox_BT, sampler_BT, self.mask_BT[rows], config.non_finite, out_BT, turns_BT
+        )
 
 
 class BatchWork:
-    """One batch on its way through the correction. `weights_BT` holds d until `weigh` replaces it."""
+    """One batch on its way through the correction. `weights_BT` holds d until `weigh` replaces
+    it.
+    """
 
     def __init__(self, source: Source, config: CorrectionConfig) -> None:
-        self.source, self.config = source, config
+        self.source = source
+        self.config = config
         mask_BT = source.mask_BT
         self.weights_BT = torch.empty(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
         self.kept_BT = torch.empty_like(mask_BT)
@@ -55,27 +68,38 @@ class BatchWork:
         self.applied = WeightSums()
         self.mixes = config.weight.target_by == TargetBy.mix
         self.solved = None if self.mixes else config.weight.high
-        rules = [rule for rule in config.reject if rule.when is None and rule.stat != Stat.staleness]
+        rules = [
+            rule for rule in config.reject if rule.when is None and rule.stat != Stat.staleness
+        ]
         self.bounded_rules = [rule for rule in rules if rule.budget is None]
         self.budget_rules = [rule for rule in rules if rule.budget is not None]
         self.needs_all_rows = bool(self.budget_rules) or config.weight.target_ess is not None
 
     def observe(self, rows: slice) -> None:
-        """The log-ratio of some rows, what it says about the mismatch, and the rules with bounds."""
+        """The log-ratio of some rows, what it says about the mismatch, and the rules with
+        bounds.
+        """
         ratio = self.source.ratio(rows, self.config, out_BT=self.weights_BT[rows])
         kept_BT = ratio.stays_BT
         for rule in self.bounded_rules:
             kept_BT = kept_BT & ~violations(rule, ratio)
-        self.kept_BT[rows], self.stays_BT[rows] = kept_BT, ratio.stays_BT
+        self.kept_BT[rows] = kept_BT
+        self.stays_BT[rows] = ratio.stays_BT
         self.mismatch.add(rows, ratio)
-        self.ratios[rows.start] = replace(ratio) if self.needs_all_rows else ratio  # without what it has derived
+        # without what it has derived
+        self.ratios[rows.start] = replace(ratio) if self.needs_all_rows else ratio
 
     def apply_budgets(self) -> None:
-        """Rules with a budget look at the statistic of the whole batch, before any rule has masked anything."""
+        """Rules with a budget look at the statistic of the whole batch, before any rule has masked
+        anything.
+        """
         for rule in self.budget_rules:
             assert rule.budget is not None
             pieces = [stat_of(rule, ratio)[judged(rule, ratio)] for ratio in self.ratios.values()]
-            cutoff = budget_cutoff(torch.cat(pieces), rule.budget) if pieces else 0.0
+            if pieces:
+                cutoff = budget_cutoff(torch.cat(pieces), rule.budget)
+            else:
+                cutoff = 0.0
             for rows in row_chunks(self.kept_BT):
                 ratio = self.ratios[rows.start]
                 beyond = (stat_of(rule, ratio) >= cutoff) & judged(rule, ratio)
@@ -84,23 +108,35 @@ class BatchWork:
     def solve_target(self) -> None:
         if self.config.weight.target_ess is None:
             return
-        parts, kept = [], 0
+        parts = []
+        kept = 0
         for rows in row_chunks(self.kept_BT):
-            ratio, kept_BT = self.ratios[rows.start], self.kept_BT[rows]
+            ratio = self.ratios[rows.start]
+            kept_BT = self.kept_BT[rows]
             weighed_BT = kept_BT & ratio.counted_BT
             ones = 0
             if ratio.one_BT is not None:
                 ones = int((ratio.one_BT & kept_BT).sum())
                 weighed_BT = weighed_BT & ~ratio.one_BT
             grouped = self.config.weight.level in (Level.sequence, Level.turn)
-            tokens = ratio.sums(self.config.weight.level, weighed_BT.float()) if grouped else weighed_BT
+            if grouped:
+                tokens = ratio.sums(self.config.weight.level, weighed_BT.float())
+            else:
+                tokens = weighed_BT
             parts.append(Weighted(raw_ratio(self.config.weight, ratio), tokens, ones))
             kept += int(kept_BT.sum())
         self.solved = (solve_mix if self.mixes else solve_cap)(parts, self.config.weight, kept)
 
     def weigh(self, rows: slice) -> None:
         ratio = self.ratios.pop(rows.start)
-        weigh_rows(self.config.weight, ratio, self.kept_BT[rows], self.solved, self.weights_BT[rows], self.applied)
+        weigh_rows(
+            self.config.weight,
+            ratio,
+            self.kept_BT[rows],
+            self.solved,
+            self.weights_BT[rows],
+            self.applied,
+        )
 
     def finish(self) -> dict[str, float]:
         """The weights normalized, and what there is to log."""
@@ -112,7 +148,12 @@ class BatchWork:
 
 
 def weigh_rows(
-    config: WeightConfig, ratio: LogRatio, kept_BT: Tensor, solved: float | None, out_BT: Tensor, applied: WeightSums
+    config: WeightConfig,
+    ratio: LogRatio,
+    kept_BT: Tensor,
+    solved: float | None,
+    out_BT: Tensor,
+    applied: WeightSums,
 ) -> None:
     """Bounded weights of some rows into `out_BT`, which may be the memory of `ratio.d_BT`."""
     raw = raw_ratio(config, ratio)
@@ -120,7 +161,9 @@ def weigh_rows(
     kept_float_BT = as_float(kept_BT)
     kept_B1 = kept_float_BT.sum(dim=1, keepdim=True)
     applied.add_rows(ratio.stays_B1, kept_B1)
-    applied.add_units(raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, solved))
+    applied.add_units(
+        raw, bounded, units(config, ratio, kept_float_BT), *fraction_bounds(config, solved)
+    )
     if config.level == Level.none:
         measured_BT = kept_float_BT * ratio.counted_float_BT
         applied.add(raw * measured_BT, measured_BT)
@@ -129,18 +172,27 @@ def weigh_rows(
         applied.add(out_BT, kept_float_BT)
 
 
-def apply_weights(config: WeightConfig, ratio: LogRatio, bounded: Tensor, kept_BT: Tensor, out_BT: Tensor) -> Tensor:
-    """Weights of kept tokens into `out_BT`, 0 elsewhere, from bounded ratios in the shape of the level."""
+def apply_weights(
+    config: WeightConfig, ratio: LogRatio, bounded: Tensor, kept_BT: Tensor, out_BT: Tensor
+) -> Tensor:
+    """Weights of kept tokens into `out_BT`, 0 elsewhere, from bounded ratios in the shape of the
+    level.
+    """
     torch.mul(ratio.at_tokens(config.level, bounded), as_float(kept_BT), out=out_BT)
     ratio.fix_weights_(out_BT, kept_BT)
     return out_BT
 
 
 def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:
-    """Divide by the mean weight: over kept tokens, or over rows or turns with a kept token. Returns the factor."""
+    """Divide by the mean weight: over kept tokens, or over rows or turns with a kept token. Returns
+    the factor.
+    """
     if not config.normalize or config.level == Level.none:
         return 1.0
-    mean = applied.unit_mean if config.level in (Level.sequence, Level.turn) else applied.token_mean
+    if config.level in (Level.sequence, Level.turn):
+        mean = applied.unit_mean
+    else:
+        mean = applied.token_mean
     if mean == 0.0:
         return 1.0
     weights_BT.div_(mean)
@@ -148,28 +200,48 @@ def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) ->
 
 
 def weigh_again(
-    source: Source, weights_BT: Tensor, kept_BT: Tensor, solved: float | None, config: CorrectionConfig
+    source: Source,
+    weights_BT: Tensor,
+    kept_BT: Tensor,
+    solved: float | None,
+    config: CorrectionConfig,
 ) -> dict[str, float]:
-    """Weights of fewer tokens into `weights_BT`, under the same cap or mix. Returns the metrics that describe them."""
+    """Weights of fewer tokens into `weights_BT`, under the same cap or mix. Returns the metrics
+    that describe them.
+    """
     applied = WeightSums()
     for rows in row_chunks(kept_BT):
-        weigh_rows(config.weight, source.ratio(rows, config), kept_BT[rows], solved, weights_BT[rows], applied)
+        weigh_rows(
+            config.weight,
+            source.ratio(rows, config),
+            kept_BT[rows],
+            solved,
+            weights_BT[rows],
+            applied,
+        )
     return applied.metrics(normalize_(weights_BT, config.weight, applied))
 
 
 def weight_quality(
-    source: Source, weights_BT: Tensor, mask_BT: Tensor, advantages_B: Tensor, config: CorrectionConfig
+    source: Source,
+    weights_BT: Tensor,
+    mask_BT: Tensor,
+    advantages_B: Tensor,
+    config: CorrectionConfig,
 ) -> dict[str, float]:
     """What bounding the weights costs: the shift of mean(w A), and the variance of that mean."""
     total = torch.zeros(3, dtype=torch.float64, device=advantages_B.device)
     kept = int(mask_BT.sum())
     for rows in row_chunks(mask_BT):
-        kept_BT, applied_BT = mask_BT[rows], weights_BT[rows]
+        kept_BT = mask_BT[rows]
+        applied_BT = weights_BT[rows]
         ratio = source.ratio(rows, config)
         raw = ratio.at_tokens(config.weight.level, raw_ratio(config.weight, ratio))
         advantages = advantages_B[rows].double()
         weighted_B = applied_BT.sum(dim=1).double() * advantages
-        square_B = torch.linalg.vector_norm(applied_BT, dim=1).double().square() * advantages.square()
+        square_B = (
+            torch.linalg.vector_norm(applied_BT, dim=1).double().square() * advantages.square()
+        )
         raw_B = (raw * kept_BT).sum(dim=1).double() * advantages
         total += torch.stack([weighted_B.sum(), square_B.sum(), raw_B.sum()])
     n = max(1, kept)

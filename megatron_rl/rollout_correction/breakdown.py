@@ -1,10 +1,12 @@
-"""Mismatch of a batch by slices: position, probability, length, staleness, finish reason and weight format; of
-sessions, also turn, place in the turn, and kind of token. For a step's metrics, and for reports, which pool them.
+"""Mismatch of a batch by slices: position, probability, length, staleness, finish reason and weight
+format; of sessions, also turn, place in the turn, and kind of token. For a step's metrics, and for
+reports, which pool them.
 
-A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small probabilities,
-stale weights in the staleness, a stop-token fault in the finish reasons, a format that does not suit in the weight
-formats; a cache that is wrong behind text that others wrote in the later turns and the first tokens of each, a grammar
-that the engine enforces and does not report in the tool calls.
+A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the
+small probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, a
+format that does not suit in the weight formats; a cache that is wrong behind text that others wrote
+in the later turns and the first tokens of each, a grammar that the engine enforces and does not
+report in the tool calls.
 
 Shape legend: B sequences, T response positions, N tokens under the mask.
 """
@@ -24,11 +26,24 @@ from megatron_rl.config.schema import Format
 from megatron_rl.rollout_correction.ratio import bounded_exp
 from megatron_rl.types import KINDS
 
-CUTS = ("position", "probability", "length", "staleness", "finish", "format", "turn", "place", "kind")
+CUTS = (
+    "position",
+    "probability",
+    "length",
+    "staleness",
+    "finish",
+    "format",
+    "turn",
+    "place",
+    "kind",
+)
 OF_SESSIONS = CUTS[-3:]
-# turns counted from 0; tokens of a turn from 1, in powers: what differs is how long ago the engine last read a prompt
-TURNS, TURN_STARTS = ("0", "1", "2", "3", "4 to 7", "8 to 15", "16 on", "last"), (1, 2, 3, 4, 8, 16)
-PLACES, PLACE_STARTS = ("first", "2 to 4", "5 to 16", "17 to 64", "65 on", "last"), (1, 4, 16, 64)
+# turns counted from 0; tokens of a turn from 1, in powers: what differs is how long ago the engine
+# last read a prompt
+TURNS = ("0", "1", "2", "3", "4 to 7", "8 to 15", "16 on", "last")
+TURN_STARTS = (1, 2, 3, 4, 8, 16)
+PLACES = ("first", "2 to 4", "5 to 16", "17 to 64", "65 on", "last")
+PLACE_STARTS = (1, 4, 16, 64)
 LABELS = {"turn": TURNS, "place": PLACES, "kind": KINDS}
 # what stands for these in a step's metrics: the first, the last, and all between
 SHOWN = {"turn": ("first_turn", "last_turn", "middle_turns"), "place": ("turn_start", "turn_end")}
@@ -61,10 +76,11 @@ def breakdowns(
     formats: Sequence[str] | None = None,
     sessions: Batch | None = None,
 ) -> list[Slice]:
-    """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
+    """Slices with at least one token, in the order of their labels; tokens without a ratio are left
+    out.
 
-    `sessions`: the batch itself, where it has turns. Staleness is `policy_version` (the newest of the batch where it is
-    None) less the token's version.
+    `sessions`: the batch itself, where it has turns. Staleness is `policy_version` (the newest of
+    the batch where it is None) less the token's version.
     """
     tokens, counted_BT = _Tokens.of(prox_logprobs_BT, sampler_logprobs_BT, mask_BT)
     device = counted_BT.device
@@ -82,19 +98,27 @@ def breakdowns(
     found += tokens.slices("probability", bucket_N, names)
 
     power_B = lengths_B.clamp(min=1).double().log2().floor().long()
-    names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)] if len(power_B) else []
+    if len(power_B):
+        names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)]
+    else:
+        names = []
     found += tokens.slices("length", power_B[tokens.row_N], names)
 
     if versions_BT is not None and bool(counted_BT.any()):
         versions_N = versions_BT[counted_BT]
-        newest = int(versions_N.max()) if policy_version is None else policy_version
+        if policy_version is None:
+            newest = int(versions_N.max())
+        else:
+            newest = policy_version
         staleness_N = (newest - versions_N).clamp(min=0)
         names = [str(age) for age in range(int(staleness_N.max()) + 1)]
         found += tokens.slices("staleness", staleness_N, names)
     for by, words, least in (("finish", finish_reasons, 1), ("format", formats, 2)):
         names = sorted(set(words or ()))
         if words is not None and len(names) >= least:
-            number_B = torch.tensor([names.index(word) for word in words], dtype=torch.int64, device=device)
+            number_B = torch.tensor(
+                [names.index(word) for word in words], dtype=torch.int64, device=device
+            )
             found += tokens.slices(by, number_B[tokens.row_N], names)
     if sessions is not None and sessions.turns_BT is not None:
         for by, bucket_BT in _of_sessions(sessions.turns_BT, sessions).items():
@@ -104,27 +128,38 @@ def breakdowns(
 
 def _of_sessions(turns_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
     """Each token's place in LABELS. The last turn is its session's, which may have several rows."""
-    starts = {name: torch.tensor(edges) for name, edges in (("turn", TURN_STARTS), ("place", PLACE_STARTS))}
+    starts = {
+        name: torch.tensor(edges)
+        for name, edges in (("turn", TURN_STARTS), ("place", PLACE_STARTS))
+    }
     last_B = turns_BT.amax(dim=1)
     if batch.samples_B is not None:
-        session_B = torch.stack([batch.groups_B, batch.samples_B]).unique(dim=1, return_inverse=True)[1]
+        session_B = torch.stack([batch.groups_B, batch.samples_B]).unique(
+            dim=1, return_inverse=True
+        )[1]
         last_B = torch.zeros_like(last_B).scatter_reduce(0, session_B, last_B, "amax")[session_B]
     turn_BT = torch.bucketize(turns_BT, starts["turn"], right=True)
     turn_BT[(turns_BT == last_B[:, None]) & (turns_BT > 0)] = len(TURNS) - 1
 
     column_T = torch.arange(turns_BT.shape[1])
     other_BT = turns_BT[:, 1:] != turns_BT[:, :-1]  # whether a turn ends before the next token
-    ends_BT, begins_BT = (torch.nn.functional.pad(other_BT, side, value=True) for side in ((0, 1), (1, 0)))
+    ends_BT, begins_BT = (
+        torch.nn.functional.pad(other_BT, side, value=True) for side in ((0, 1), (1, 0))
+    )
     order_BT = column_T - column_T.where(begins_BT, 0).cummax(dim=1).values
     place_BT = torch.bucketize(order_BT, starts["place"], right=True)
     place_BT[ends_BT & (order_BT > 0)] = len(PLACES) - 1
-    kinds = {} if batch.kinds_BT is None else {"kind": batch.kinds_BT.long()}
+    if batch.kinds_BT is None:
+        kinds = {}
+    else:
+        kinds = {"kind": batch.kinds_BT.long()}
     return {"turn": turn_BT, "place": place_BT, **kinds}
 
 
 @torch.no_grad()
 def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
-    """The mismatch of first, middle and last turns, of their first and last tokens, and of each kind of token.
+    """The mismatch of first, middle and last turns, of their first and last tokens, and of each
+    kind of token.
 
     Nothing of single answers, nor of what all tokens have in common.
     """
@@ -133,9 +168,11 @@ def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[
         return found
     tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
     for by, bucket_BT in _of_sessions(batch.matrix(batch.turns_N, -1).long(), batch).items():
-        names, bucket_N = LABELS[by], bucket_BT[counted_BT]
+        names = LABELS[by]
+        bucket_N = bucket_BT[counted_BT]
         if by in SHOWN:
-            last, names = len(names) - 1, SHOWN[by]
+            last = len(names) - 1
+            names = SHOWN[by]
             bucket_N = torch.where(bucket_N == last, 1, torch.where(bucket_N == 0, 0, 2))
         if len(bucket_N.unique()) > 1:
             found |= _metrics(tokens, tokens.slices(by, bucket_N, names))
@@ -144,19 +181,28 @@ def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[
 
 @torch.no_grad()
 def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
-    """The mismatch of each weight format of a mixed fleet; nothing where one format answered everything."""
+    """The mismatch of each weight format of a mixed fleet; nothing where one format answered
+    everything.
+    """
     formats_B = batch.formats_B
     if prox_logprobs_BT is None or formats_B is None or len(formats_B.unique()) < 2:
         return {}
     tokens, _ = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
-    return _metrics(tokens, tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]))
+    return _metrics(
+        tokens,
+        tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]),
+    )
 
 
 @torch.no_grad()
-def mismatch_by_age(prox_logprobs_BT: Tensor | None, batch: Batch, version: int) -> dict[str, float]:
-    """The mismatch of fresh tokens, which is numerics alone, and of older ones, which holds what was learned since.
+def mismatch_by_age(
+    prox_logprobs_BT: Tensor | None, batch: Batch, version: int
+) -> dict[str, float]:
+    """The mismatch of fresh tokens, which is numerics alone, and of older ones, which holds what
+    was learned since.
 
-    `version`: the learner's. Nothing where all tokens are fresh: `rollout_corr/kl` and so on are of them then.
+    `version`: the learner's. Nothing where all tokens are fresh: `rollout_corr/kl` and so on are of
+    them then.
     """
     old_BT = batch.token_versions_BT < version
     if prox_logprobs_BT is None or not bool((old_BT & batch.mask_BT).any()):
@@ -210,11 +256,16 @@ class _Tokens:
 
 
 def pooled(parts: Iterable[Slice]) -> list[Slice]:
-    """The slices of several batches as those of one, cut by cut and in the order of their labels."""
+    """The slices of several batches as those of one, cut by cut and in the order of their
+    labels.
+    """
     groups: dict[tuple[str, str], list[Slice]] = {}
     for part in parts:
         groups.setdefault((part.by, part.label), []).append(part)
-    return [_pool(groups[key]) for key in sorted(groups, key=lambda key: (CUTS.index(key[0]), _place(*key)))]
+    return [
+        _pool(groups[key])
+        for key in sorted(groups, key=lambda key: (CUTS.index(key[0]), _place(*key)))
+    ]
 
 
 def _pool(parts: Sequence[Slice]) -> Slice:
@@ -224,12 +275,17 @@ def _pool(parts: Sequence[Slice]) -> Slice:
         by=parts[0].by,
         label=parts[0].label,
         tokens=tokens,
-        **{name: sum(part.tokens * getattr(part, name) for part in parts) / tokens for name in means},
+        **{
+            name: sum(part.tokens * getattr(part, name) for part in parts) / tokens
+            for name in means
+        },
     )
 
 
 def _place(by: str, label: str) -> tuple[float, str]:
-    """Its place among known labels, or the number that it starts with, if any: `8 to 15` stands before `16 to 31`."""
+    """Its place among known labels, or the number that it starts with, if any: `8 to 15` stands
+    before `16 to 31`.
+    """
     if by in LABELS:
         return LABELS[by].index(label), label
     number = re.match(r"[\d.]+", label)

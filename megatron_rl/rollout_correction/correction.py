@@ -1,12 +1,15 @@
-"""Correction of a batch: from sampler's and learner's logprobs to importance weights, a mask and metrics; from rewards
-to advantages; stale tokens cut. policy_loss.py calls it too, by micro-batch, where it alone has the learner's logprobs.
+"""Correction of a batch: from sampler's and learner's logprobs to importance weights, a mask and
+metrics; from rewards to advantages; stale tokens cut. policy_loss.py calls it too, by micro-batch,
+where it alone has the learner's logprobs.
 
-The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every token's probability.
-With d = p - mu and rho = exp(d), tokens without a ratio are dealt with (`non_finite`), tokens and sequences rejected by
-rules on d (`reject`), the rest weighed (`weight`), and the disagreement measured (`metrics`, under `rollout_corr/`).
+The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every
+token's probability. With d = p - mu and rho = exp(d), tokens without a ratio are dealt with
+(`non_finite`), tokens and sequences rejected by rules on d (`reject`), the rest weighed (`weight`),
+and the disagreement measured (`metrics`, under `rollout_corr/`).
 
-Pure: the caller hands over the rows. They are worked on in slices that fit a core's cache; only `budget`, `target_ess`
-and `normalize` look at all together, and need the global batch. `docs/corrections.md` explains how to choose.
+Pure: the caller hands over the rows. They are worked on in slices that fit a core's cache; only
+`budget`, `target_ess` and `normalize` look at all together, and need the global batch.
+`docs/corrections.md` explains how to choose.
 
 Shape legend: B sequences, T response positions (right-padded).
 """
@@ -19,67 +22,114 @@ from torch import Tensor
 from megatron_rl.advantage import session_advantages
 from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, NonFinite, Stat, When
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    Anchor,
+    CorrectionConfig,
+    NonFinite,
+    Stat,
+    When,
+)
 from megatron_rl.config.shape import sound
-from megatron_rl.rollout_correction.batch import BatchWork, Source, apply_weights, weigh_again, weight_quality
+from megatron_rl.rollout_correction.batch import (
+    BatchWork,
+    Source,
+    apply_weights,
+    weigh_again,
+    weight_quality,
+)
 from megatron_rl.rollout_correction.metrics import PREFIX, WeightSums
-from megatron_rl.rollout_correction.ratio import LogRatio, as_float, exact_log_ratio, filled, log_ratio, row_chunks
+from megatron_rl.rollout_correction.ratio import (
+    LogRatio,
+    as_float,
+    exact_log_ratio,
+    filled,
+    log_ratio,
+    row_chunks,
+)
 from megatron_rl.rollout_correction.rules import violations
 from megatron_rl.rollout_correction.weights import in_force, raw_ratio
 
 
 @dataclass(frozen=True)
 class Correction:
-    """`weights_BT` is 0 where `mask_BT` is false; `denominator_mask_BT` is what reductions count."""
+    """`weights_BT` is 0 where `mask_BT` is false; `denominator_mask_BT` is what reductions
+    count.
+    """
 
     weights_BT: Tensor  # float32, detached
     mask_BT: Tensor  # bool: tokens that are trained on
     denominator_mask_BT: Tensor  # bool
     metrics: dict[str, float]
-    rejected_B: Tensor  # bool: rows that had a response token and lost all to the unconditional rules
+    rejected_B: (
+        Tensor  # bool: rows that had a response token and lost all to the unconditional rules
+    )
     source: Source
-    solved: float | None = None  # the cap in force, weight.high or the one for weight.target_ess; or the mix for it
+    # the cap in force, weight.high or the one for weight.target_ess; or the mix for it
+    solved: float | None = None
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
         """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
 
-        With `rebaseline`, neither those that rules have rejected, nor those whose mask was empty before (truncated
-        answers under reward.overlong_filter); whatever leaves after the baseline still counts.
+        With `rebaseline`, neither those that rules have rejected, nor those whose mask was empty
+        before (truncated answers under reward.overlong_filter); whatever leaves after the baseline
+        still counts.
         """
-        return filled(self.source.mask_BT) & ~self.rejected_B if config.rebaseline else torch.ones_like(self.rejected_B)
+        if config.rebaseline:
+            return filled(self.source.mask_BT) & ~self.rejected_B
+        return torch.ones_like(self.rejected_B)
 
 
 def correct(
-    anchor_logprobs_BT: Tensor | None, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
+    anchor_logprobs_BT: Tensor | None,
+    batch: Batch,
+    config: CorrectionConfig,
+    advantage: AdvantageConfig,
 ) -> tuple[Correction, Tensor]:
     """A batch's correction and its advantages, float32 [B].
 
-    Correction first, so that rejected answers can leave their group's baseline; then the advantages; then the rules
-    that look at them. An answer without a score is in neither the mask nor the baseline. Without an anchor the loss
-    completes the correction, and `completed` says afterwards what it did.
+    Correction first, so that rejected answers can leave their group's baseline; then the
+    advantages; then the rules that look at them. An answer without a score is in neither the mask
+    nor the baseline. Without an anchor the loss completes the correction, and `completed` says
+    afterwards what it did.
     """
     prox_BT = anchor_logprobs_BT if config.anchor == Anchor.prox else None
-    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT)
+    correction = rollout_correction(
+        prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config, batch.turns_BT
+    )
     counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
     scored = (batch.rewards_B, batch.groups_B, batch.samples_B, counted_B, advantage)
-    # what a reward adds to the variance: its weight squared, times its gradient squared, for which its length stands
-    masses_B = correction.weights_BT.square().sum(dim=1) if config.weigh_baseline and prox_BT is not None else None
+    # what a reward adds to the variance: its weight squared, times its gradient squared, for which
+    # its length stands
+    if config.weigh_baseline and prox_BT is not None:
+        masses_B = correction.weights_BT.square().sum(dim=1)
+    else:
+        masses_B = None
     advantages_B, keep_B = session_advantages(*scored, masses_B)
-    return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
+    return apply_conditional_rules(
+        keep_rows(correction, keep_B, config), advantages_B, config
+    ), advantages_B
 
 
 def completed(
-    correction: Correction, logprobs_BT: Tensor, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
+    correction: Correction,
+    logprobs_BT: Tensor,
+    batch: Batch,
+    config: CorrectionConfig,
+    advantage: AdvantageConfig,
 ) -> Correction:
-    """Redo a correction, for its metrics, with the policy's logprobs that the batch's only update has computed.
+    """Redo a correction, for its metrics, with the policy's logprobs that the batch's only update
+    has computed.
 
-    They are NaN in rows that the update did not look at; those are not measured. Weights and masks are what
-    the loss has used.
+    They are NaN in rows that the update did not look at; those are not measured. Weights and masks
+    are what the loss has used.
     """
     seen_B1 = filled(correction.mask_BT)[:, None]
     if not seen_B1.any():
         return correction
-    return correct(logprobs_BT, batch.with_matrices(mask_BT=batch.mask_BT & seen_B1), config, advantage)[0]
+    return correct(
+        logprobs_BT, batch.with_matrices(mask_BT=batch.mask_BT & seen_B1), config, advantage
+    )[0]
 
 
 @torch.no_grad()
@@ -90,10 +140,12 @@ def rollout_correction(
     config: CorrectionConfig,
     turns_BT: Tensor | None = None,
 ) -> Correction:
-    """Weights, mask and metrics of the global batch, or of the loss's rows; without turns each row is one.
+    """Weights, mask and metrics of the global batch, or of the loss's rows; without turns each row
+    is one.
 
-    Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the batch) hand over
-    None here, and give `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
+    Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the
+    batch) hand over None here, and give `config` to `policy_loss`, which finishes the correction
+    from the policy's own logprobs.
     """
     source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool(), turns_BT)
     _check(source, config)
@@ -110,10 +162,16 @@ def rollout_correction(
         for rows in row_chunks(source.mask_BT):
             work.weigh(rows)
     metrics = work.finish()
-    # a copy, in memory that is free by now: the mask and the denominators are narrowed one without the other
-    denominator_BT = work.stays_BT.copy_(work.kept_BT) if config.renormalize else work.stays_BT
+    # a copy, in memory that is free by now: the mask and the denominators are narrowed one without
+    # the other
+    if config.renormalize:
+        denominator_BT = work.stays_BT.copy_(work.kept_BT)
+    else:
+        denominator_BT = work.stays_BT
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
-    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.solved)
+    return Correction(
+        work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.solved
+    )
 
 
 @torch.no_grad()
@@ -125,11 +183,18 @@ def correct_micro_batch(
     advantages_B: Tensor,
     config: CorrectionConfig,
 ) -> tuple[LogRatio, Tensor, Tensor]:
-    """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits for a device."""
+    """Log-ratio, weights and mask of rows whose learner logprobs the loss alone knows. Never waits
+    for a device.
+    """
     # faults of the sampler that are to raise have done so before the update: see `_without_prox`
-    policy = NonFinite.drop if config.non_finite == NonFinite.raise_ else config.non_finite
+    if config.non_finite == NonFinite.raise_:
+        policy = NonFinite.drop
+    else:
+        policy = config.non_finite
     weights_BT = torch.empty_like(mask_BT, dtype=torch.float32)
-    ratio = exact_log_ratio(prox_BT, sampler_BT, mask_BT, policy, torch.empty_like(weights_BT), turns_BT)
+    ratio = exact_log_ratio(
+        prox_BT, sampler_BT, mask_BT, policy, torch.empty_like(weights_BT), turns_BT
+    )
     kept_BT = ratio.stays_BT
     for rule in config.reject:
         if rule.stat == Stat.staleness:
@@ -146,12 +211,18 @@ def correct_micro_batch(
 
 
 def staleness(batch: Batch, config: CorrectionConfig, version: int) -> Tensor | None:
-    """Updates of the learner since each token was sampled, where the loss asks for them. `version`: the learner's."""
-    return (version - batch.token_versions_BT).clamp(min=0).float() if config.anchor == Anchor.interpolated else None
+    """Updates of the learner since each token was sampled, where the loss asks for them. `version`:
+    the learner's.
+    """
+    if config.anchor == Anchor.interpolated:
+        return (version - batch.token_versions_BT).clamp(min=0).float()
+    return None
 
 
 @torch.no_grad()
-def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple[Batch, dict[str, float]]:
+def without_stale(
+    batch: Batch, config: CorrectionConfig, version: int
+) -> tuple[Batch, dict[str, float]]:
     """The batch without the tokens that rules on staleness reject, and the share that they were.
 
     What they reject is in no row's statistic, weight or denominator. `version`: the learner's.
@@ -172,7 +243,10 @@ def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple
 def _check(source: Source, config: CorrectionConfig) -> None:
     """Tensors that broadcast and words that are none of an enum's would pass for something else."""
     shape = source.mask_BT.shape
-    for name, logprobs_BT in (("proximal", source.prox_logprobs_BT), ("sampler", source.sampler_logprobs_BT)):
+    for name, logprobs_BT in (
+        ("proximal", source.prox_logprobs_BT),
+        ("sampler", source.sampler_logprobs_BT),
+    ):
         if logprobs_BT is not None and logprobs_BT.shape != shape:
             raise ValueError(
                 f"the {name} logprobs are {list(logprobs_BT.shape)} and the mask is {list(shape)}: "
@@ -180,23 +254,34 @@ def _check(source: Source, config: CorrectionConfig) -> None:
             )
     if source.turns_BT is not None and source.turns_BT.shape != shape:
         turns = list(source.turns_BT.shape)
-        raise ValueError(f"the turns are {turns} and the mask is {list(shape)}: one turn for each position of each row")
+        raise ValueError(
+            f"the turns are {turns} and the mask is {list(shape)}: one turn for each position of "
+            "each row"
+        )
     unknown = list(sound(config, "correction")[1].values())
     if unknown:
         raise ValueError("; ".join(unknown))
 
 
 def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
-    """Correction without the learner's logprobs: only non-finite logprobs of the sampler are masked."""
+    """Correction without the learner's logprobs: only non-finite logprobs of the sampler are
+    masked.
+    """
     for key in of_the_whole_batch(config):
-        raise ValueError(f"{key} needs the learner's logprobs of the whole batch before the loss; they are None")
-    weights_BT = torch.empty(source.mask_BT.shape, dtype=torch.float32, device=source.mask_BT.device)
+        raise ValueError(
+            f"{key} needs the learner's logprobs of the whole batch before the loss; they are None"
+        )
+    weights_BT = torch.empty(
+        source.mask_BT.shape, dtype=torch.float32, device=source.mask_BT.device
+    )
     stays_BT = torch.empty_like(source.mask_BT)
     faults = 0
     for rows in row_chunks(source.mask_BT):
         sampler_BT = source.sampler_logprobs_BT[rows]
         zeros_BT = torch.zeros_like(sampler_BT)
-        ratio = log_ratio(zeros_BT, sampler_BT, source.mask_BT[rows], config.non_finite, weights_BT[rows])
+        ratio = log_ratio(
+            zeros_BT, sampler_BT, source.mask_BT[rows], config.non_finite, weights_BT[rows]
+        )
         stays_BT[rows] = ratio.stays_BT
         weights_BT[rows] = ratio.counted_BT.float()
         faults += int(ratio.sampler_faults)
@@ -207,12 +292,16 @@ def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
 
 @torch.no_grad()
 def keep_rows(correction: Correction, keep_B: Tensor, config: CorrectionConfig) -> Correction:
-    """Rows that the advantages could not use (a group with one survivor) leave like rejected ones."""
+    """Rows that the advantages could not use (a group with one survivor) leave like rejected
+    ones.
+    """
     return _narrow(correction, correction.mask_BT & keep_B.bool()[:, None], config)
 
 
 @torch.no_grad()
-def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
+def apply_conditional_rules(
+    correction: Correction, advantages_B: Tensor, config: CorrectionConfig
+) -> Correction:
     """Rules with `when`, once the advantages are known; they move no baseline.
 
     Adds `weight_bias` and `weight_variance`, which need the advantages too.
@@ -226,17 +315,25 @@ def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
             for rule in rules:
-                kept_BT[rows] &= ~(violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B[rows, None]))
+                kept_BT[rows] &= ~(
+                    violations(rule, ratio) & _concerned(rule.when, ratio, advantages_B[rows, None])
+                )
     correction = _only_where(_narrow(correction, kept_BT, config), advantages_B, config)
-    quality = weight_quality(correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config)
+    quality = weight_quality(
+        correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config
+    )
     return replace(correction, metrics=correction.metrics | quality)
 
 
 def _concerned(when: When | None, ratio: LogRatio, advantages_B1: Tensor) -> Tensor:
-    return ratio.d_BT * advantages_B1 > 0 if when == When.outward else advantages_B1 < 0
+    if when == When.outward:
+        return ratio.d_BT * advantages_B1 > 0
+    return advantages_B1 < 0
 
 
-def _only_where(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
+def _only_where(
+    correction: Correction, advantages_B: Tensor, config: CorrectionConfig
+) -> Correction:
     """With `weight.when`, the other tokens weigh 1."""
     if config.weight.when is None:
         return correction
@@ -245,13 +342,21 @@ def _only_where(correction: Correction, advantages_B: Tensor, config: Correction
     for rows in row_chunks(weights_BT):
         ratio = correction.source.ratio(rows, config)
         kept_BT = correction.mask_BT[rows]
-        weights_BT[rows] = _weigh_concerned(weights_BT[rows], kept_BT, ratio, advantages_B[rows], config)
+        weights_BT[rows] = _weigh_concerned(
+            weights_BT[rows], kept_BT, ratio, advantages_B[rows], config
+        )
         applied.add(weights_BT[rows], as_float(kept_BT))
-    return replace(correction, weights_BT=weights_BT, metrics=correction.metrics | applied.of_weights(1.0))
+    return replace(
+        correction, weights_BT=weights_BT, metrics=correction.metrics | applied.of_weights(1.0)
+    )
 
 
 def _weigh_concerned(
-    weights_BT: Tensor, kept_BT: Tensor, ratio: LogRatio, advantages_B: Tensor, config: CorrectionConfig
+    weights_BT: Tensor,
+    kept_BT: Tensor,
+    ratio: LogRatio,
+    advantages_B: Tensor,
+    config: CorrectionConfig,
 ) -> Tensor:
     """The weights where `weight.when` holds, 1 at the other kept tokens."""
     plain_BT = as_float(kept_BT)
@@ -264,9 +369,13 @@ def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -
     gone_BT = correction.mask_BT & ~kept_BT
     if not gone_BT.any():
         return correction
-    denominator_BT, weights_BT = correction.denominator_mask_BT, correction.weights_BT.masked_fill(gone_BT, 0.0)
-    denominator_BT = denominator_BT & ~gone_BT if config.renormalize else denominator_BT
-    narrowed = replace(correction, weights_BT=weights_BT, mask_BT=kept_BT, denominator_mask_BT=denominator_BT)
+    denominator_BT = correction.denominator_mask_BT
+    weights_BT = correction.weights_BT.masked_fill(gone_BT, 0.0)
+    if config.renormalize:
+        denominator_BT = denominator_BT & ~gone_BT
+    narrowed = replace(
+        correction, weights_BT=weights_BT, mask_BT=kept_BT, denominator_mask_BT=denominator_BT
+    )
     if correction.source.prox_logprobs_BT is None:
         return narrowed
     again = weigh_again(correction.source, weights_BT, kept_BT, correction.solved, config)

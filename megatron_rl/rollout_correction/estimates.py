@@ -1,7 +1,8 @@
-"""Estimates by importance weights: the mean reward that the learner itself would have earned, the gain of an update.
+"""Estimates by importance weights: the mean reward that the learner itself would have earned, the
+gain of an update.
 
-A quantized sampler that answers worse lowers the logged reward while the policy is as good as before; weighing each
-answer by the product of its ratios turns it into the learner's.
+A quantized sampler that answers worse lowers the logged reward while the policy is as good as
+before; weighing each answer by the product of its ratios turns it into the learner's.
 
 Shape legend: N rollouts or B sequences, T response positions.
 """
@@ -22,11 +23,12 @@ def learner_reward(
     mask_NT: Tensor,
     sessions_N2: Tensor | None = None,
 ) -> dict[str, float]:
-    """`reward/learner_estimate` and its standard error, self-normalised; beside it stands `reward/sampler_mean`.
+    """`reward/learner_estimate` and its standard error, self-normalised; beside it stands
+    `reward/sampler_mean`.
 
-    Hand over all generated rollouts: a filter that looked at rewards has already moved the mean. Tokens
-    without a ratio count as ratio 1; rollouts without a finite reward are left out. `sessions_N2`: group and sample of
-    each row, where a sample may have several.
+    Hand over all generated rollouts: a filter that looked at rewards has already moved the mean.
+    Tokens without a ratio count as ratio 1; rollouts without a finite reward are left out.
+    `sessions_N2`: group and sample of each row, where a sample may have several.
     """
     scored_N = torch.isfinite(rewards_N)
     rewards = rewards_N[scored_N].double()
@@ -44,20 +46,31 @@ def learner_reward(
     weights_N = weights_N / weights_N.sum()
     estimate = (weights_N * rewards).sum()
     error = (weights_N * (rewards - estimate)).square().sum().sqrt()
-    return {"reward/learner_estimate": float(estimate), "reward/learner_estimate_stderr": float(error)}
+    return {
+        "reward/learner_estimate": float(estimate),
+        "reward/learner_estimate_stderr": float(error),
+    }
 
 
 @torch.no_grad()
-def gain(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> tuple[float, float]:
-    """Surrogate gain of an update: mean of A (new / old - 1) over tokens, and its standard error over rows.
+def gain(
+    new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
+) -> tuple[float, float]:
+    """Surrogate gain of an update: mean of A (new / old - 1) over tokens, and its standard error
+    over rows.
 
-    From logprobs before and after; `advantages_BT`: of each token, or [B, 1], times a weight where there is one.
+    From logprobs before and after; `advantages_BT`: of each token, or [B, 1], times a weight where
+    there is one.
     """
     d_BT = new_BT.double() - old_BT.double()
     counted_BT = mask_BT & torch.isfinite(d_BT)
-    values_BT = torch.where(counted_BT, advantages_BT * d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1(), 0.0)
+    values_BT = torch.where(
+        counted_BT, advantages_BT * d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1(), 0.0
+    )
     count_B = counted_BT.sum(dim=1)
-    rows, tokens = int((count_B > 0).sum()), max(1, int(count_B.sum()))
+    rows = int((count_B > 0).sum())
+    tokens = max(1, int(count_B.sum()))
     mean = float(values_BT.sum()) / tokens
-    around = float((values_BT.sum(dim=1) - mean * count_B).square().sum())  # tokens of a row are not independent
+    # tokens of a row are not independent
+    around = float((values_BT.sum(dim=1) - mean * count_B).square().sum())
     return mean, math.sqrt(around * rows / max(1, rows - 1)) / tokens

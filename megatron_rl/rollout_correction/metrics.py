@@ -1,7 +1,8 @@
-"""Metrics under `rollout_corr/`: the mismatch of sampler and learner, and the weights applied, summed slice by slice.
+"""Metrics under `rollout_corr/`: the mismatch of sampler and learner, and the weights applied,
+summed slice by slice.
 
-Shape legend: B sequences, T response positions. Sums are collected slice by slice, in float64 across slices. Masked
-positions hold 0 in every tensor that is summed here.
+Shape legend: B sequences, T response positions. Sums are collected slice by slice, in float64
+across slices. Masked positions hold 0 in every tensor that is summed here.
 """
 
 import math
@@ -15,18 +16,22 @@ from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bound
 
 PREFIX = "rollout_corr/"
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
-OUTSIDE_SUPPORT, KEPT_LOG_MASS = PREFIX + "outside_support", PREFIX + "kept_log_mass"
+OUTSIDE_SUPPORT = PREFIX + "outside_support"
+KEPT_LOG_MASS = PREFIX + "kept_log_mass"
 # whose products MismatchSums needs: each quantity with itself, and the two probabilities
 PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (3, 4))
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
 
 
 def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
+    if denominator:
+        return numerator / denominator
+    return 0.0
 
 
 class Moments:
-    """Means and products of distances from them, merged slice by slice so that nothing large cancels.
+    """Means and products of distances from them, merged slice by slice so that nothing large
+    cancels.
 
     A plain float32 sum of squares loses a spread that is small beside the mean.
     """
@@ -36,7 +41,9 @@ class Moments:
         self.means = [0.0] * quantities
         self.products: defaultdict[tuple[int, int], float] = defaultdict(float)
 
-    def merge(self, n: float, means: Sequence[float], products: Mapping[tuple[int, int], float]) -> None:
+    def merge(
+        self, n: float, means: Sequence[float], products: Mapping[tuple[int, int], float]
+    ) -> None:
         share = n / (self.n + n)
         gaps = [new - old for new, old in zip(means, self.means, strict=True)]
         for (i, j), value in products.items():
@@ -51,16 +58,19 @@ class Moments:
         return math.sqrt(self.covariance(i, i))
 
 
-def extremes(values_BT: Tensor, mask_float_BT: Tensor, ends: tuple[float, float]) -> tuple[float, float]:
-    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite, and 0 outside.
+def extremes(
+    values_BT: Tensor, mask_float_BT: Tensor, ends: tuple[float, float]
+) -> tuple[float, float]:
+    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite,
+    and 0 outside.
 
     `ends`: the smallest and largest of all.
     """
     if values_BT.numel() == 0:
         return math.inf, -math.inf
     low, high = ends
-    # an extreme on its own side of 0 is none of the zeros outside; the other kind is looked for again
-    # with a penalty that is 0 inside and infinite outside
+    # an extreme on its own side of 0 is none of the zeros outside; the other kind is looked for
+    # again with a penalty that is 0 inside and infinite outside
     if low >= 0.0:
         low = float(mask_float_BT.reciprocal().sub_(1.0).add_(values_BT).amin())
     if high <= 0.0:
@@ -69,7 +79,9 @@ def extremes(values_BT: Tensor, mask_float_BT: Tensor, ends: tuple[float, float]
 
 
 def token_sums(ratio: LogRatio) -> dict[str, Tensor]:
-    """Sums over tokens with a ratio, left on the device; those of micro-batches add up to the batch's means."""
+    """Sums over tokens with a ratio, left on the device; those of micro-batches add up to the
+    batch's means.
+    """
     d_BT = ratio.d_BT
     excess_BT = ratio.bounded_d_BT.expm1()
     counted_BT = ratio.counted_float_BT
@@ -94,7 +106,8 @@ class MismatchSums:
     def __init__(self, rows: int, device: torch.device) -> None:
         self.d = self.error = 0.0
         self.moments = Moments(5)  # |d|, rho - 1, |p gap|, p of the learner, p of the sampler
-        self.low, self.high = math.inf, -math.inf
+        self.low = math.inf
+        self.high = -math.inf
         self.prob_high = 0.0
         self.d_B = torch.zeros(rows, device=device)
         self.prox_B = torch.zeros(rows, device=device)
@@ -112,13 +125,16 @@ class MismatchSums:
         low, high = extremes(ratio.d_BT, mask_BT, ratio.ends)
         self.low, self.high = min(self.low, low), max(self.high, high)
 
-        d, rho = ratio.d_BT.reshape(-1), ratio.rho_BT.reshape(-1)
+        d = ratio.d_BT.reshape(-1)
+        rho = ratio.rho_BT.reshape(-1)
         absolute = d.abs()
         excess = ratio.bounded_d_BT.reshape(-1).expm1()  # rho - 1, exact where rho is near 1
         error = torch.maximum(rho, ratio.inverse_BT.reshape(-1)).sub_(1.0)  # exp|d| - 1
         prob, sampler_prob = (prob_BT.reshape(-1) for prob_BT in ratio.probabilities())
         absolute_gap = (prob - sampler_prob).abs_()
-        self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if absolute_gap.numel() else 0.0)
+        self.prob_high = max(
+            self.prob_high, float(absolute_gap.amax()) if absolute_gap.numel() else 0.0
+        )
         measured = (absolute, excess, absolute_gap, prob, sampler_prob)
         mask = mask_BT.reshape(-1)
         sums = [mask.sum(), d.sum(), error.sum(), *(values.sum() for values in measured)]
@@ -128,17 +144,23 @@ class MismatchSums:
         self.d += d_sum
         self.error += error_sum
         means = [total / n for total in totals]
-        centred = [values.add_(mask, alpha=-mean) for values, mean in zip(measured, means, strict=True)]
+        centred = [
+            values.add_(mask, alpha=-mean) for values, mean in zip(measured, means, strict=True)
+        ]
         products = torch.stack([torch.dot(centred[i], centred[j]) for i, j in PAIRS]).tolist()
         self.moments.merge(n, means, dict(zip(PAIRS, products, strict=True)))
 
     def metrics(self) -> dict[str, float]:
         n = self.moments.n
-        d, error = _ratio(self.d, n), _ratio(self.error, n)
+        d = _ratio(self.d, n)
+        error = _ratio(self.error, n)
         absolute, excess, gap, _, _ = self.moments.means
         any_token = n > 0
         spread = self.moments.deviation(3) * self.moments.deviation(4)
-        correlation = self.moments.covariance(3, 4) / spread if spread > SMALLEST_SPREAD else 0.0
+        if spread > SMALLEST_SPREAD:
+            correlation = self.moments.covariance(3, 4) / spread
+        else:
+            correlation = 0.0
         found = {
             "kl": -d,
             "logp_diff_mean": d,
@@ -147,8 +169,12 @@ class MismatchSums:
             "chi2_token": self.moments.covariance(1, 1) + excess * excess + 2.0 * excess,
             "rho_mean": 1.0 + excess if any_token else 0.0,
             "rho_std": self.moments.deviation(1),
-            "rho_min": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.low))) if any_token else 0.0,
-            "rho_max": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.high))) if any_token else 0.0,
+            "rho_min": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.low)))
+            if any_token
+            else 0.0,
+            "rho_max": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.high)))
+            if any_token
+            else 0.0,
             "logp_abs_diff_mean": absolute,
             "logp_abs_diff_max": max(abs(self.low), abs(self.high)) if any_token else 0.0,
             "logp_abs_diff_std": self.moments.deviation(0),
@@ -164,7 +190,9 @@ class MismatchSums:
 
     def _stderr(self, mean: float, n: float) -> float:
         """Standard error of the mean of d, whose tokens are not independent: rows are."""
-        return math.sqrt(float((self.d_B - mean * self.counted_B).double().square().sum())) / n if n else 0.0
+        if n:
+            return math.sqrt(float((self.d_B - mean * self.counted_B).double().square().sum())) / n
+        return 0.0
 
     def _row_metrics(self) -> dict[str, float]:
         """Perplexities and the product ratio, averaged over rows that hold a token."""
@@ -188,19 +216,23 @@ class MismatchSums:
 
 
 class WeightSums:
-    """What was applied, at kept tokens; with `level: none`, the raw ratio, so that the ESS still speaks."""
+    """What was applied, at kept tokens; with `level: none`, the raw ratio, so that the ESS still
+    speaks.
+    """
 
     def __init__(self) -> None:
         self.square = 0.0
         self.moments = Moments(1)
-        self.low, self.high = math.inf, -math.inf
+        self.low = math.inf
+        self.high = -math.inf
         self.units = self.above = self.below = 0.0
         self.unit_total = 0.0
         self.kept_tokens = self.before_tokens = self.before_rows = self.touched_rows = 0.0
 
     def add(self, weights_BT: Tensor, kept_float_BT: Tensor) -> None:
         """`weights_BT` is 0 where `kept_float_BT` is."""
-        flat, kept = weights_BT.reshape(-1), kept_float_BT.reshape(-1)
+        flat = weights_BT.reshape(-1)
+        kept = kept_float_BT.reshape(-1)
         n, total, square = torch.stack([kept.sum(), flat.sum(), torch.dot(flat, flat)]).tolist()
         if n == 0.0:
             return
@@ -218,9 +250,14 @@ class WeightSums:
     def unit_mean(self) -> float:
         return _ratio(self.unit_total, self.units)
 
-    def add_units(self, raw: Tensor, bounded: Tensor, kept_float: Tensor, low: float, high: float) -> None:
-        """Tokens or, for sequence and turn weights, rows and turns: what the bounds and the normalisation act on."""
-        raw, kept = raw.reshape(-1), kept_float.reshape(-1)
+    def add_units(
+        self, raw: Tensor, bounded: Tensor, kept_float: Tensor, low: float, high: float
+    ) -> None:
+        """Tokens or, for sequence and turn weights, rows and turns: what the bounds and the
+        normalisation act on.
+        """
+        raw = raw.reshape(-1)
+        kept = kept_float.reshape(-1)
         self.units += float(kept.sum())
         self.unit_total += float(torch.dot(bounded.reshape(-1), kept))
         # a comparison written as float32 is summed without converting bools
@@ -237,7 +274,8 @@ class WeightSums:
 
     def of_weights(self, scale: float) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""
-        n, mean = self.moments.n, self.token_mean
+        n = self.moments.n
+        mean = self.token_mean
         found = {
             "rollout_is_mean": scale * mean,
             "rollout_is_std": scale * self.moments.deviation(0),
@@ -251,7 +289,9 @@ class WeightSums:
         found = {
             "rollout_is_ratio_fraction_high": _ratio(self.above, self.units),
             "rollout_is_ratio_fraction_low": _ratio(self.below, self.units),
-            "rollout_rs_masked_fraction": 1.0 - self.kept_tokens / self.before_tokens if self.before_tokens else 0.0,
+            "rollout_rs_masked_fraction": 1.0 - self.kept_tokens / self.before_tokens
+            if self.before_tokens
+            else 0.0,
             "rollout_rs_seq_masked_fraction": _ratio(self.touched_rows, self.before_rows),
         }
         return self.of_weights(scale) | {PREFIX + name: value for name, value in found.items()}

@@ -1,5 +1,6 @@
-"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as the recipe says;
-sums, means and extremes of such values by row, turn or prefix; slices of a batch's rows.
+"""Log-ratio of each token, learner's logprob less the sampler's; the sampler's non-finite values as
+the recipe says; sums, means and extremes of such values by row, turn or prefix; slices of a batch's
+rows.
 
 Shape legend: B sequences, T response positions.
 """
@@ -40,7 +41,10 @@ def ends_of(values_BT: Tensor) -> tuple[float, float]:
 def row_chunks(like_BT: Tensor) -> Iterator[slice]:
     """Slices of rows; none where there is no column."""
     rows, columns = like_BT.shape
-    elements = CHUNK_ELEMENTS_CUDA if like_BT.is_cuda else CHUNK_ELEMENTS_HOST
+    if like_BT.is_cuda:
+        elements = CHUNK_ELEMENTS_CUDA
+    else:
+        elements = CHUNK_ELEMENTS_HOST
     step = max(1, elements // max(1, columns))
     for start in range(0, rows if columns else 0, step):
         yield slice(start, min(start + step, rows))
@@ -48,11 +52,15 @@ def row_chunks(like_BT: Tensor) -> Iterator[slice]:
 
 def wide(logprobs: Tensor) -> Tensor:
     """At least float32: a difference of two bfloat16 logprobs would be mostly rounding."""
-    return logprobs.float() if logprobs.dtype in (torch.bfloat16, torch.float16) else logprobs
+    if logprobs.dtype in (torch.bfloat16, torch.float16):
+        return logprobs.float()
+    return logprobs
 
 
 def as_float(mask_BT: Tensor) -> Tensor:
-    """A bool mask as float32, read as bytes: several times faster on hosts than converting bools."""
+    """A bool mask as float32, read as bytes: several times faster on hosts than converting
+    bools.
+    """
     return mask_BT.view(torch.uint8).float()
 
 
@@ -76,7 +84,8 @@ class LogRatio:
     one_BT: Tensor | None  # bool: tokens whose weight is 1 by `non_finite: one`
     sampler_faults: int | Tensor
     learner_faults: int | Tensor
-    turns_BT: Tensor | None = None  # int64: the turn of each token, -1: none; None: a row is one turn
+    # int64: the turn of each token, -1: none; None: a row is one turn
+    turns_BT: Tensor | None = None
     prox_logprobs_BT: Tensor | None = None  # p, finite
 
     @cached_property
@@ -104,7 +113,9 @@ class LogRatio:
 
     @cached_property
     def prob_BT(self) -> Tensor:
-        """The learner's probability, 0 where there is no ratio. Only the upper end needs a bound."""
+        """The learner's probability, 0 where there is no ratio. Only the upper end needs a
+        bound.
+        """
         return self.prox_BT.clamp(max=EXPONENT_LIMIT).exp_().mul_(self.counted_float_BT)
 
     @cached_property
@@ -112,11 +123,18 @@ class LogRatio:
         """From p and d, which are defined wherever p is."""
         # rho is bounded, and not what lies between the two; on a GPU to compare would be to wait
         if self.d_BT.is_cuda or max(-self.ends[0], self.ends[1]) > EXPONENT_LIMIT:
-            return (self.prox_BT - self.d_BT).clamp_(max=EXPONENT_LIMIT).exp_().mul_(self.counted_float_BT)
+            return (
+                (self.prox_BT - self.d_BT)
+                .clamp_(max=EXPONENT_LIMIT)
+                .exp_()
+                .mul_(self.counted_float_BT)
+            )
         return self.prob_BT * self.inverse_BT
 
     def probabilities(self) -> tuple[Tensor, Tensor]:
-        """The learner's and the sampler's, for the caller to write to; what they were made of is let go."""
+        """The learner's and the sampler's, for the caller to write to; what they were made of is
+        let go.
+        """
         found = self.prob_BT, self.sampler_prob_BT
         for name in ("prox_BT", "inverse_BT", "prob_BT", "sampler_prob_BT"):
             self.__dict__.pop(name, None)
@@ -146,10 +164,14 @@ class LogRatio:
 
     @cached_property
     def turns(self) -> Turns | None:
-        return None if self.turns_BT is None else Turns.of(self.turns_BT)
+        if self.turns_BT is None:
+            return None
+        return Turns.of(self.turns_BT)
 
     def sums(self, level: Level, values_BT: Tensor) -> Tensor:
-        """Of what is 0 at tokens that do not count: [B, 1] of rows, [B, K] of turns, [B, T] up to each token."""
+        """Of what is 0 at tokens that do not count: [B, 1] of rows, [B, K] of turns, [B, T] up to
+        each token.
+        """
         if level == Level.prefix:
             return values_BT.cumsum(dim=1)
         if level == Level.turn and self.turns is not None:
@@ -164,23 +186,31 @@ class LogRatio:
             return (values_BT.cummax(dim=1) if largest else values_BT.cummin(dim=1)).values
         if level == Level.turn and self.turns is not None:
             return self.turns.extreme(values_BT, fill, largest)
-        return values_BT.amax(dim=1, keepdim=True) if largest else values_BT.amin(dim=1, keepdim=True)
+        if largest:
+            return values_BT.amax(dim=1, keepdim=True)
+        return values_BT.amin(dim=1, keepdim=True)
 
     def counts(self, level: Level) -> Tensor:
         if level == Level.prefix:
             return self.sums(level, self.counted_float_BT)
-        return self.counts_BK if level == Level.turn else self.counts_B1
+        if level == Level.turn:
+            return self.counts_BK
+        return self.counts_B1
 
     def totals(self, level: Level) -> Tensor:
         """Sums of d."""
-        return self.sums(level, self.d_BT) if level in (Level.turn, Level.prefix) else self.sums_B1
+        if level in (Level.turn, Level.prefix):
+            return self.sums(level, self.d_BT)
+        return self.sums_B1
 
     def means(self, level: Level) -> Tensor:
         return self.totals(level) / self.counts(level).clamp(min=1.0)
 
     def at_tokens(self, level: Level, values: Tensor) -> Tensor:
         """What `sums` and the like have made, in a shape that broadcasts to [B, T]."""
-        return self.turns.at_tokens(values) if level == Level.turn and self.turns is not None else values
+        if level == Level.turn and self.turns is not None:
+            return self.turns.at_tokens(values)
+        return values
 
     def fix_weights_(self, weights_BT: Tensor, kept_BT: Tensor) -> None:
         """Tokens without a ratio get the weight that the non-finite policy names."""
@@ -205,7 +235,8 @@ def log_ratio(
     """The log-ratio of some rows, written to `out_BT`."""
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT).mul_(as_float(mask_BT))
     flat = out_BT.reshape(-1)
-    # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
+    # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look
+    # closer
     if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
         return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0, turns_BT, prox_logprobs_BT)
     return exact_log_ratio(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT, turns_BT)
@@ -219,14 +250,24 @@ def exact_log_ratio(
     out_BT: Tensor,
     turns_BT: Tensor | None = None,
 ) -> LogRatio:
-    """The log-ratio of rows that may hold anything. Never waits for a device, unless `policy` is to raise."""
+    """The log-ratio of rows that may hold anything. Never waits for a device, unless `policy` is to
+    raise.
+    """
     difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
     found = _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
-    return replace(found, turns_BT=turns_BT, prox_logprobs_BT=prox_logprobs_BT.float().nan_to_num(0.0, 0.0, 0.0))
+    return replace(
+        found,
+        turns_BT=turns_BT,
+        prox_logprobs_BT=prox_logprobs_BT.float().nan_to_num(0.0, 0.0, 0.0),
+    )
 
 
 def _without_faults(
-    prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, d_BT: Tensor
+    prox_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    policy: NonFinite,
+    d_BT: Tensor,
 ) -> LogRatio:
     sampler_BT = mask_BT & ~torch.isfinite(sampler_logprobs_BT)
     # two finite logprobs too far apart for any sum of them form no ratio either
@@ -236,9 +277,10 @@ def _without_faults(
     if policy == NonFinite.raise_ and faults:
         row, column = (int(place) for place in sampler_BT.nonzero()[0])
         raise ValueError(
-            f"the sampler's logprob is {float(sampler_logprobs_BT[row, column])} at position {column} of a response, "
-            f"and {int(faults)} are NaN or infinite among these {len(mask_BT)} rows; "
-            "correction.non_finite: raise stops here, drop, one, zero or reject go on"
+            f"the sampler's logprob is {float(sampler_logprobs_BT[row, column])} at position "
+            f"{column} of a response, and {int(faults)} are NaN or infinite among these "
+            f"{len(mask_BT)} rows; correction.non_finite: raise stops here, drop, one, zero or "
+            "reject go on"
         )
     stays_BT = mask_BT & ~learner_BT
     one_BT = None

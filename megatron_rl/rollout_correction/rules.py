@@ -1,4 +1,5 @@
-"""Reject rules: a statistic of log-ratios per token, prefix, turn or row, what its bounds reject, a budget's cutoff.
+"""Reject rules: a statistic of log-ratios per token, prefix, turn or row, what its bounds reject, a
+budget's cutoff.
 
 Shape legend: B sequences, T response positions. All rules see the same mask, so their order is
 irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
@@ -38,15 +39,21 @@ def token_stat(stat: Stat, ratio: LogRatio) -> Tensor:
 
 
 def _coin_stat(stat: Stat, ratio: LogRatio) -> Tensor:
-    """How far apart two coins are that fall on the token or not: what the sampled token alone says for certain."""
+    """How far apart two coins are that fall on the token or not: what the sampled token alone says
+    for certain.
+    """
     if stat == Stat.prob:
         return ratio.prob_BT - ratio.sampler_prob_BT
     if stat == Stat.tv:
         return (ratio.prob_BT - ratio.sampler_prob_BT).abs_()
-    most = 1.0 - torch.finfo(torch.float32).eps  # heads for sure would make the other face's ratio 0 / 0
-    p_BT, mu_BT = ratio.prob_BT.clamp(max=most), ratio.sampler_prob_BT.clamp(max=most)
+    # heads for sure would make the other face's ratio 0 / 0
+    most = 1.0 - torch.finfo(torch.float32).eps
+    p_BT = ratio.prob_BT.clamp(max=most)
+    mu_BT = ratio.sampler_prob_BT.clamp(max=most)
     to_prox_BT = _coin_kl(mu_BT, p_BT, ratio.d_BT).neg_()
-    return to_prox_BT if stat == Stat.binary_kl else to_prox_BT.maximum(_coin_kl(p_BT, mu_BT, -ratio.d_BT).neg_())
+    if stat == Stat.binary_kl:
+        return to_prox_BT
+    return to_prox_BT.maximum(_coin_kl(p_BT, mu_BT, -ratio.d_BT).neg_())
 
 
 def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor) -> Tensor:
@@ -56,26 +63,40 @@ def _coin_kl(p_BT: Tensor, q_BT: Tensor, d_BT: Tensor) -> Tensor:
 
 
 def reduced_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """The statistic of each row, turn or prefix in the shape of `ratio.sums`; meaningless where no token counts."""
+    """The statistic of each row, turn or prefix in the shape of `ratio.sums`; meaningless where no
+    token counts.
+    """
     # for the ratio it is d that is summed or averaged: the product, or the geometric mean
     if rule.stat == Stat.ratio and rule.reduce in (Reduce.sum, Reduce.mean):
-        return bounded_exp(ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level))
+        return bounded_exp(
+            ratio.totals(rule.level) if rule.reduce == Reduce.sum else ratio.means(rule.level)
+        )
     if rule.reduce in (Reduce.sum, Reduce.mean, Reduce.arithmetic):
         total = ratio.sums(rule.level, token_stat(rule.stat, ratio) * ratio.counted_float_BT)
-        return total if rule.reduce == Reduce.sum else total / ratio.counts(rule.level).clamp(min=1.0)
+        if rule.reduce == Reduce.sum:
+            return total
+        return total / ratio.counts(rule.level).clamp(min=1.0)
     if rule.reduce in (Reduce.max, Reduce.min):
         return ratio.extremes(rule.level, token_stat(rule.stat, ratio), rule.reduce == Reduce.max)
-    raise ValueError(f"a {rule.level} rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}")
+    raise ValueError(
+        f"a {rule.level} rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}"
+    )
 
 
 def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """[B, T] for rules on tokens and prefixes, [B, 1] for those on sequences, one column for each turn."""
-    return token_stat(rule.stat, ratio) if rule.level == Level.token else reduced_stat(rule, ratio)
+    """[B, T] for rules on tokens and prefixes, [B, 1] for those on sequences, one column for each
+    turn.
+    """
+    if rule.level == Level.token:
+        return token_stat(rule.stat, ratio)
+    return reduced_stat(rule, ratio)
 
 
 def judged(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """Mask of the places where a rule's statistic exists, in its shape."""
-    return ratio.counted_BT if rule.level in (Level.token, Level.prefix) else ratio.counts(rule.level) > 0
+    if rule.level in (Level.token, Level.prefix):
+        return ratio.counted_BT
+    return ratio.counts(rule.level) > 0
 
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
@@ -83,7 +104,9 @@ def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
     if rule.level == Level.none:
         raise ValueError("level of a reject rule: token, sequence, turn or prefix, not none")
     if rule.budget is not None:
-        raise ValueError("a reject rule with a budget looks at all tokens of the batch; leave out when")
+        raise ValueError(
+            "a reject rule with a budget looks at all tokens of the batch; leave out when"
+        )
     stat = stat_of(rule, ratio)
     # written as "not inside", so that a statistic that overflowed to NaN is rejected
     inside = torch.ones_like(stat, dtype=torch.bool)
@@ -97,9 +120,14 @@ def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
 def budget_cutoff(values: Tensor, budget: float) -> float:
     """The smallest excluded value: those below it average at most `budget`; infinite when all do.
 
-    Equal values are kept or excluded together, so that the answer does not depend on the order of rows.
+    Equal values are kept or excluded together, so that the answer does not depend on the order of
+    rows.
     """
     ascending = values.flatten().sort().values
-    running_mean = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
+    running_mean = ascending.double().cumsum(0) / torch.arange(
+        1, len(ascending) + 1, device=values.device
+    )
     survivors = int((running_mean <= budget).sum())
-    return math.inf if survivors == len(ascending) else float(ascending[survivors])
+    if survivors == len(ascending):
+        return math.inf
+    return float(ascending[survivors])

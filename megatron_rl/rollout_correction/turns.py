@@ -1,6 +1,8 @@
-"""Reduces token values to one number per turn of each row (sum, minimum, maximum), and spreads it back to the tokens.
+"""Reduces token values to one number per turn of each row (sum, minimum, maximum), and spreads it
+back to the tokens.
 
-Shape legend: B sequences, T response positions, K turns and the tokens of none, R runs of tokens of one turn.
+Shape legend: B sequences, T response positions, K turns and the tokens of none, R runs of tokens of
+one turn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Turns:
-    """Neighbours of one turn are a run, reduced in one pass; on hosts by numpy, in a quarter of torch's time."""
+    """Neighbours of one turn are a run, reduced in one pass; on hosts by numpy, in a quarter of
+    torch's time.
+    """
 
     starts_R: Tensor  # int64: each run's first token, row after row
     cells_R: Tensor  # int64: each run's place in a flat [B, K]
@@ -51,7 +55,8 @@ class Turns:
 
     def sum(self, values_BT: Tensor) -> Tensor:
         """[B, K]."""
-        # torch adds one after the other, which loses a millionth in a long float32 turn; numpy adds pairs
+        # torch adds one after the other, which loses a millionth in a long float32 turn; numpy adds
+        # pairs
         runs_R = self._runs(values_BT.double() if values_BT.is_cuda else values_BT, "sum")
         table = runs_R.new_zeros(self.shape_BK).view(-1).index_add_(0, self.cells_R, runs_R)
         return table.view(self.shape_BK).to(values_BT.dtype)
@@ -60,11 +65,17 @@ class Turns:
         """[B, K], `fill` where a row has no such turn."""
         runs_R = self._runs(values_BT, "max" if largest else "min")
         table = runs_R.new_full(self.shape_BK, fill).view(-1)
-        return table.scatter_reduce_(0, self.cells_R, runs_R, "amax" if largest else "amin").view(self.shape_BK)
+        return table.scatter_reduce_(0, self.cells_R, runs_R, "amax" if largest else "amin").view(
+            self.shape_BK
+        )
 
     def at_tokens(self, values_BK: Tensor) -> Tensor:
         """[B, T]: every token has what its turn has."""
         runs_R = values_BK.reshape(-1)[self.cells_R]
         if runs_R.is_cuda:
-            return runs_R.repeat_interleave(self.lengths_R, output_size=self.shape_BT.numel()).view(self.shape_BT)
-        return torch.from_numpy(np.repeat(runs_R.numpy(), self.lengths_R.numpy())).view(self.shape_BT)
+            return runs_R.repeat_interleave(self.lengths_R, output_size=self.shape_BT.numel()).view(
+                self.shape_BT
+            )
+        return torch.from_numpy(np.repeat(runs_R.numpy(), self.lengths_R.numpy())).view(
+            self.shape_BT
+        )

@@ -1,5 +1,5 @@
-"""Importance weights from log-ratios: level, bounds, the cap or mix that meets a target effective sample size;
-`step_scale`: what the learning rate of an update is multiplied by for that size.
+"""Importance weights from log-ratios: level, bounds, the cap or mix that meets a target effective
+sample size; `step_scale`: what the learning rate of an update is multiplied by for that size.
 
 Shape legend: B sequences, T response positions. d = p - mu.
 """
@@ -18,7 +18,9 @@ SEARCH_STEPS = 40
 
 
 def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
-    """The ratio before any bound: [B, T] per token and prefix, [B, 1] per sequence, one column for each turn."""
+    """The ratio before any bound: [B, T] per token and prefix, [B, 1] per sequence, one column for
+    each turn.
+    """
     if config.level in (Level.none, Level.token):
         return ratio.rho_BT
     return bounded_exp(aggregated(config.level, config.aggregate, ratio))
@@ -28,7 +30,9 @@ def aggregated(level: Level, aggregate: Aggregate, ratio: LogRatio) -> Tensor:
     """The log of the ratio of each sequence, turn or prefix."""
     if aggregate == Aggregate.min:
         return ratio.d_BT + _smallest_before(ratio)
-    return ratio.means(level) if aggregate == Aggregate.geometric else ratio.totals(level)
+    if aggregate == Aggregate.geometric:
+        return ratio.means(level)
+    return ratio.totals(level)
 
 
 def _smallest_before(ratio: LogRatio) -> Tensor:
@@ -40,7 +44,9 @@ def _smallest_before(ratio: LogRatio) -> Tensor:
 
 
 def units(config: WeightConfig, ratio: LogRatio, kept_float_BT: Tensor) -> Tensor:
-    """1 for each token, turn or row that is kept, in the shape of its raw ratio: what the bounds act on."""
+    """1 for each token, turn or row that is kept, in the shape of its raw ratio: what the bounds
+    act on.
+    """
     if config.level == Level.turn and torch.equal(kept_float_BT, ratio.counted_float_BT):
         return (ratio.counts_BK > 0).float()
     if config.level in (Level.sequence, Level.turn):
@@ -64,11 +70,15 @@ def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
 
 
 def in_force(config: WeightConfig, raw: Tensor, solved: float | None) -> Tensor:
-    """The weights of raw ratios, under what was solved for the target: a cap, or the share of w - 1 that is left."""
+    """The weights of raw ratios, under what was solved for the target: a cap, or the share of w - 1
+    that is left.
+    """
     if config.target_by == TargetBy.cap:
         return bound(config, raw, solved)
     weights = bound(config, raw, config.high)
-    return weights if solved is None else (weights - 1.0).mul_(solved).add_(1.0)
+    if solved is None:
+        return weights
+    return (weights - 1.0).mul_(solved).add_(1.0)
 
 
 def fraction_bounds(config: WeightConfig, solved: float | None) -> tuple[float, float]:
@@ -88,7 +98,9 @@ class Weighted:
     fixed_ones: int  # kept tokens whose weight is 1 whatever the cap
 
 
-def _sums(parts: Sequence[Weighted], config: WeightConfig, cap: float | None) -> tuple[float, float]:
+def _sums(
+    parts: Sequence[Weighted], config: WeightConfig, cap: float | None
+) -> tuple[float, float]:
     """Of the weights of all kept tokens, and of their squares."""
     total = float(sum(part.fixed_ones for part in parts))
     square = total
@@ -100,14 +112,20 @@ def _sums(parts: Sequence[Weighted], config: WeightConfig, cap: float | None) ->
     return total, square
 
 
-def effective_sample_size(parts: Sequence[Weighted], config: WeightConfig, cap: float | None, kept: int) -> float:
+def effective_sample_size(
+    parts: Sequence[Weighted], config: WeightConfig, cap: float | None, kept: int
+) -> float:
     """(sum w)^2 / (n sum w^2) over kept tokens."""
     total, square = _sums(parts, config, cap)
-    return total * total / (kept * square) if square > 0 else 0.0
+    if square > 0:
+        return total * total / (kept * square)
+    return 0.0
 
 
 def solve_mix(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> float:
-    """The largest a in [0, 1] whose weights 1 + a (w - 1) reach the target effective sample size; 0 where none does."""
+    """The largest a in [0, 1] whose weights 1 + a (w - 1) reach the target effective sample size; 0
+    where none does.
+    """
     weighed = sum(part.fixed_ones + int(part.tokens.sum()) for part in parts)
     if not weighed:
         return 1.0
@@ -118,12 +136,16 @@ def solve_mix(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> flo
 
 
 def mix_share(mean: float, square: float, target: float) -> float:
-    """The size of 1 + a (w - 1) is 1 / (1 + v^2), v the deviation over the mean, which grows with a."""
+    """The size of 1 + a (w - 1) is 1 / (1 + v^2), v the deviation over the mean, which grows with
+    a.
+    """
     deviation = math.sqrt(max(0.0, square - mean * mean))
     allowed = math.sqrt(max(0.0, 1.0 / target - 1.0))
     # deviation a <= allowed (1 + (mean - 1) a)
     slope = deviation - allowed * (mean - 1.0)
-    return min(1.0, allowed / slope) if slope > 0 else 1.0
+    if slope > 0:
+        return min(1.0, allowed / slope)
+    return 1.0
 
 
 def solve_cap(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> float:
@@ -138,7 +160,8 @@ def solve_cap(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> flo
     ceiling = max(1.0, highest if config.high is None else config.high)
     if kept == 0 or effective_sample_size(parts, config, ceiling, kept) >= target:
         return ceiling
-    low, high = 0.0, math.log(min(ceiling, max(highest, 1.0)))
+    low = 0.0
+    high = math.log(min(ceiling, max(highest, 1.0)))
     for _ in range(SEARCH_STEPS):
         middle = 0.5 * (low + high)
         if effective_sample_size(parts, config, math.exp(middle), kept) >= target:
@@ -154,4 +177,6 @@ def step_scale(weights_BT: Tensor, mask_BT: Tensor, power: float) -> float:
         return 1.0
     weights = weights_BT[mask_BT].double()
     square = float(weights.square().sum()) * len(weights)
-    return (float(weights.sum()) ** 2 / square) ** power if square > 0 else 1.0
+    if square > 0:
+        return (float(weights.sum()) ** 2 / square) ** power
+    return 1.0

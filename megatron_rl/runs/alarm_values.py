@@ -1,4 +1,6 @@
-"""Values that alarms compare with bounds: functions of a step's metrics and of `Past`, what is kept of steps before."""
+"""Values that alarms compare with bounds: functions of a step's metrics and of `Past`, what is kept
+of steps before.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,19 @@ class Point:
     def share_of(self, other: Point) -> float:
         """Over another one; 1 where it is not clearly below it."""
         clearly = other.value - self.value > CLEARLY * math.hypot(self.error, other.error)
-        return self.value / other.value if clearly else 1.0
+        if clearly:
+            return self.value / other.value
+        return 1.0
 
 
 @dataclass
 class Past:
-    """What a run has had so far. Accuracies are those of all attempts, the rest is that of the present one."""
+    """What a run has had so far. Accuracies are those of all attempts, the rest is that of the
+    present one.
+    """
 
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # lengths of responses
+    # lengths of responses
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first: dict[str, Point] = field(default_factory=dict)  # accuracy of each set
     best: dict[str, Point] = field(default_factory=dict)
 
@@ -53,10 +60,13 @@ Value = Callable[[Line, Past], float | None]  # of a step, given those before; N
 
 
 def points(line: Line) -> dict[str, Point]:
-    """The accuracy of each set that was evaluated. Its error is that of coins at least, which is above 0 at 0 and 1."""
+    """The accuracy of each set that was evaluated. Its error is that of coins at least, which is
+    above 0 at 0 and 1.
+    """
     found = {}
     for name in accuracies(line):
-        value, n = line[name], line.get(f"{name.removesuffix('accuracy')}n", 0.0)
+        value = line[name]
+        n = line.get(f"{name.removesuffix('accuracy')}n", 0.0)
         if math.isfinite(value) and n > 0:
             rate = (value * n + 2.0) / (n + 4.0)  # Agresti and Coull
             coins = math.sqrt(max(rate * (1.0 - rate), 0.0) / n)
@@ -69,7 +79,8 @@ def lost_accuracy(line: Line, past: Past) -> float | None:
     shares = []
     for name, point in points(line).items():
         if name in past.first:
-            first, best = past.first[name], past.best[name]
+            first = past.first[name]
+            best = past.best[name]
             shares += [point.share_of(first), point.share_of(Point(best.value / 2, best.error / 2))]
     return min(shares, default=None)
 
@@ -82,20 +93,32 @@ def length_growth(line: Line, past: Past) -> float | None:
     """The mean length of responses over its median in the steps before."""
     earlier = [length for length in past.recent if math.isfinite(length)]
     usual = statistics.median(earlier) if len(earlier) >= FULL else 0.0
-    return line[LENGTH] / usual if usual > 0 and LENGTH in line else None
+    if usual > 0 and LENGTH in line:
+        return line[LENGTH] / usual
+    return None
 
 
 def share(parts: Iterable[str], whole: str) -> Value:
     def value(line: Line, _: Past) -> float | None:
         found = [line[name] for name in parts if name in line]
-        return sum(found) / line[whole] if found and line.get(whole) else None
+        if found and line.get(whole):
+            return sum(found) / line[whole]
+        return None
 
     return value
 
 
 def not_finite(line: Line, past: Past) -> float | None:
-    """The larger of two shares: of tokens without a finite logprob, and of updates that were skipped."""
-    tokens = share(("rollout_corr/non_finite_sampler", "rollout_corr/non_finite_learner"), "rollout/tokens")
-    skipped, made = line.get("optim/skipped"), line.get("optim/updates", 0.0)
-    updates = skipped / (skipped + made) if skipped is not None and skipped + made else None
+    """The larger of two shares: of tokens without a finite logprob, and of updates that were
+    skipped.
+    """
+    tokens = share(
+        ("rollout_corr/non_finite_sampler", "rollout_corr/non_finite_learner"), "rollout/tokens"
+    )
+    skipped = line.get("optim/skipped")
+    made = line.get("optim/updates", 0.0)
+    if skipped is not None and skipped + made:
+        updates = skipped / (skipped + made)
+    else:
+        updates = None
     return max((one for one in (tokens(line, past), updates) if one is not None), default=None)

@@ -1,7 +1,8 @@
-"""Alarms: the one table of what each looks at, its bound and what to do about it, and which stand, step after step.
+"""Alarms: the one table of what each looks at, its bound and what to do about it, and which stand,
+step after step.
 
-One is raised after some steps in a row beyond its bound, and cleared after as many well inside. Steps that do not
-measure it count as none.
+One is raised after some steps in a row beyond its bound, and cleared after as many well inside.
+Steps that do not measure it count as none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,18 +40,20 @@ def below(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bo
 RULES = {
     Alarm.mismatch: Rule(
         f"`{K3}`: how far sampler and learner disagree",
-        "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: quantization.ignore keeps "
-        "the worst layers in BF16, quantization.format=none shows what remains. With rollout.ahead, or sync.every "
-        "above 1, it is mostly staleness (rollout/staleness_mean): lower them. correction=icepop keeps the worst "
-        "tokens out of the loss meanwhile.",
+        "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: "
+        "quantization.ignore keeps the worst layers in BF16, quantization.format=none shows what "
+        "remains. With rollout.ahead, or sync.every above 1, it is mostly staleness "
+        "(rollout/staleness_mean): lower them. correction=icepop keeps the worst tokens out of "
+        "the loss meanwhile.",
         *above(values.metric(K3), GATES, 5),
     ),
     Alarm.probe: Rule(
         "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
-        "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
-        "a wrong matrix makes. `megatron-rl mismatch` on the model says where it enters: where it is outliers, "
-        "quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8. Answers of another "
-        "temperature or of older weights would look the same.",
+        "Sampler and learner differ by more than the format does to activations without "
+        "outliers, and by less than a wrong matrix makes. `megatron-rl mismatch` on the model "
+        "says where it enters: where it is outliers, quantization.smoothing=0.5 (INT8), "
+        "quantization.ignore or quantization=fp8. Answers of another temperature or of older "
+        "weights would look the same.",
         *above(values.share(("sync/probe_abs_diff",), "sync/probe_budget"), 1.0, 1),
     ),
     Alarm.ess: Rule(
@@ -61,47 +64,53 @@ RULES = {
     ),
     Alarm.non_finite: Rule(
         "tokens without a finite logprob, or updates that were skipped: the larger share",
-        "Tokens: the engine's kernels or scales are wrong, compare with quantization.format=none. Updates: lower "
-        "optim.lr; `megatron-rl rerun-step` repeats what learner.on_nonfinite=skip_and_dump has kept.",
+        "Tokens: the engine's kernels or scales are wrong, compare with "
+        "quantization.format=none. Updates: lower optim.lr; `megatron-rl rerun-step` repeats "
+        "what learner.on_nonfinite=skip_and_dump has kept.",
         *above(values.not_finite, 0.01, 3),
         always=True,
     ),
     Alarm.entropy: Rule(
         "`loss/entropy`, in nats",
-        "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL to the start "
-        "(loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens that drive it.",
+        "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL "
+        "to the start (loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens "
+        "that drive it.",
         *below(values.metric("loss/entropy"), 0.01, 10),
     ),
     Alarm.reward_errors: Rule(
         "`reward/errors` over `rollout/n`: answers without a score",
-        "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or reward.workers; "
-        "what the function that reward.name names has printed is in the log of rank 0.",
+        "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or "
+        "reward.workers; what the function that reward.name names has printed is in the log of "
+        "rank 0.",
         *above(values.share(("reward/errors",), "rollout/n"), 0.05, 3),
     ),
     Alarm.truncated: Rule(
         "`rollout/truncated_fraction`: answers cut at the length limit",
-        "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer before the limit, "
-        "reward.overlong_filter keeps cut ones out of the loss.",
+        "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer "
+        "before the limit, reward.overlong_filter keeps cut ones out of the loss.",
         *above(values.metric("rollout/truncated_fraction"), 0.5, 5),
     ),
     Alarm.length: Rule(
         f"`{LENGTH}` over its median of the last {WINDOW} steps",
-        "Responses grow fast. Read some in the report: where they repeat themselves or pad for the reward, change the "
-        "reward, lower optim.lr or set reward.overlong_buffer. Rollouts take longer, and truncated comes next.",
+        "Responses grow fast. Read some in the report: where they repeat themselves or pad for "
+        "the reward, change the reward, lower optim.lr or set reward.overlong_buffer. Rollouts "
+        "take longer, and truncated comes next.",
         *above(values.length_growth, 2.0, 5),
     ),
     Alarm.accuracy: Rule(
-        "accuracy of a held-out set over its first or half of its best, whichever is higher; 1 unless it is below by "
-        "4 standard errors",
-        "The policy gets worse: lower optim.lr first, then look at mismatch, loss/entropy and reward/no_answer. "
-        "checkpoint.best=eval/accuracy keeps the best policy; go on from an earlier checkpoint.",
+        "accuracy of a held-out set over its first or half of its best, whichever is higher; 1 "
+        "unless it is below by 4 standard errors",
+        "The policy gets worse: lower optim.lr first, then look at mismatch, loss/entropy and "
+        "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy; go on from an "
+        "earlier checkpoint.",
         *below(values.lost_accuracy, 1.0, 1),
         always=True,
     ),
     Alarm.failed_saves: Rule(
         "`progress/failed_saves`: checkpoints in a row that were not saved",
-        "An end of the run now loses all since its newest checkpoint. The notes in driver.log say why "
-        "each failed: free space where run.root is, or lower checkpoint.keep_last and log.disk_gib.",
+        "An end of the run now loses all since its newest checkpoint. The notes in driver.log "
+        "say why each failed: free space where run.root is, or lower checkpoint.keep_last and "
+        "log.disk_gib.",
         *above(values.metric("progress/failed_saves"), 2.0, 1),
         always=True,
     ),
@@ -111,14 +120,20 @@ RULES = {
 def bound_of(rule: Rule, given: AlarmSetting, formats: Sequence[Format]) -> float:
     if given.bound is not None:
         return given.bound
-    return max(rule.bound[one] for one in formats) if isinstance(rule.bound, Mapping) else rule.bound
+    if isinstance(rule.bound, Mapping):
+        return max(rule.bound[one] for one in formats)
+    return rule.bound
 
 
 def clear_at(bound: float, below: bool) -> float:
-    """Value that clears a standing alarm: a fifth away from its bound; for shares at most half of the way to 1."""
+    """Value that clears a standing alarm: a fifth away from its bound; for shares at most half of
+    the way to 1.
+    """
     if not below:
         return 0.8 * bound
-    return min(bound / 0.8, (bound + 1) / 2) if bound <= 1 else bound / 0.8
+    if bound <= 1:
+        return min(bound / 0.8, (bound + 1) / 2)
+    return bound / 0.8
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,9 @@ class News:
         return next((one for one in several if float(one) != self.bound), f"{self.value:g}")
 
     def __str__(self) -> str:
-        return f"{self.what}. {RULES[self.alarm].action}" if self.raised else self.what
+        if self.raised:
+            return f"{self.what}. {RULES[self.alarm].action}"
+        return self.what
 
 
 @dataclass
@@ -159,19 +176,27 @@ class _Watch:
     in_a_row: int = 0
 
     def after(self, value: float) -> bool:
-        """Whether the alarm has been raised or cleared by this value. One that is no number is beyond every bound."""
-        limit = clear_at(self.bound, self.rule.below) if self.standing else self.bound
+        """Whether the alarm has been raised or cleared by this value. One that is no number is
+        beyond every bound.
+        """
+        if self.standing:
+            limit = clear_at(self.bound, self.rule.below)
+        else:
+            limit = self.bound
         inside = value >= limit if self.rule.below else value <= limit
         self.in_a_row = self.in_a_row + 1 if inside == self.standing else 0
         if self.in_a_row < self.rule.steps:
             return False
-        self.standing, self.in_a_row = not self.standing, 0
+        self.standing = not self.standing
+        self.in_a_row = 0
         return True
 
 
 @dataclass
 class Alarms:
-    """The alarms of one attempt, which counts from its own first step where it goes on with a run."""
+    """The alarms of one attempt, which counts from its own first step where it goes on with a
+    run.
+    """
 
     given: Mapping[str, Any] = field(default_factory=dict)  # log.alarms
     formats: Sequence[Format] = (Format.none,)
@@ -181,9 +206,13 @@ class Alarms:
 
     def __post_init__(self) -> None:
         self.past = Past()
-        settings = {alarm: alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting() for alarm in RULES}
+        settings = {
+            alarm: alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting() for alarm in RULES
+        }
         self._watches = [
-            _Watch(alarm, rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats))
+            _Watch(
+                alarm, rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats)
+            )
             for alarm, rule in RULES.items()
             if settings[alarm].on and (self.sampled or rule.always)
         ]
@@ -195,7 +224,10 @@ class Alarms:
                 self.past.add_accuracies(line)
 
     def told(self) -> list[str]:
-        return [f"{alarm} since step {about['step']} ({about['value']})" for alarm, about in self.standing.items()]
+        return [
+            f"{alarm} since step {about['step']} ({about['value']})"
+            for alarm, about in self.standing.items()
+        ]
 
     def after(self, line: Line) -> list[News]:
         """Takes a step's metrics; returns what they have raised and cleared."""
@@ -204,7 +236,8 @@ class Alarms:
             value = watch.rule.value(line, self.past)
             if value is None or not watch.after(value):
                 continue
-            step, alarm = int(line["progress/step"]), watch.alarm
+            step = int(line["progress/step"])
+            alarm = watch.alarm
             one = News(alarm, watch.standing, watch.stops, step, value, watch.bound)
             news.append(one)
             if one.raised:

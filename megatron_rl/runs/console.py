@@ -1,5 +1,7 @@
-"""Console output of a run: a line per step or a live table, the phase where it has said nothing for a while, answers
-chosen to be shown; tables, durations, sparklines as text, for reports and plans too."""
+"""Console output of a run: a line per step or a live table, the phase where it has said nothing for
+a while, answers chosen to be shown; tables, durations, sparklines as text, for reports and plans
+too.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,16 @@ LONG = 1e9  # from here on numbers have an exponent
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 32
 WIDTH = 60  # characters of a sample's prompt, and of its answer, on a line
-QUIET_S, RARELY_S = 10.0, 300.0
+QUIET_S = 10.0
+RARELY_S = 300.0
 SAID = re.compile(r"INFO [\d :-]+\[\S+\] (.+)")  # by vLLM, of what it is at
-SAID_LINES, SAID_WIDTH = 100, 70
+SAID_LINES = 100
+SAID_WIDTH = 70
 
 
-def choose_display(title: str, n_steps: int, stream: TextIO | None = None, logs: Path | None = None) -> Display:
+def choose_display(
+    title: str, n_steps: int, stream: TextIO | None = None, logs: Path | None = None
+) -> Display:
     """`logs`: folder of the engines' logs, which say what takes so long at the start."""
     stream = stream or sys.stdout
     if is_live(stream):
@@ -69,24 +75,39 @@ def is_live(stream: TextIO) -> bool:
 def said_by_engines(logs: Path | None) -> str:
     """What the engine that wrote last has said."""
     with suppress(OSError):  # a log that is gone
-        newest = max(logs.glob("sampler*.log") if logs else (), key=lambda path: path.stat().st_mtime, default=None)
-        found = SAID.findall("\n".join(last_lines(newest, SAID_LINES))) if newest else []
-        return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}" if found else ""
+        newest = max(
+            logs.glob("sampler*.log") if logs else (),
+            key=lambda path: path.stat().st_mtime,
+            default=None,
+        )
+        if newest:
+            found = SAID.findall("\n".join(last_lines(newest, SAID_LINES)))
+        else:
+            found = []
+        if found:
+            return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}"
+        return ""
     return ""
 
 
 class Silence:
-    """Says what a run is at where its driver has written nothing for ten seconds: every ten seconds while it starts,
-    then ever more rarely. Where a table is drawn, only until it is there.
+    """Says what a run is at where its driver has written nothing for ten seconds: every ten seconds
+    while it starts, then ever more rarely. Where a table is drawn, only until it is there.
     """
 
-    def __init__(self, logs: Path, stream: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
-        self._logs, self._stream, self._clock = logs, stream or sys.stdout, clock
+    def __init__(
+        self, logs: Path, stream: TextIO | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._logs = logs
+        self._stream = stream or sys.stdout
+        self._clock = clock
         self._live = is_live(self._stream)
-        self._begun, self._due_s = clock(), QUIET_S
+        self._begun = clock()
+        self._due_s = QUIET_S
 
     def look(self, phase_now: Callable[[], str]) -> None:
-        written, text = self._begun, self._logs / "driver.log"
+        written = self._begun
+        text = self._logs / "driver.log"
         with suppress(OSError):
             written = max(written, text.stat().st_mtime)
             if self._live:
@@ -108,11 +129,16 @@ def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart, as lines. From the second on, those whose first row is a number stand to the right."""
+    """Columns two spaces apart, as lines. From the second on, those whose first row is a number
+    stand to the right.
+    """
     lines = [list(head), *map(list, rows)]
     for column in range(len(head)):
         width = max(len(line[column]) for line in lines)
-        place = str.rjust if column and lines[1:] and re.match(r"[+-]?\d", lines[1][column]) else str.ljust
+        if column and lines[1:] and re.match(r"[+-]?\d", lines[1][column]):
+            place = str.rjust
+        else:
+            place = str.ljust
         for line in lines:
             line[column] = place(line[column], width)
     return ["  ".join(line).rstrip() for line in lines]
@@ -120,18 +146,25 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def duration(seconds: float) -> str:
     total = round(seconds)
-    hours, minutes = total // 3600, total // 60 % 60
+    hours = total // 3600
+    minutes = total // 60 % 60
     if hours:
         return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
+    if minutes:
+        return f"{minutes}m{total % 60:02d}s"
+    return f"{total}s"
 
 
-def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None, sooner: bool = False) -> str:
+def step_line(
+    step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None, sooner: bool = False
+) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
         if name in metrics and name not in LIVE_ONLY:
             value = number(metrics[name], form)
-            parts.append(f"{value} s" if label == "s" else f"{label} {value}{staleness(name, metrics)}")
+            parts.append(
+                f"{value} s" if label == "s" else f"{label} {value}{staleness(name, metrics)}"
+            )
     if eta_s is not None:
         parts.append(f"left {'at most ' * sooner}{duration(eta_s)}")
     return "  ".join(parts)
@@ -143,20 +176,32 @@ def number(value: float, form: str) -> str:
 
 
 def staleness(name: str, metrics: Mapping[str, float]) -> str:
-    """What is said beside the mismatch of answers that are older than the policy: it is not the engines' numerics."""
-    updates = metrics.get("rollout/staleness_mean", 0.0) if name == MISMATCH else 0.0
-    return f" (staleness: {updates:.2g} updates)" if updates > 0 else ""
+    """What is said beside the mismatch of answers that are older than the policy: it is not the
+    engines' numerics.
+    """
+    if name == MISMATCH:
+        updates = metrics.get("rollout/staleness_mean", 0.0)
+    else:
+        updates = 0.0
+    if updates > 0:
+        return f" (staleness: {updates:.2g} updates)"
+    return ""
 
 
 def sparkline(values: list[float]) -> str:
-    """The last values as bars between their own minimum and maximum; a gap where a value is not finite."""
+    """The last values as bars between their own minimum and maximum; a gap where a value is not
+    finite.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)
-    low, span = min(finite), max(finite) - min(finite)
+    low = min(finite)
+    span = max(finite) - min(finite)
     middle = len(BARS) // 2
     return "".join(
-        " " if not math.isfinite(value) else BARS[int((value - low) / span * (len(BARS) - 1)) if span else middle]
+        " "
+        if not math.isfinite(value)
+        else BARS[int((value - low) / span * (len(BARS) - 1)) if span else middle]
         for value in values
     )
 
@@ -165,13 +210,18 @@ class PlainDisplay:
     sooner = False  # whether run.stop may end the run before its last step
 
     def __init__(self, n_steps: int, stream: TextIO) -> None:
-        self._n_steps, self._stream = n_steps, stream
+        self._n_steps = n_steps
+        self._stream = stream
 
     def phase(self, name: str | None) -> None:
         pass
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
-        print(step_line(step, self._n_steps, metrics, eta_s, self.sooner), file=self._stream, flush=True)
+        print(
+            step_line(step, self._n_steps, metrics, eta_s, self.sooner),
+            file=self._stream,
+            flush=True,
+        )
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -185,28 +235,39 @@ class LiveDisplay:
 
     sooner = False
 
-    def __init__(self, title: str, n_steps: int, console: Console, logs: Path | None = None) -> None:
-        self._title, self._n_steps, self._logs = title, n_steps, logs
+    def __init__(
+        self, title: str, n_steps: int, console: Console, logs: Path | None = None
+    ) -> None:
+        self._title = title
+        self._n_steps = n_steps
+        self._logs = logs
         self._history: dict[str, list[float]] = {}
         self._beside: dict[str, str] = {}  # what is said of the last one
         self._step: int | None = None
         self._eta_s: float | None = None
         self._eta_at = time.monotonic()
-        self._doing, self._since = START, time.monotonic()
-        self._said, self._said_at = "", -1
+        self._doing = START
+        self._since = time.monotonic()
+        self._said = ""
+        self._said_at = -1
         self._spinner = Spinner("dots")
-        self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=5, transient=False)
+        self._live = Live(
+            get_renderable=self._draw, console=console, refresh_per_second=5, transient=False
+        )
         self._live.start()
 
     def phase(self, name: str | None) -> None:
-        self._doing, self._since = name or (BETWEEN if self._step is not None else START), time.monotonic()
+        self._doing = name or (BETWEEN if self._step is not None else START)
+        self._since = time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
         for name, _, _ in shown(metrics):
             if name in metrics:
                 self._history.setdefault(name, []).append(metrics[name])
                 self._beside[name] = staleness(name, metrics)
-        self._step, self._eta_s, self._eta_at = step, eta_s, time.monotonic()
+        self._step = step
+        self._eta_s = eta_s
+        self._eta_at = time.monotonic()
 
     def note(self, text: str) -> None:
         shown = printable(text)
@@ -231,7 +292,11 @@ class LiveDisplay:
             if name in self._history:
                 values = self._history[name]
                 label = "seconds" if label == "s" else label
-                table.add_row(label, number(values[-1], form) + self._beside.get(name, ""), sparkline(values[-TREND:]))
+                table.add_row(
+                    label,
+                    number(values[-1], form) + self._beside.get(name, ""),
+                    sparkline(values[-TREND:]),
+                )
         self._spinner.update(text=Text(self._at()))
         return Group(head, table, self._spinner)
 
@@ -239,15 +304,20 @@ class LiveDisplay:
         """What the run is at, and for how long."""
         seconds = int(time.monotonic() - self._since)
         if seconds != self._said_at:
-            self._said, self._said_at = said_by_engines(self._logs) if self._step is None else "", seconds
-        return self._doing if seconds < QUIET_S else f"{self._doing}, {duration(seconds)}{self._said}"
+            self._said = said_by_engines(self._logs) if self._step is None else ""
+            self._said_at = seconds
+        if seconds < QUIET_S:
+            return self._doing
+        return f"{self._doing}, {duration(seconds)}{self._said}"
 
 
 Display = PlainDisplay | LiveDisplay
 
 
 def choose(scored: Sequence[Scored], prox_logprobs_BT: torch.Tensor | None) -> list[int]:
-    """Places of answers to show: the first right one, the first that is not, the one where the engines differ most."""
+    """Places of answers to show: the first right one, the first that is not, the one where the
+    engines differ most.
+    """
     right = [place for place, one in enumerate(scored) if one.verdict == Verdict.right]
     other = [place for place, one in enumerate(scored) if one.verdict != Verdict.right]
     found = [*right[:1], *other[:1]]
@@ -272,8 +342,11 @@ def finding(verdict: str | None, error: str | None) -> str:
 
 def sample_line(one: Scored) -> str:
     """An answer on one line: the end of its prompt, its own end, what it was worth."""
-    prompt, answer = _end(one.rollout.prompt.text), _end(one.text)
-    return f"sample   {prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
+    prompt = _end(one.rollout.prompt.text)
+    answer = _end(one.text)
+    return (
+        f"sample   {prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
+    )
 
 
 def _end(text: str) -> str:

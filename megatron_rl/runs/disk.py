@@ -1,4 +1,5 @@
-"""Writer of a run's lines and rollouts: survives a full disk, removes the oldest files to stay below `log.disk_gib`.
+"""Writer of a run's lines and rollouts: survives a full disk, removes the oldest files to stay
+below `log.disk_gib`.
 
 The oldest recorded rollouts go first, then dumps, then logs; never what a run goes on from.
 """
@@ -35,7 +36,9 @@ class RecordLost(RuntimeError):
 
 
 class LineFile:
-    """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the next one."""
+    """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the
+    next one.
+    """
 
     def __init__(self, path: Path) -> None:
         # a killed run may have left half a line
@@ -82,9 +85,13 @@ class Disk:
     """The driver's way to write what may be missing from a run's directory."""
 
     def __init__(self, run: RunDir, budget_gib: float | None, note: Callable[[str], None]) -> None:
-        self._run, self._note = run, note
+        self._run = run
+        self._note = note
         self._limit = None if budget_gib is None else budget_gib * GIB
-        self._budget = f"log.disk_gib={budget_gib:g}" if budget_gib is not None else ""
+        if budget_gib is not None:
+            self._budget = f"log.disk_gib={budget_gib:g}"
+        else:
+            self._budget = ""
         self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
         self._full: set[str] = set()  # what could not be written when it last came
         self._lost_rollouts = self._lost_lines = self._thinned = 0
@@ -96,7 +103,9 @@ class Disk:
             self._files[path].write(line)
         self._went("lines", not any(file.waiting for file in self._files.values()))
 
-    def write_rollouts(self, path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
+    def write_rollouts(
+        self, path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]
+    ) -> None:
         """Leaves the file out where there is no room."""
         from megatron_rl.runs.rollout_file import write_rollouts
 
@@ -119,7 +128,10 @@ class Disk:
         """The part of status.json about what could not be written, or was removed."""
         lines = self._lost_lines or sum(file.waiting for file in self._files.values())
         missing = {"lines": lines, "rollouts": self._lost_rollouts}
-        known = {"unrecorded": missing} if any(missing.values()) or self._full else {}
+        if any(missing.values()) or self._full:
+            known = {"unrecorded": missing}
+        else:
+            known = {}
         return known | ({"thinned_out": self._thinned} if self._thinned else {})
 
     def thin(self) -> None:
@@ -129,23 +141,31 @@ class Disk:
         over = size(self._run.path) - NEAR * self._limit
         for path in _oldest_first(self._run) if over > 0 else ():
             if not self._thinned:
-                self._note(f"{self._budget} is near: the oldest recorded rollouts, dumps and logs are removed")
+                self._note(
+                    f"{self._budget} is near: the oldest recorded rollouts, dumps and logs are "
+                    "removed"
+                )
             over -= size(path)
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                missing_ok=True
+            )
             self._thinned += 1
             if over <= 0:
                 break
         if over > 0 and not self._short:
             self._note(
-                f"{self._budget}: what has to stay is {(over + NEAR * self._limit) / GIB:.2f} GiB; raise it, or "
-                "lower checkpoint.keep_last"
+                f"{self._budget}: what has to stay is {(over + NEAR * self._limit) / GIB:.2f} GiB; "
+                "raise it, or lower checkpoint.keep_last"
             )
         self._short = over > 0
 
     def _went(self, what: str, well: bool) -> None:
         """Says once that there is no room, and once that there is again."""
         if not well and what not in self._full:
-            self._note(f"warning: {self._run.path} has no room. The run goes on; {FOLLOWS[what]}. Free space there")
+            self._note(
+                f"warning: {self._run.path} has no room. The run goes on; {FOLLOWS[what]}. Free "
+                "space there"
+            )
             self._full.add(what)
         elif well and what in self._full:
             self._note(f"{self._run.path} has room again: {what} are recorded")
@@ -154,7 +174,8 @@ class Disk:
 
 def size(path: Path) -> int:
     """Bytes of a file, or of everything in a folder. What goes away meanwhile counts nothing."""
-    total, inside = 0, (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    total = 0
+    inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in inside if path.is_dir() else [path]:
         with suppress(OSError):
             total += file.lstat().st_size
@@ -175,5 +196,6 @@ def lasting(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RecordLost(
-            f"{path} cannot be written: {error.strerror or error}. A run needs its directory to stay where it is"
+            f"{path} cannot be written: {error.strerror or error}. A run needs its directory to "
+            "stay where it is"
         ) from error

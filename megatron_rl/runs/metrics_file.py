@@ -1,4 +1,6 @@
-"""metrics.jsonl (strict JSON, a line per step): combines parts, encodes and reads lines, sums a run up in numbers."""
+"""metrics.jsonl (strict JSON, a line per step): combines parts, encodes and reads lines, sums a run
+up in numbers.
+"""
 
 import itertools
 import json
@@ -12,11 +14,15 @@ from typing import Any
 from megatron_rl.files import open_regular
 from megatron_rl.runs.metrics import ACCURACY, row
 
-MISMATCH, SAMPLE_SIZE = "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
-ABS_DIFFERENCE, REJECTED = "rollout_corr/logp_abs_diff_mean", "rollout_corr/rollout_rs_masked_fraction"
+MISMATCH = "rollout_corr/k3_kl"
+SAMPLE_SIZE = "rollout_corr/rollout_is_eff_sample_size"
+ABS_DIFFERENCE = "rollout_corr/logp_abs_diff_mean"
+REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 AREA = "accuracy_area"
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda values: math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values),
+    "mean": lambda values: (
+        math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values)
+    ),
     "sum": sum,
     "min": lambda values: math.nan if any(map(math.isnan, values)) else min(values),
     "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
@@ -25,7 +31,9 @@ REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value per name from the parts of a step. A part may lack a name; an unknown name is averaged."""
+    """One value per name from the parts of a step. A part may lack a name; an unknown name is
+    averaged.
+    """
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -50,7 +58,9 @@ def decode_line(text: str) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One line per step: of a step that a resumed run did again, the latest counts. Torn lines are skipped."""
+    """One line per step: of a step that a resumed run did again, the latest counts. Torn lines are
+    skipped.
+    """
     return read_lines(path)[0]
 
 
@@ -71,8 +81,11 @@ def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
 def _numbers(text: str) -> dict[str, float]:
     """The numbers of a line; none where it is torn, or does not say its step."""
     try:
-        line = {name: value for name, value in decode_line(text).items() if type(value) in (int, float)}
-        all(map(math.isfinite, line.values()))  # whole numbers may be too large for one with a point
+        line = {
+            name: value for name, value in decode_line(text).items() if type(value) in (int, float)
+        }
+        # whole numbers may be too large for one with a point
+        all(map(math.isfinite, line.values()))
         int(line["progress/step"])
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return {}
@@ -116,11 +129,15 @@ class Curves:
 
     def median(self, name: str) -> float | None:
         values = self.series(name, first_step=1).finite
-        return statistics.median(values) if values else None
+        if values:
+            return statistics.median(values)
+        return None
 
     def mean(self, name: str) -> float | None:
         values = self.series(name, first_step=1).finite
-        return statistics.fmean(values) if values else None
+        if values:
+            return statistics.fmean(values)
+        return None
 
     def total(self, name: str, first_step: int = 0) -> float:
         return math.fsum(self.series(name, first_step).finite)
@@ -148,19 +165,39 @@ def area(curve: Series) -> float | None:
 
 NUMBERS: dict[str, Number] = {
     AREA: Number(
-        "area", ".3f", "mean held-out accuracy over the run's steps", ACCURACY, lambda run, name: area(run.series(name))
+        "area",
+        ".3f",
+        "mean held-out accuracy over the run's steps",
+        ACCURACY,
+        lambda run, name: area(run.series(name)),
     ),
-    "accuracy": Number("at the end", ".3f", "held-out accuracy of the last policy", ACCURACY, Curves.last),
+    "accuracy": Number(
+        "at the end", ".3f", "held-out accuracy of the last policy", ACCURACY, Curves.last
+    ),
     "k3_kl": Number(
-        "mismatch", ".1e", "k3 KL of sampler and learner, nats a token, median step", MISMATCH, Curves.median
+        "mismatch",
+        ".1e",
+        "k3 KL of sampler and learner, nats a token, median step",
+        MISMATCH,
+        Curves.median,
     ),
     "abs_difference": Number(
-        "mean abs d", ".4f", "learner's logprob less the sampler's, nats, median step", ABS_DIFFERENCE, Curves.median
+        "mean abs d",
+        ".4f",
+        "learner's logprob less the sampler's, nats, median step",
+        ABS_DIFFERENCE,
+        Curves.median,
     ),
     "sample_size": Number(
-        "ESS", ".1%", "effective sample size of the applied weights, median step", SAMPLE_SIZE, Curves.median
+        "ESS",
+        ".1%",
+        "effective sample size of the applied weights, median step",
+        SAMPLE_SIZE,
+        Curves.median,
     ),
-    "rejected": Number("rejected", ".1%", "tokens that rules took out, mean", REJECTED, Curves.mean),
+    "rejected": Number(
+        "rejected", ".1%", "tokens that rules took out, mean", REJECTED, Curves.mean
+    ),
     "step_s": Number("s/step", ".2f", "seconds of a step, median", "time/step", Curves.median),
 }
 
@@ -172,4 +209,6 @@ def numbers(run: Curves) -> dict[str, float]:
 
 def numbers_of_file(path: Path) -> dict[str, float]:
     """The numbers of a metrics.jsonl; none where the file is gone."""
-    return numbers(Curves(tuple(read_metrics(path)))) if path.is_file() else {}
+    if path.is_file():
+        return numbers(Curves(tuple(read_metrics(path))))
+    return {}

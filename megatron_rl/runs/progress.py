@@ -1,4 +1,6 @@
-"""Progress of a run: counts of what it has trained on, whether run.stop is reached, whether a checkpoint is due."""
+"""Progress of a run: counts of what it has trained on, whether run.stop is reached, whether a
+checkpoint is due.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Seen:
     tokens: int = 0
 
     def after(self, batch: Batch) -> Seen:
-        return replace(self, samples=self.samples + len(batch), tokens=self.tokens + int(batch.mask_N.sum()))
+        return replace(
+            self, samples=self.samples + len(batch), tokens=self.tokens + int(batch.mask_N.sum())
+        )
 
     def metrics(self, batch: Batch, step: int) -> dict[str, float]:
         staleness_B = (step - 1 - batch.versions_B).clamp(min=0).float()
@@ -50,7 +54,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state after `step`: a run begins with it, or goes on with what a checkpoint keeps of it."""
+    """The state after `step`: a run begins with it, or goes on with what a checkpoint keeps of
+    it.
+    """
 
     step: int = 0
     seen: Seen = Seen()
@@ -62,17 +68,27 @@ class Progress:
         """The part that a checkpoint keeps, as JSON."""
         line = None
         if self.line is not None:
-            numbers = {name: value if isinstance(value, int) else float(value) for name, value in self.line.items()}
+            numbers = {
+                name: value if isinstance(value, int) else float(value)
+                for name, value in self.line.items()
+            }
             line = encode_line(numbers)
         return {"position": self.position, "seen": asdict(self.seen), "line": line}
 
     @staticmethod
     def of(step: int, kept: DriverState) -> Progress:
-        return Progress(step, Seen(**kept.seen), kept.position, None if kept.line is None else decode_line(kept.line))
+        return Progress(
+            step,
+            Seen(**kept.seen),
+            kept.position,
+            None if kept.line is None else decode_line(kept.line),
+        )
 
 
 class SaveSchedule:
-    """When a checkpoint is due, and which one is the best so far: rank 0's, because the clock decides, too."""
+    """When a checkpoint is due, and which one is the best so far: rank 0's, because the clock
+    decides, too.
+    """
 
     def __init__(self, section: CheckpointSection, resumed: Checkpoint | None) -> None:
         self._section = section

@@ -1,5 +1,6 @@
-"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json to its last word on how the
-run ended; a silent one for the other ranks."""
+"""Recorder of a run on the driver: metrics, ledger, rollouts, console, W&B, and status.json to its
+last word on how the run ended; a silent one for the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class SilentRecorder:
 
 
 class Recorder:
-    """Owns the run directory from the first line of metrics to the last word in status.json. An exception is `failed`,
-    Ctrl-C or SystemExit is `stopped`.
+    """Owns the run directory from the first line of metrics to the last word in status.json. An
+    exception is `failed`, Ctrl-C or SystemExit is `stopped`.
     """
 
     def __init__(
@@ -76,17 +77,24 @@ class Recorder:
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
         sooner: bool = False,
     ) -> None:
-        mode, moved, self.run = resolve_mode(config.wandb), "", RunDir(run_dir)
+        mode = resolve_mode(config.wandb)
+        moved = ""
+        self.run = RunDir(run_dir)
         if not claimed_for_this_process(run_dir):  # else by a launcher
             self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
-        self.alarms, self._rates = alarms or Alarms(), rates
+        self.alarms = alarms or Alarms()
+        self._rates = rates
         mark_status(run_dir, "running", alarms={})
-        self._beat_at, self._sample_at = time.monotonic(), -math.inf
+        self._beat_at = time.monotonic()
+        self._sample_at = -math.inf
         self._kills = memory_kills()
         self._broken_off: str | None = None  # the phase that an exception has ended
-        self._end, self._closed = ("finished", ""), False
-        self.clock, self._begun = PhaseClock(), time.perf_counter()
-        self._n_steps, self._last_step = n_steps, self.run.resumes_after
+        self._end = ("finished", "")
+        self._closed = False
+        self.clock = PhaseClock()
+        self._begun = time.perf_counter()
+        self._n_steps = n_steps
+        self._last_step = self.run.resumes_after
         if self._last_step is not None and self.run.metrics.is_file():
             self.alarms.goes_on(read_metrics(self.run.metrics), self._last_step)
         self._step_times: list[float] = []
@@ -118,14 +126,22 @@ class Recorder:
             self._display.phase(self.clock.leave())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """One line of metrics: what the caller measured, the split of the time since the last line, progress."""
+        """One line of metrics: what the caller measured, the split of the time since the last line,
+        progress.
+        """
         line = {name: _number(value) for name, value in metrics.items()}
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
-        line |= {name: value for name, value in (throughput(line) | self._rates(line)).items() if name not in line}
+        line |= {
+            name: value
+            for name, value in (throughput(line) | self._rates(line)).items()
+            if name not in line
+        }
         for name in set(unknown(line)) - self._unknown:
             self._unknown.add(name)
-            warnings.warn(f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=2)
+            warnings.warn(
+                f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=2
+            )
         self._disk.write_line(self.run.metrics, encode_line(line))
         self._disk.write_line(self.run.lanes, encode_spans(step, self.clock.spans))
         self.clock.spans.clear()
@@ -145,12 +161,18 @@ class Recorder:
         return line
 
     def skip(self) -> None:
-        """Drops the time since the last line, which belongs to no step: engines were started again."""
+        """Drops the time since the last line, which belongs to no step: engines were started
+        again.
+        """
         self.clock.finish_step()
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
-        """Records prompts by their number in the run's order: those drawn, from and to; those trained on."""
-        self._disk.write_line(self.run.ledger, json.dumps({"step": step, "drawn": drawn, "trained": list(trained)}))
+        """Records prompts by their number in the run's order: those drawn, from and to; those
+        trained on.
+        """
+        self._disk.write_line(
+            self.run.ledger, json.dumps({"step": step, "drawn": drawn, "trained": list(trained)})
+        )
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Adds the work of others for this step, whenever it was done."""
@@ -171,14 +193,19 @@ class Recorder:
             self._wandb.samples(step, shown)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
-        """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached what it was for."""
-        step, steps = self._last_step, self._n_steps
+        """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached
+        what it was for.
+        """
+        step = self._last_step
+        steps = self._n_steps
         state, how = ("stopped", "stopped") if asked and step != steps else ("finished", "ended")
         self._end = state, f"{how} after step {step} of {steps}: {reason}"
         self.note(self._end[1])
 
     def close(self, state: str = "finished", reason: str = "") -> None:
-        """Says how it ended, in status.json first: whatever fails after that, the run's state is known."""
+        """Says how it ended, in status.json first: whatever fails after that, the run's state is
+        known.
+        """
         if self._closed:
             return
         if state not in ENDED:
@@ -194,11 +221,13 @@ class Recorder:
         except OSError as error:
             self.note(f"{self.run.status} could not be written: {error.strerror}")
         self._display.close()
-        said, standing = f": {reason}" if reason else "", ", ".join(self.alarms.told())
+        said = f": {reason}" if reason else ""
+        standing = ", ".join(self.alarms.told())
         said += f"; alarms that stand: {standing}" if standing else ""
         self.note(f"{state} after {duration(time.perf_counter() - self._begun)}{said}")
         if state == "failed":
-            say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
+            # a launcher says it itself, last
+            say = self._write_text if LAUNCHER in os.environ else self.note
             say(cause.paragraph())
         self.note(describe_contents(self.run))
         if self._wandb and (left := self._wandb.close(state, numbers_of_file(self.run.metrics))):
@@ -211,7 +240,9 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close(*self._end)
         elif issubclass(kind, (KeyboardInterrupt, SystemExit)):
@@ -221,12 +252,19 @@ class Recorder:
 
     def _cause(self, reason: str) -> Cause:
         """The cause of an end that nobody wanted, as far as the driver knows it."""
-        log, start = self.run.logs / "rank_0.log", "the start" if self._last_step is None else None
-        about: dict[str, Any] = {"phase": self._broken_off or start, "log": str(log) if log.exists() else ""}
-        return explain(reason, process="rank 0", **about, out_of_memory=memory_kills() > self._kills)
+        log = self.run.logs / "rank_0.log"
+        start = "the start" if self._last_step is None else None
+        about: dict[str, Any] = {
+            "phase": self._broken_off or start,
+            "log": str(log) if log.exists() else "",
+        }
+        return explain(
+            reason, process="rank 0", **about, out_of_memory=memory_kills() > self._kills
+        )
 
     def _note_places(self) -> None:
-        path, wandb = shlex.quote(str(self.run.path)), self._wandb
+        path = shlex.quote(str(self.run.path))
+        wandb = self._wandb
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
@@ -237,7 +275,9 @@ class Recorder:
         if step > 0:  # step 0 holds the start of the engines
             self._step_times.append(seconds)
         recent = self._step_times[-ETA_STEPS:]
-        return math.fsum(recent) / len(recent) * (self._n_steps - step) if recent and step < self._n_steps else None
+        if recent and step < self._n_steps:
+            return math.fsum(recent) / len(recent) * (self._n_steps - step)
+        return None
 
     def _write_text(self, text: str) -> None:
         with suppress(OSError):  # the same words are on the screen
@@ -258,7 +298,9 @@ class Recorder:
 
 def _number(value: Any) -> float:
     """A number as JSON has it, also of one-element tensors and NumPy scalars."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return float(value)
 
 
 def describe_contents(run: RunDir) -> str:
@@ -274,4 +316,9 @@ def describe_contents(run: RunDir) -> str:
         (run.best_model.is_dir(), "model-best/", "the best one by checkpoint.best"),
         (True, f"logs/attempt_{run.attempt}/", ""),
     )
-    return "\n".join([f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for there, name, about in rows if there)])
+    return "\n".join(
+        [
+            f"in {run.path}/:",
+            *(f"  {name:<18}{about}".rstrip() for there, name, about in rows if there),
+        ]
+    )

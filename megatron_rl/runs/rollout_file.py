@@ -1,6 +1,8 @@
-"""rollouts/step_N.parquet, written and read: a step's rollouts, a row each, with the sampler's and learner's logprobs.
+"""rollouts/step_N.parquet, written and read: a step's rollouts, a row each, with the sampler's and
+learner's logprobs.
 
-Columns that a step does not have are null. Shape suffixes: B sequences, T response positions (right-padded).
+Columns that a step does not have are null. Shape suffixes: B sequences, T response positions
+(right-padded).
 """
 
 from __future__ import annotations
@@ -44,13 +46,28 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("sampler_logprobs", pa.list_(pa.float32())),  # NaN where the sampler reported none
         ("loss_mask", pa.list_(pa.bool_())),  # what the policy wrote itself
-        ("kept_ids", pa.list_(pa.int32())),  # with rollout.top_k: what each token was drawn among, one after the other
+        (
+            "kept_ids",
+            pa.list_(pa.int32()),
+        ),  # with rollout.top_k: what each token was drawn among, one after the other
         ("kept_counts", pa.list_(pa.int32())),  # how many at each token
-        ("versions", pa.list_(pa.int32())),  # policy version of each token, where an update came between them
-        ("turns", pa.list_(pa.int32())),  # of a session: the turn that each token was sampled in, -1: in none
-        ("kinds", pa.list_(pa.int8())),  # of a session: text, thinking or a tool call, by their places in types.KINDS
+        (
+            "versions",
+            pa.list_(pa.int32()),
+        ),  # policy version of each token, where an update came between them
+        (
+            "turns",
+            pa.list_(pa.int32()),
+        ),  # of a session: the turn that each token was sampled in, -1: in none
+        (
+            "kinds",
+            pa.list_(pa.int8()),
+        ),  # of a session: text, thinking or a tool call, by their places in types.KINDS
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
-        ("experts", pa.binary()),  # with log.record_experts: of each token read, layer by layer, one byte each or two
+        (
+            "experts",
+            pa.binary(),
+        ),  # with log.record_experts: of each token read, layer by layer, one byte each or two
         ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
         ("row", pa.int32()),  # which branch of its session
         ("session", pa.string()),  # what it has come to, and its messages, as JSON
@@ -62,7 +79,15 @@ SCHEMA = pa.schema(
 )
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
-_OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit")  # where there is any
+# where there is any
+_OF_TOKENS = (
+    "kept_ids",
+    "kept_counts",
+    "versions",
+    "turns",
+    "kinds",
+    "credit",
+)
 _OF_EXPERTS = ("experts", "experts_shape")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
@@ -72,7 +97,9 @@ PIECE = 512  # rows that are written at once
 
 
 class Columns(TypedDict, total=False):
-    """Values that the step computed about its rollouts; whatever is left out is null in the file."""
+    """Values that the step computed about its rollouts; whatever is left out is null in the
+    file.
+    """
 
     prox_logprobs_BT: torch.Tensor | None
     weights_BT: torch.Tensor | None
@@ -96,23 +123,41 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
             file.write_table(_table(scored[rows], truths[rows], columns, rows))
 
 
-def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, rows: slice) -> pa.Table:
+def _table(
+    scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, rows: slice
+) -> pa.Table:
     rollouts = [one.rollout for one in scored]
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
     table = {
-        **{name: [getattr(rollout, name) for rollout in rollouts] for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)},
+        **{
+            name: [getattr(rollout, name) for rollout in rollouts]
+            for name in (*_OF_ROLLOUT, "row", *_OF_TOKENS)
+        },
         "session": [one.session and json.dumps(asdict(one.session), **AS_TEXT) for one in rollouts],
-        **{name: [getattr(one, name) for one in scored] for name in ("reward", "error", "verdict", "text")},
+        **{
+            name: [getattr(one, name) for one in scored]
+            for name in ("reward", "error", "verdict", "text")
+        },
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
-        "pieces": [columns.get("pieces", {}).get(place) for place in range(rows.start, rows.start + len(scored))],
+        "pieces": [
+            columns.get("pieces", {}).get(place)
+            for place in range(rows.start, rows.start + len(scored))
+        ],
         "prompt": [rollout.prompt.text for rollout in rollouts],
-        "truth": [truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT) for truth in truths],
+        "truth": [
+            truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT)
+            for truth in truths
+        ],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        **(_experts(rollouts) if columns.get("experts") else dict.fromkeys(_OF_EXPERTS, [None] * len(scored))),
+        **(
+            _experts(rollouts)
+            if columns.get("experts")
+            else dict.fromkeys(_OF_EXPERTS, [None] * len(scored))
+        ),
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
@@ -124,14 +169,20 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
 def _experts(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     told = [rollout.experts_SLK for rollout in rollouts]
     values = [None if one is None else one.tobytes() for one in told]
-    return dict(zip(_OF_EXPERTS, (values, [None if one is None else one.shape for one in told]), strict=True))
+    return dict(
+        zip(
+            _OF_EXPERTS, (values, [None if one is None else one.shape for one in told]), strict=True
+        )
+    )
 
 
 def _experts_of(row: Mapping[str, Any]) -> np.ndarray | None:
     values, shape = (row.get(name) for name in _OF_EXPERTS)  # not in the files of old runs
     if values is None or shape is None:
         return None
-    return np.frombuffer(values, np.uint8 if len(values) == np.prod(shape) else np.int16).reshape(shape)
+    return np.frombuffer(values, np.uint8 if len(values) == np.prod(shape) else np.int16).reshape(
+        shape
+    )
 
 
 def session_of(text: str | None) -> Session | None:
@@ -161,12 +212,21 @@ def load_recorded(path: Path) -> Recorded:
     table = read_rollouts(path)
     lists = {name: arrays(table, name) for name in LISTS}
     rows = table.select([name for name in table.column_names if name not in LISTS]).to_pylist()
-    scored = [_scored(row, {name: lists[name][at] for name in _ANSWER}) for at, row in enumerate(rows)]
+    scored = [
+        _scored(row, {name: lists[name][at] for name in _ANSWER}) for at, row in enumerate(rows)
+    ]
     prox = [row for row in lists["prox_logprobs"] if row is not None]
     missing = len(prox) < len(rows)
-    batch, step = collate(scored), STEP.fullmatch(path.name)
-    version = int(step[1]) - 1 if step else int(batch.token_versions_BT.max())
-    prox_BT = None if missing else matrix_of(joined(prox, "float32"), batch.response_lengths_B)
+    batch = collate(scored)
+    step = STEP.fullmatch(path.name)
+    if step:
+        version = int(step[1]) - 1
+    else:
+        version = int(batch.token_versions_BT.max())
+    if missing:
+        prox_BT = None
+    else:
+        prox_BT = matrix_of(joined(prox, "float32"), batch.response_lengths_B)
     return Recorded(scored, batch, prox_BT, version)
 
 
@@ -182,9 +242,13 @@ def arrays(table: pa.Table, name: str) -> list[Any]:
 
 
 def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
-    """The answer that `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
+    """The answer that `write_rollouts` was given; of the data set's row, the file holds the truth
+    alone.
+    """
     rollout = Rollout(
-        prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}),
+        prompt=Prompt(
+            row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}
+        ),
         logprobs=answer["sampler_logprobs"],
         **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
         format=row.get("format") or "",  # not in the files of old runs
@@ -194,7 +258,9 @@ def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )
     verdict = row.get("verdict")
-    return Scored(rollout, row["reward"], row["error"], row["text"], Verdict(verdict) if verdict else None)
+    return Scored(
+        rollout, row["reward"], row["error"], row["text"], Verdict(verdict) if verdict else None
+    )
 
 
 def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -207,7 +273,8 @@ def _check(values_BT: torch.Tensor | None, scored: Sequence[Scored], name: str) 
     longest = max((len(one.rollout.token_ids) for one in scored), default=0)
     if values_BT is not None and (len(values_BT) != len(scored) or longest > values_BT.shape[1]):
         raise ValueError(
-            f"{name} has shape {tuple(values_BT.shape)} for {len(scored)} rollouts of up to {longest} tokens"
+            f"{name} has shape {tuple(values_BT.shape)} for {len(scored)} rollouts of up to "
+            f"{longest} tokens"
         )
 
 
@@ -216,10 +283,14 @@ def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray)
     if values_BT is None:
         return pa.nulls(len(lengths))
     part = values_BT[rows].numpy(force=True)
-    return _lists([row[:length] for row, length in zip(part, lengths, strict=True)], lengths, part.dtype)
+    return _lists(
+        [row[:length] for row, length in zip(part, lengths, strict=True)], lengths, part.dtype
+    )
 
 
 def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    flat = np.concatenate([np.zeros(0, kind), *(np.asarray(row) for row in rows)]).astype(kind, copy=False)
+    flat = np.concatenate([np.zeros(0, kind), *(np.asarray(row) for row in rows)]).astype(
+        kind, copy=False
+    )
     return pa.ListArray.from_arrays(ends, pa.array(flat))

@@ -1,4 +1,6 @@
-"""A run's directory: its paths, its claim by a lock (for a new or resumed run; an old one archived), secrets hidden."""
+"""A run's directory: its paths, its claim by a lock (for a new or resumed run; an old one
+archived), secrets hidden.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from megatron_rl.files import open_regular, write_whole
 from megatron_rl.processes.folder_lock import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import STATUS, environment, goes_on, known_status, mark_status, now, read_status
+from megatron_rl.runs.status import (
+    STATUS,
+    environment,
+    goes_on,
+    known_status,
+    mark_status,
+    now,
+    read_status,
+)
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
@@ -44,21 +54,27 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths in a run's directory; also there: owner.lock, logs/, and with log.wandb, wandb.id and wandb/."""
+    """Paths in a run's directory; also there: owner.lock, logs/, and with log.wandb, wandb.id and
+    wandb/.
+    """
 
     path: Path
-    lock: FileIO | None = field(default=None, compare=False, repr=False)  # of whoever has claimed it
+    # of whoever has claimed it
+    lock: FileIO | None = field(default=None, compare=False, repr=False)
 
     config = _Inside("config.yaml")  # the resolved configuration
     env = _Inside("env.json")  # versions and platform
     plan = _Inside("plan.json")  # memory and time as they were planned
-    status = _Inside(STATUS)  # how it stands: starting | running | finished | stopped | failed, and why
+    # how it stands: starting | running | finished | stopped | failed, and why
+    status = _Inside(STATUS)
     metrics = _Inside("metrics.jsonl")  # one line per step
     rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
     lanes = _Inside("lanes.jsonl")  # when sampler, rewards and learner were at work
-    ledger = _Inside("ledger.jsonl")  # which prompts each step has drawn, and which of them it has trained on
+    # which prompts each step has drawn, and which of them it has trained on
+    ledger = _Inside("ledger.jsonl")
     checkpoints = _Inside("checkpoints")  # step_N/: to go on from
-    dumps = _Inside("dumps")  # updates that were not finite, to be repeated; traces, what filled a GPU
+    # updates that were not finite, to be repeated; traces, what filled a GPU
+    dumps = _Inside("dumps")
     model = _Inside("model")  # the last policy, with log.export
     best_model = _Inside("model-best")  # the best one by checkpoint.best
     report = _Inside("report.html")
@@ -87,18 +103,24 @@ class RunDir:
 
 
 def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> str:
-    """Raises where `open_run` would; says what that makes of an old directory. Touches nothing: for early checks."""
+    """Raises where `open_run` would; says what that makes of an old directory. Touches nothing: for
+    early checks.
+    """
     try:
         above = next((folder for folder in path.parents if folder.exists()), path)
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             raise _unusable(path, f"{above} is no folder that can be written")
         if path.exists() and not path.is_dir():
-            raise RunDirectoryUsed(f"run.name: run directory {path} is a file; choose another name: run.name=...")
+            raise RunDirectoryUsed(
+                f"run.name: run directory {path} is a file; choose another name: run.name=..."
+            )
         if _used(path):
             _check_free(path, if_exists)
             if if_exists is IfExists.resume and resolved_yaml and RunDir(path).config.is_file():
                 refuse_changes(RunDir(path).config, resolved_yaml)
-        return _makes_of(path, if_exists) if _used(path) else ""
+        if _used(path):
+            return _makes_of(path, if_exists)
+        return ""
     except FileNotFoundError:
         return ""  # another start has just moved it aside
     except OSError as error:
@@ -108,14 +130,19 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> s
 def _makes_of(path: Path, if_exists: IfExists) -> str:
     if if_exists is IfExists.resume and (found := steps(RunDir(path).checkpoints)):
         return f"{path} is there: a start goes on after step {max(found)}, its newest checkpoint, if that is whole"
-    because = {IfExists.refuse: ", as it ended before its first step", IfExists.resume: ", as no checkpoint is in it"}
+    because = {
+        IfExists.refuse: ", as it ended before its first step",
+        IfExists.resume: ", as no checkpoint is in it",
+    }
     return f"{path} is there: a start moves it to {archive_name(path)} and begins anew{because.get(if_exists, '')}"
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
-    """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
+    """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old
+    one ("": none).
 
-    The status stays "starting" until a Recorder takes over: a launcher claims it before the driver rank exists.
+    The status stays "starting" until a Recorder takes over: a launcher claims it before the driver
+    rank exists.
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
@@ -132,8 +159,8 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
 
 
 def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
-    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one. Whoever
-    moves an old one holds that one's lock: of many, one does.
+    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about
+    an old one. Whoever moves an old one holds that one's lock: of many, one does.
     """
     moved = ""
     while True:
@@ -154,11 +181,20 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             return lock, None, moved
         torn: list[str] = []
         if if_exists is IfExists.resume and (found := goes_on_from(path, torn.append)):
-            return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
+            return (
+                lock,
+                found,
+                "\n".join(
+                    (*torn, f"{path} goes on after step {found.step}, saved at {found.time}")
+                ),
+            )
         with lock:
             _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
-            why = f": it ended before its first step ({_describe(path, False)})" if if_exists is IfExists.refuse else ""
+            if if_exists is IfExists.refuse:
+                why = f": it ended before its first step ({_describe(path, False)})"
+            else:
+                why = ""
             if if_exists is IfExists.resume:
                 none = f"none of its {len(torn)} checkpoints is whole"
                 why = f": {none if torn else 'it holds no checkpoint to go on from'}; the run begins again"
@@ -170,24 +206,46 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     if found is not None:
         rewind(run.path, found.step, found.said)
     shutil.rmtree(run.pulses, ignore_errors=True)  # of the attempt before
-    for folder in (run.rollouts, run.checkpoints, run.pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
+    for folder in (
+        run.rollouts,
+        run.checkpoints,
+        run.pulses,
+        run.path / "logs" / f"attempt_{run.attempt + 1}",
+    ):
         folder.mkdir(parents=True, exist_ok=True)
     config = read_yaml(resolved_yaml)
-    write_whole(run.config, resolved_yaml if (hidden := redact(config)) == config else write_yaml(hidden))
+    write_whole(
+        run.config, resolved_yaml if (hidden := redact(config)) == config else write_yaml(hidden)
+    )
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
-    step, before = None if found is None else found.step, read_status(run.path)
-    about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
+    step = None if found is None else found.step
+    before = read_status(run.path)
+    about: dict[str, Any] = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "started": now(),
+        "attempt": run.attempt,
+    }
     if before:
-        about["before"] = {"state": before.get("state"), "reason": str(before.get("reason"))[:LONGEST_BEFORE]}
+        about["before"] = {
+            "state": before.get("state"),
+            "reason": str(before.get("reason"))[:LONGEST_BEFORE],
+        }
     about["restarts"] = os.environ.get("SLURM_RESTART_COUNT")
     mark_status(run.path, "starting", **about, resumes_after=step, stopping=None, stuck=None)
     return run
 
 
 def claimed_for_this_process(path: Path) -> bool:
-    """Whether a launcher, or this process itself, has opened the run that is still to be recorded."""
-    status, launcher = read_status(path), os.environ.get(LAUNCHER)
-    return status.get("state") == "starting" and str(status.get("pid", launcher)) in (str(launcher), str(os.getpid()))
+    """Whether a launcher, or this process itself, has opened the run that is still to be
+    recorded.
+    """
+    status = read_status(path)
+    launcher = os.environ.get(LAUNCHER)
+    return status.get("state") == "starting" and str(status.get("pid", launcher)) in (
+        str(launcher),
+        str(os.getpid()),
+    )
 
 
 def archive_name(path: Path) -> Path:
@@ -196,9 +254,13 @@ def archive_name(path: Path) -> Path:
 
 
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
-    """Raises where a used directory is not free. `locked`: as in `known_status`, whether another one has its lock."""
+    """Raises where a used directory is not free. `locked`: as in `known_status`, whether another
+    one has its lock.
+    """
     if goes_on(path, locked):
-        raise _refused(path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})")
+        raise _refused(
+            path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})"
+        )
     if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
         raise _refused(
             path,
@@ -208,23 +270,30 @@ def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> 
 
 
 def _owner(path: Path, status: Mapping[str, Any]) -> str:
-    """Who holds the lock; the status may still be that of the attempt before, or have been copied with the folder."""
+    """Who holds the lock; the status may still be that of the attempt before, or have been copied
+    with the folder.
+    """
     said = status.get("pid"), status.get("host")
     pid, host = (holder(path) if held(path) else None) or said
     words = f"process {pid} on {host}"
     if host == platform.node() and not Path(f"/proc/{pid}").exists():
         words = f"processes of {words}, which is gone itself"
-    return f"{words}, last sign of life {status.get('heartbeat')}" if (pid, host) == said else words
+    if (pid, host) == said:
+        return f"{words}, last sign of life {status.get('heartbeat')}"
+    return words
 
 
 def _refused(path: Path, why: str, more: str = "") -> RunDirectoryUsed:
     return RunDirectoryUsed(
-        f"run.name: run directory {path} {why}. Nothing was changed. Choose another name: run.name={path.name}_2{more}"
+        f"run.name: run directory {path} {why}. Nothing was changed. Choose another name: "
+        f"run.name={path.name}_2{more}"
     )
 
 
 def _unusable(path: Path, why: str | None) -> ConfigError:
-    return ConfigError(f"run.root={path.parent}: {path.name} cannot be made there: {why}; name a folder with room")
+    return ConfigError(
+        f"run.root={path.parent}: {path.name} cannot be made there: {why}; name a folder with room"
+    )
 
 
 def _used(path: Path) -> bool:
@@ -232,14 +301,19 @@ def _used(path: Path) -> bool:
 
 
 def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
-    """Whether nothing of a run is worth more than its logs, so that it makes room for the next start of its name."""
+    """Whether nothing of a run is worth more than its logs, so that it makes room for the next
+    start of its name.
+    """
     run = RunDir(path)
-    begun = run.metrics.is_file() and any(line["progress/step"] >= 1 for line in read_metrics(run.metrics))
+    begun = run.metrics.is_file() and any(
+        line["progress/step"] >= 1 for line in read_metrics(run.metrics)
+    )
     return known_status(path, locked).get("state") in ("failed", "stopped") and not begun
 
 
 def _describe(path: Path, locked: bool | None) -> str:
-    status, run = known_status(path, locked), RunDir(path)
+    status = known_status(path, locked)
+    run = RunDir(path)
     reason = str(status.get("reason") or "").partition("\n")[0]
     state = f"{status.get('state', 'no status')}{f': {reason}' if reason else ''}"
     return f"{state}, {f'{run.n_lines()} lines of' if run.metrics.exists() else 'no'} metrics"

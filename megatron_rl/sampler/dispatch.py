@@ -1,8 +1,10 @@
-"""Dispatches prompts to engines: the one with their group's prefix, else the least loaded; a dying one's go to others.
+"""Dispatches prompts to engines: the one with their group's prefix, else the least loaded; a dying
+one's go to others.
 
-All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it is open. Every job's
-answers come back exactly once, whichever engine they come from. Every wait has a limit: the engine's own deadline for
-an answer, `TRIES` for a job, `patience_s` while there is no engine.
+All samples of a prompt go to one engine, which has its prefix. Jobs may be added as long as it is
+open. Every job's answers come back exactly once, whichever engine they come from. Every wait has a
+limit: the engine's own deadline for an answer, `TRIES` for a job, `patience_s` while there is no
+engine.
 """
 
 from __future__ import annotations
@@ -14,12 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron_rl.sampler.client.interface import Completion, EngineGone, RequestRefused, SamplerError
+from megatron_rl.sampler.client.interface import (
+    Completion,
+    EngineGone,
+    RequestRefused,
+    SamplerError,
+)
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.types import Prompt, SamplingParams
 
 TRIES = 4  # engines that may die over one prompt before the prompt is suspected
-QUEUED = 1.25  # sequences given to an engine, relative to what it decodes at once: enough to refill its batch
+# sequences given to an engine, relative to what it decodes at once: enough to refill its batch
+QUEUED = 1.25
 
 
 @dataclass(eq=False)
@@ -31,8 +39,10 @@ class Job:
     seed: int  # of the first sample; the next ones count upwards
     tries: int = 0  # so far, which ended with the engine
     params: SamplingParams | None = None  # None: the dispatcher's
-    key: str = ""  # jobs with the same one go to the same engine, which has their prefix, as long as it takes them
-    answer: asyncio.Future[Done] | None = None  # of whoever waits for this job alone; None: `finished` tells of it
+    # jobs with the same one go to the same engine, which has their prefix, as long as it takes them
+    key: str = ""
+    # of whoever waits for this job alone; None: `finished` tells of it
+    answer: asyncio.Future[Done] | None = None
     given_up: bool = False
 
     def __str__(self) -> str:
@@ -68,19 +78,27 @@ class Dispatcher:
         on_gone: Callable[[Replica, str], None],
         patient: bool = True,
     ) -> None:
-        """`served`: the policy versions so far, the present one last; `on_gone` is told of every failure.
+        """`served`: the policy versions so far, the present one last; `on_gone` is told of every
+        failure.
 
         `patient`: see Engine.generate.
         """
         self.retried = 0
-        self.changed = asyncio.Event()  # to be set when an engine comes back, is given up, or has been updated
-        self._replicas, self._params, self._served, self._patient = replicas, params, served, patient
+        # to be set when an engine comes back, is given up, or has been updated
+        self.changed = asyncio.Event()
+        self._replicas = replicas
+        self._params = params
+        self._served = served
+        self._patient = patient
         self._max_sequences = max_sequences
-        self._patience_s, self._on_gone = patience_s, on_gone
+        self._patience_s = patience_s
+        self._on_gone = on_gone
         self._waiting = deque[Job]()
         self._running: dict[asyncio.Future[list[Completion]], _Given] = {}
-        self._load = Counter[str]()  # sequences of its own, by engine: another dispatcher's take no room here
-        self._over: list[asyncio.Future[list[Completion]]] = []  # of those that run: they have ended
+        # sequences of its own, by engine: another dispatcher's take no room here
+        self._load = Counter[str]()
+        # of those that run: they have ended
+        self._over: list[asyncio.Future[list[Completion]]] = []
         self._done: list[Done] = []
         self._news = asyncio.Event()
         self._homes: dict[str, Replica] = {}  # the engine that last took a job of a key
@@ -126,11 +144,14 @@ class Dispatcher:
             await self._news.wait()
         if not self._done:
             self._raise_failure()
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         return done
 
     async def close(self, why: str | None = None) -> None:
-        """Give up what is open: engines are told to stop. `why`: an error for whoever still waits."""
+        """Give up what is open: engines are told to stop. `why`: an error for whoever still
+        waits.
+        """
         self._closed = why
         self._fail_asked(SamplerError(why or "the request was given up"))
         self._waiting.clear()
@@ -171,7 +192,8 @@ class Dispatcher:
                     continue
                 await self.changed.wait()
                 self.changed.clear()
-                over, self._over = self._over, []
+                over = self._over
+                self._over = []
                 for answering in over:
                     self._collect(answering)
         finally:
@@ -200,12 +222,18 @@ class Dispatcher:
         self.changed.set()
 
     async def _answer(self, given: _Given) -> list[Completion]:
-        params, version = given.job.params or self._params, self._served[given.since]
-        distinct = 1 if params.temperature == 0 else params.samples  # greedy samples are copies of one
+        params = given.job.params or self._params
+        version = self._served[given.since]
+        # greedy samples are copies of one
+        distinct = 1 if params.temperature == 0 else params.samples
         samples = [
             asyncio.ensure_future(
                 given.replica.engine.generate(
-                    given.job.prompt.token_ids, params, given.job.seed + sample, version=version, patient=self._patient
+                    given.job.prompt.token_ids,
+                    params,
+                    given.job.seed + sample,
+                    version=version,
+                    patient=self._patient,
                 )
             )
             for sample in range(distinct)
@@ -220,12 +248,17 @@ class Dispatcher:
     def _can_take_one(self, replica: Replica) -> bool:
         current = replica.ready and not replica.updating and replica.version == self._served[-1]
         load = self._load[replica.name]
-        # one engine alone is given everything: what shares its batches must not hang on when something was finished
+        # one engine alone is given everything: what shares its batches must not hang on when
+        # something was finished
         alone = len(self._replicas) == 1
-        return current and (load == 0 or alone or load + self._params.samples <= self._room(replica))
+        return current and (
+            load == 0 or alone or load + self._params.samples <= self._room(replica)
+        )
 
     def _room(self, replica: Replica) -> int:
-        """Sequences that an engine is given: what it decodes at once, as far as its cache holds that many, and some."""
+        """Sequences that an engine is given: what it decodes at once, as far as its cache holds
+        that many, and some.
+        """
         sequences = self._max_sequences
         if replica.cache_tokens and self._waiting:
             first = self._waiting[0]
@@ -243,7 +276,9 @@ class Dispatcher:
         return versions - set(self._served[given.since :])
 
     def _is_early(self, answering: asyncio.Future[list[Completion]]) -> bool:
-        """Of weights that an engine has just loaded, and its answer to that update is not dealt with yet."""
+        """Of weights that an engine has just loaded, and its answer to that update is not dealt
+        with yet.
+        """
         given = self._running[answering]
         if not given.replica.updating or answering.cancelled() or answering.exception() is not None:
             return False
@@ -254,7 +289,8 @@ class Dispatcher:
             self._over.append(answering)  # looked at again once the update is over
             return
         given = self._release(answering)
-        replica, job = given.replica, given.job
+        replica = given.replica
+        job = given.job
         if job.given_up:
             return
         if answering.cancelled():  # its supervisor took the engine out
@@ -292,11 +328,16 @@ class Dispatcher:
         job.tries += 1
         self.retried += 1
         if job.tries >= TRIES:
-            raise SamplerError(f"{job} was given up: {TRIES} tries ended with the server, the last one with: {reason}")
+            raise SamplerError(
+                f"{job} was given up: {TRIES} tries ended with the server, the last one with: "
+                f"{reason}"
+            )
         self._waiting.appendleft(job)
 
     async def _wait_for_an_engine(self) -> None:
-        """Wait until an engine is ready; raise where none is in time, or can be. An update has limits of its own."""
+        """Wait until an engine is ready; raise where none is in time, or can be. An update has
+        limits of its own.
+        """
         deadline = time.monotonic() + self._patience_s
         while not any(self._can_take_one(replica) for replica in self._replicas):
             if any(replica.updating for replica in self._replicas):

@@ -1,4 +1,5 @@
-"""Settings of a run's engines: from its configuration to vLLM's arguments and a model folder that holds no weights.
+"""Settings of a run's engines: from its configuration to vLLM's arguments and a model folder that
+holds no weights.
 
 An engine loads no checkpoint: it starts from dummy weights in the layout that the folder's
 `quantization_config` (compressed-tensors) describes, and the first sync fills them.
@@ -36,13 +37,15 @@ class EngineSettings:
 
     sampler: schema.SamplerSection
     quantization: schema.QuantizationSection
-    formats: tuple[schema.Format, ...]  # one per engine: of the servers that the run starts, then of the given ones
+    # one per engine: of the servers that the run starts, then of the given ones
+    formats: tuple[schema.Format, ...]
     is_fleet: bool  # servers, not embedded engines
     transport: schema.Transport
     max_tokens: int  # of a prompt and its answer together
     seed: int
     device: schema.Device
-    in_flight: schema.InFlight = schema.InFlight.finish  # what an update does to answers that are being written
+    # what an update does to answers that are being written
+    in_flight: schema.InFlight = schema.InFlight.finish
     in_flight_cache: schema.Cache = schema.Cache.rebuild
     head: schema.Precision = schema.Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
@@ -72,12 +75,18 @@ class EngineSettings:
 def engine_arguments(
     settings: EngineSettings, folder: Path, worker_extension: str = WORKER_EXTENSION
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
-    sampler, backend = settings.sampler, str(settings.transport.value)
+    """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a
+    message.
+    """
+    sampler = settings.sampler
+    backend = str(settings.transport.value)
     if settings.transport != schema.Transport.file:  # vLLM's own engines, with our checks in front
         backend = BACKEND_PREFIX + backend
-        worker_extension = VLLM_WORKER_EXTENSION if worker_extension == WORKER_EXTENSION else worker_extension
-    gpu = settings.device == schema.Device.cuda or (settings.device == schema.Device.auto and torch.cuda.is_available())
+        if worker_extension == WORKER_EXTENSION:
+            worker_extension = VLLM_WORKER_EXTENSION
+    gpu = settings.device == schema.Device.cuda or (
+        settings.device == schema.Device.auto and torch.cuda.is_available()
+    )
     arguments: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",
@@ -95,7 +104,8 @@ def engine_arguments(
         "worker_extension_cls": worker_extension,
         "enable_prefix_caching": True,  # of the present weights alone: engine/generation.py
         "enforce_eager": not gpu,
-        # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
+        # a seeded request whose prompt is cut in two asks its generator for an offset, which only
+        # CUDA's have
         "enable_chunked_prefill": gpu,
     }
     if sampler.routed_experts:
@@ -116,8 +126,9 @@ def engine_arguments(
 def gpu_arguments(sampler: schema.SamplerSection) -> dict[str, Any]:
     """What an engine on GPUs is given beside the rest.
 
-    Nothing that FlashInfer compiles or downloads when an engine starts: nodes may have no network and no compiler.
-    CUDA graphs up to what is decoded at once: vLLM's own limits are twice that, and 512.
+    Nothing that FlashInfer compiles or downloads when an engine starts: nodes may have no network
+    and no compiler. CUDA graphs up to what is decoded at once: vLLM's own limits are twice that,
+    and 512.
     """
     graphs = math.ceil(max_sequences(sampler) / GRAPH_SPACING) * GRAPH_SPACING
     return {
@@ -130,12 +141,17 @@ def gpu_arguments(sampler: schema.SamplerSection) -> dict[str, Any]:
     }
 
 
-def write_engine_folder(hf_folder: Path, target: Path, quantization: schema.QuantizationSection) -> Path:
-    """Write config.json with the quantized layout. Token ids go in and out: the tokenizer is for tool calls alone."""
+def write_engine_folder(
+    hf_folder: Path, target: Path, quantization: schema.QuantizationSection
+) -> Path:
+    """Write config.json with the quantized layout. Token ids go in and out: the tokenizer is for
+    tool calls alone.
+    """
     model = read_hf_config(hf_folder)
     if "quantization_config" in model:
         raise ValueError(
-            f"model.path={hf_folder} is already quantized; give the BF16 model and set quantization.format"
+            f"model.path={hf_folder} is already quantized; give the BF16 model and set "
+            "quantization.format"
         )
     layout = quantization_config(quantization.format, quantization.ignore, quantization.kv_cache)
     if layout is not None:
@@ -148,7 +164,7 @@ def write_engine_folder(hf_folder: Path, target: Path, quantization: schema.Quan
                 (target / name).symlink_to((hf_folder / name).absolute())
     except OSError as error:
         raise SamplerError(
-            f"the engine's folder {target} cannot be written: {error}. Free space in the temporary folder, or set "
-            "TMPDIR to another one"
+            f"the engine's folder {target} cannot be written: {error}. Free space in the temporary "
+            "folder, or set TMPDIR to another one"
         ) from error
     return target

@@ -1,4 +1,6 @@
-"""State of one engine as the sampler keeps it (format, version, ready or why not, load); the error if none is left."""
+"""State of one engine as the sampler keeps it (format, version, ready or why not, load); the error
+if none is left.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -30,18 +32,25 @@ class Replica:
     cache_tokens: int = 0  # of all sequences at once; 0: not known
     load: int = 0  # sequences it works on
     served: int = 0  # sequences it has answered
-    updating: bool = False  # takes no prompts: new weights are about to be, or just became, the live ones
-    running: set[asyncio.Future[Any]] = field(default_factory=set)  # what has been asked of it, to be cancelled with it
+    # takes no prompts: new weights are about to be, or just became, the live ones
+    updating: bool = False
+    # what has been asked of it, to be cancelled with it
+    running: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def take_out(self, reason: str) -> None:
-        """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
+        """Send no more requests to it; whatever it works on is cancelled, for others to take
+        over.
+        """
         self.up = self.ready = False
-        self.reason, self.version = reason, NO_VERSION
+        self.reason = reason
+        self.version = NO_VERSION
         for task in self.running - {asyncio.current_task()}:
             task.cancel()
 
     async def wait_for(self, asked: Awaitable[Any]) -> Any:
-        """The answer of something that was asked of it; its supervisor may take it out meanwhile, and end the wait."""
+        """The answer of something that was asked of it; its supervisor may take it out meanwhile,
+        and end the wait.
+        """
         task = asyncio.ensure_future(asked)
         self.running.add(task)
         try:
@@ -54,7 +63,9 @@ class Replica:
         return task.result()
 
     async def look(self) -> Look:
-        """Whether the engine answers, or at least works: on a crowded machine an answer may take long."""
+        """Whether the engine answers, or at least works: on a crowded machine an answer may take
+        long.
+        """
         turns = turns_of(self.process.pid) if self.process else 0
         try:
             return await self.engine.look()
@@ -71,11 +82,17 @@ class NoServerLeft(SamplerError):
     def __init__(self, replicas: Sequence[Replica], version: int, patience_s: float) -> None:
         # the ends of logs come last, behind the advice
         told = [(one.given_up or one.reason or "not ready").partition("\n") for one in replicas]
-        reasons = "; ".join(f"{one.name}: {first.rstrip(':')}" for one, (first, *_) in zip(replicas, told, strict=True))
-        logs = "".join(f"\n{one.name}:\n{log}" for one, (*_, log) in zip(replicas, told, strict=True) if log)
+        reasons = "; ".join(
+            f"{one.name}: {first.rstrip(':')}"
+            for one, (first, *_) in zip(replicas, told, strict=True)
+        )
+        logs = "".join(
+            f"\n{one.name}:\n{log}" for one, (*_, log) in zip(replicas, told, strict=True) if log
+        )
         super().__init__(
             f"no engine can answer with policy version {version} (waited up to "
             f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the engines' logs; lower "
-            "sampler.vllm.max_num_seqs where memory ran out, raise sampler.start_timeout_s where the machine was only "
-            f"slow, restart servers that were given by address, and start the run again{logs}"
+            "sampler.vllm.max_num_seqs where memory ran out, raise sampler.start_timeout_s where "
+            "the machine was only slow, restart servers that were given by address, and start the "
+            f"run again{logs}"
         )

@@ -1,5 +1,6 @@
-"""All engines of a sampler: starts and ends its own, takes given ones, each under a supervisor; opens dispatchers, adds
-jobs, tells health, asks for what modules put out."""
+"""All engines of a sampler: starts and ends its own, takes given ones, each under a supervisor;
+opens dispatchers, adds jobs, tells health, asks for what modules put out.
+"""
 
 import asyncio
 import os
@@ -16,7 +17,11 @@ from megatron_rl.sampler.client.engine_process import ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, Kind
 from megatron_rl.sampler.client.lines import PortLine
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    write_engine_folder,
+)
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import SamplerState, Supervisor
 from megatron_rl.sampler.update import Updates
@@ -30,13 +35,19 @@ SHUT_S = 5.0  # for what still watches
 class Replicas:
     """Used from the sampler's event loop only, but for `end_processes`."""
 
-    def __init__(self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]
+    ) -> None:
         self._settings = settings
         self._state = SamplerState(
-            start_timeout_s=settings.sampler.start_timeout_s, request_timeout_s=settings.sampler.request_timeout_s,
-            max_tokens=settings.max_tokens, vocabulary=vocabulary, note=note,
-            keep_cache=settings.in_flight_cache == Cache.keep, transport=settings.transport,
-        )  # fmt: skip
+            start_timeout_s=settings.sampler.start_timeout_s,
+            request_timeout_s=settings.sampler.request_timeout_s,
+            max_tokens=settings.max_tokens,
+            vocabulary=vocabulary,
+            note=note,
+            keep_cache=settings.in_flight_cache == Cache.keep,
+            transport=settings.transport,
+        )
         self.all: list[Replica] = []
         self.updates = Updates(self.all, self._state)
         self._supervisors: list[Supervisor] = []
@@ -46,12 +57,18 @@ class Replicas:
     def restarted(self) -> int:
         return self._state.restarted
 
-    async def open(self, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str) -> None:
+    async def open(
+        self, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
+    ) -> None:
         """Start the run's own engines, and look after them and the given ones from here on."""
-        settings, fleet = self._settings, self._settings.sampler.fleet
-        own_key, given_key = secrets.token_urlsafe(KEY_BYTES), os.environ.get(KEY_VARIABLE, "")
+        settings = self._settings
+        fleet = self._settings.sampler.fleet
+        own_key = secrets.token_urlsafe(KEY_BYTES)
+        given_key = os.environ.get(KEY_VARIABLE, "")
         started = process_settings(settings, hf_folder, folder, log_dir, worker_extension)
-        known: list[tuple[ProcessSettings | None, str, str]] = [(one, "", own_key) for one in started]
+        known: list[tuple[ProcessSettings | None, str, str]] = [
+            (one, "", own_key) for one in started
+        ]
         known += [(None, address.rstrip("/"), given_key) for address in fleet.addresses]
         for index, (start, address, key) in enumerate(known):
             format = settings.formats[index if settings.is_fleet else 0]
@@ -59,7 +76,9 @@ class Replicas:
             if not settings.is_fleet:
                 name = "engine" if len(known) == 1 else f"engine {index}"
             # reached anew with each of its processes
-            engine = EngineClient(name, PortLine(address, key), self._state.request_timeout_s, self._state.vocabulary)
+            engine = EngineClient(
+                name, PortLine(address, key), self._state.request_timeout_s, self._state.vocabulary
+            )
             self.all.append(Replica(name, format, engine, index * settings.sampler.tensor_parallel))
             self._supervisors.append(Supervisor(self.all[-1], start, self._state, address, key))
         for supervisor in self._supervisors:
@@ -67,15 +86,22 @@ class Replicas:
         self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
 
     async def first_starts(self) -> None:
-        """Wait for all engines: one that is missing from the beginning is a mistake, not an accident."""
+        """Wait for all engines: one that is missing from the beginning is a mistake, not an
+        accident.
+        """
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
     async def dispatcher(self, params: SamplingParams, patient: bool) -> Dispatcher:
         state = self._state
         dispatcher = Dispatcher(
-            self.all, params, served=state.served, max_sequences=max_sequences(self._settings.sampler),
-            patience_s=state.start_timeout_s, on_gone=state.take_out, patient=patient,
-        )  # fmt: skip
+            self.all,
+            params,
+            served=state.served,
+            max_sequences=max_sequences(self._settings.sampler),
+            patience_s=state.start_timeout_s,
+            on_gone=state.take_out,
+            patient=patient,
+        )
         state.dispatchers.append(dispatcher)
         return dispatcher
 
@@ -97,17 +123,24 @@ class Replicas:
             await self.updates.until(lambda: any(one.ready for one in self.all))
             first = next(one for one in self.all if one.ready)
             try:
-                return await first.wait_for(first.engine.values(kind, sequences, self._state.version))
+                return await first.wait_for(
+                    first.engine.values(kind, sequences, self._state.version)
+                )
             except EngineGone as error:
                 self._state.take_out(first, str(error))
 
     async def health(self) -> dict[str, Any]:
         """What is known of each engine, and the status of one: of the first that is not well."""
         while True:
-            await self.updates.until(lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all))
+            await self.updates.until(
+                lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all)
+            )
             engines = [await self._about(one) for one in self.all]
             if up := [one for one in engines if "torn" in one]:
-                return {**next((one for one in up if one["torn"] or one["refusal"]), up[0]), "engines": engines}
+                return {
+                    **next((one for one in up if one["torn"] or one["refusal"]), up[0]),
+                    "engines": engines,
+                }
 
     async def _about(self, one: Replica) -> dict[str, Any]:
         status: Any = {}
@@ -137,7 +170,9 @@ class Replicas:
             await supervisor.close(shut=True)
 
     def end_processes(self) -> None:
-        """End the engines, once nobody watches them any more; not on the event loop, as each may take seconds."""
+        """End the engines, once nobody watches them any more; not on the event loop, as each may
+        take seconds.
+        """
         for replica in self.all:
             if replica.process is not None:
                 replica.process.end()
@@ -148,13 +183,25 @@ def process_settings(
     settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
 ) -> list[ProcessSettings]:
     """Settings of each engine that the run starts, in the order of formats."""
-    fleet, gpus = settings.is_fleet, devices(settings.sampler)
-    count = settings.sampler.fleet.replicas if fleet else settings.sampler.engines
+    fleet = settings.is_fleet
+    gpus = devices(settings.sampler)
+    if fleet:
+        count = settings.sampler.fleet.replicas
+    else:
+        count = settings.sampler.engines
     started = []
     for index in range(count):
-        own = settings.with_format(settings.formats[index]) if fleet else settings
-        engine_folder = write_engine_folder(hf_folder, folder / own.quantization.format.value, own.quantization)
-        name = f"sampler_{index}.log" if fleet else f"sampler{f'-{index + 1}' if index else ''}.log"
+        if fleet:
+            own = settings.with_format(settings.formats[index])
+        else:
+            own = settings
+        engine_folder = write_engine_folder(
+            hf_folder, folder / own.quantization.format.value, own.quantization
+        )
+        if fleet:
+            name = f"sampler_{index}.log"
+        else:
+            name = f"sampler{f'-{index + 1}' if index else ''}.log"
         started.append(
             ProcessSettings(
                 arguments=engine_arguments(own, engine_folder, worker_extension),

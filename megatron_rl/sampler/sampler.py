@@ -1,11 +1,14 @@
-"""Sampler: prompts in, groups of answers (or sessions' turns) out, by engines started or given; weight updates, sleep.
+"""Sampler: prompts in, groups of answers (or sessions' turns) out, by engines started or given;
+weight updates, sleep.
 
-Engines are children of this process (`sampler.engines`), servers that it starts, or servers that are given by address
-(`sampler.fleet`). They are asked, watched, restarted and updated on an event loop in a thread of its own; what is here
-is for threads that wait. An update becomes the live weights of all engines, or of none.
+Engines are children of this process (`sampler.engines`), servers that it starts, or servers that
+are given by address (`sampler.fleet`). They are asked, watched, restarted and updated on an event
+loop in a thread of its own; what is here is for threads that wait. An update becomes the live
+weights of all engines, or of none.
 
-The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side transports drive a
-sampler too. On a GPU the same code runs with other engine arguments (engine_settings.py); that has not been run yet.
+The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side
+transports drive a sampler too. On a GPU the same code runs with other engine arguments
+(engine_settings.py); that has not been run yet.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
+REQUEST_KEY = "sampler.request_timeout_s"
+START_KEY = "sampler.start_timeout_s"
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class SamplerStats:
 class Sampler:
     """Any thread may ask it; one at a time may update its weights, or close it.
 
-    `note` receives a line whenever an engine goes or comes back. Only the thread that has launched the sampler passes
-    lines on.
+    `note` receives a line whenever an engine goes or comes back. Only the thread that has launched
+    the sampler passes lines on.
     """
 
     def __init__(
@@ -73,9 +77,13 @@ class Sampler:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         self.policy_version = NO_VERSION  # that of dummy weights: nothing synced yet
-        self.last_sync: dict[str, Any] = {}  # what sampler/update.py tells of the last accepted update
-        self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
-        self._note, self._notes = note, queue.SimpleQueue[str]()
+        # what sampler/update.py tells of the last accepted update
+        self.last_sync: dict[str, Any] = {}
+        self._settings = settings
+        self._hf_folder = hf_folder
+        self._log_dir = log_dir
+        self._note = note
+        self._notes = queue.SimpleQueue[str]()
         self._worker_extension = worker_extension
         self._owner = threading.get_ident()
         self._meter = Meter()
@@ -88,7 +96,9 @@ class Sampler:
     def launch(self) -> None:
         """Start the engines without waiting for them: whatever comes next waits."""
         self.close()
-        self._owner, self._started, self.policy_version = threading.get_ident(), False, NO_VERSION
+        self._owner = threading.get_ident()
+        self._started = False
+        self.policy_version = NO_VERSION
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
         self._loop = EventLoopThread("sampler", lambda: SamplerError(NOT_RUNNING))
         try:
@@ -116,14 +126,22 @@ class Sampler:
         self.wait_ready()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        seed: int,
+        first_group: int,
+        step: int,
     ) -> list[Rollout]:
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
         if not prompts:
             return []
         return answered(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True) -> Answering:
+    def answering(
+        self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True
+    ) -> Answering:
         """Answer prompts group by group. `patient`: see Engine.generate."""
         self.wait_ready()
         dispatcher = self._ask(lambda replicas: replicas.dispatcher(params, patient))
@@ -139,12 +157,15 @@ class Sampler:
 
     @property
     def stats(self) -> SamplerStats:
-        meter, restarts = self._meter, self._replicas.restarted if self._replicas else 0
+        meter = self._meter
+        restarts = self._replicas.restarted if self._replicas else 0
         return SamplerStats(meter.tokens, meter.seconds, meter.retried, meter.restarts + restarts)
 
     @property
     def replicas(self) -> list[Replica]:
-        return self._replicas.all if self._replicas else []
+        if self._replicas:
+            return self._replicas.all
+        return []
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         """What the engine's modules put out for this sequence, by point (models/points.py)."""
@@ -152,24 +173,39 @@ class Sampler:
         import torch
 
         if self._settings.is_fleet:
-            raise SamplerError("a fleet's servers do not show their modules: use the embedded engine, without a fleet")
+            raise SamplerError(
+                "a fleet's servers do not show their modules: use the embedded engine, without a "
+                "fleet"
+            )
         self.wait_ready()
         ((answer,)) = self._ask(lambda replicas: replicas.values("activations", [list(tokens)]))
         logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
-        return safetensors.torch.load(bytes(answer["values"])) | {str(Point(Kind.logprob)): logprobs}
+        return safetensors.torch.load(bytes(answer["values"])) | {
+            str(Point(Kind.logprob)): logprobs
+        }
 
-    def routed_experts(self, sequences: Sequence[Sequence[int]], layers: int) -> list[np.ndarray] | None:
-        """[tokens, layers, experts of a token] of each sequence, -1 in layers without; None where it cannot be told."""
+    def routed_experts(
+        self, sequences: Sequence[Sequence[int]], layers: int
+    ) -> list[np.ndarray] | None:
+        """[tokens, layers, experts of a token] of each sequence, -1 in layers without; None where
+        it cannot be told.
+        """
         if self._settings.is_fleet:
             return None
         self.wait_ready()
-        told = self._ask(lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences]))
+        told = self._ask(
+            lambda replicas: replicas.values("routed_experts", [list(one) for one in sequences])
+        )
         rows = zip(sequences, told, strict=True) if all(told) else ()
-        return [np.frombuffer(one, np.int32).reshape(len(tokens), layers, -1) for tokens, one in rows] or None
+        return [
+            np.frombuffer(one, np.int32).reshape(len(tokens), layers, -1) for tokens, one in rows
+        ] or None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Hold this around an update, its files' writing included: an engine that dies meanwhile comes back by it."""
+        """Hold this around an update, its files' writing included: an engine that dies meanwhile
+        comes back by it.
+        """
         self._ask(lambda replicas: replicas.updates.hold())  # engines may still be starting
         try:
             yield
@@ -186,23 +222,30 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.begin())
 
     def update_weights(self, update_info: Any) -> None:
-        """Have every engine verify an update. WeightSyncError: it is refused, and the version before serves on."""
-        by_format = (
-            {Format(name): info for name, info in update_info[BY_FORMAT].items()}
-            if BY_FORMAT in update_info
-            else dict.fromkeys(self._settings.formats, update_info)
-        )
+        """Have every engine verify an update. WeightSyncError: it is refused, and the version
+        before serves on.
+        """
+        if BY_FORMAT in update_info:
+            by_format = {Format(name): info for name, info in update_info[BY_FORMAT].items()}
+        else:
+            by_format = dict.fromkeys(self._settings.formats, update_info)
         self._ask(lambda replicas: replicas.updates.stage(by_format))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Every engine loads what it verified. Until the next update it is what restarted ones receive."""
+        """Every engine loads what it verified. Until the next update it is what restarted ones
+        receive.
+        """
         self.last_sync = self._ask(lambda replicas: replicas.updates.finish())
         self.policy_version = self.last_sync["policy_version"]
         if weight_version is not None and weight_version != str(self.policy_version):
-            raise WeightSyncError(f"the engines loaded policy version {self.policy_version}, not {weight_version}")
+            raise WeightSyncError(
+                f"the engines loaded policy version {self.policy_version}, not {weight_version}"
+            )
 
     def sleep(self, level: int = 1) -> None:
-        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
+        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until
+        the next sync).
+        """
         self.wait_ready()
         self._ask(lambda replicas: replicas.updates.sleep(level))
 
@@ -212,7 +255,9 @@ class Sampler:
         self._ask(lambda replicas: replicas.updates.wake(parts))
 
     def health(self) -> dict[str, Any]:
-        """Status of the first engine that is not well (else of the first), and a line for each engine."""
+        """Status of the first engine that is not well (else of the first), and a line for each
+        engine.
+        """
         self.wait_ready()
         return self._ask(lambda replicas: replicas.health())
 
@@ -241,11 +286,15 @@ class Sampler:
 
     def _ask(self, ask: Callable[[Replicas], Coroutine[Any, Any, T]]) -> T:
         """Ask the engines something, on their event loop; wait for the answer."""
-        loop, replicas = self._loop, self._replicas
+        loop = self._loop
+        replicas = self._replicas
         if loop is None or replicas is None:
             raise SamplerError(NOT_RUNNING)
-        section, fleet = self._settings.sampler, self._settings.is_fleet
-        limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
+        section = self._settings.sampler
+        fleet = self._settings.is_fleet
+        limit_s, key = max(
+            (section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY)
+        )
         try:
             with waiting("server" if fleet else "engine", limit_s, key):
                 return loop.call(ask(replicas), self._pass_on_notes)
@@ -264,7 +313,9 @@ class Meter:
         self.tokens = self.retried = 0
         self.restarts = 0  # before the last launch
         self._lock = threading.Lock()
-        self._open, self._since, self._seconds = 0, 0.0, 0.0
+        self._open = 0
+        self._since = 0.0
+        self._seconds = 0.0
 
     @property
     def seconds(self) -> float:
@@ -284,35 +335,59 @@ class Meter:
 
 
 class Answering:
-    """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
+    """Prompts that are being answered, for one thread; others may ask the sampler for other things
+    meanwhile.
+    """
 
     def __init__(
-        self, ask: Callable[[Callable[[Any], Any]], Any], meter: Meter, dispatcher: Dispatcher, seed: int
+        self,
+        ask: Callable[[Callable[[Any], Any]], Any],
+        meter: Meter,
+        dispatcher: Dispatcher,
+        seed: int,
     ) -> None:
         """`ask`: the engines, on their event loop."""
-        self._ask, self._meter, self._dispatcher, self._seed = ask, meter, dispatcher, seed
+        self._ask = ask
+        self._meter = meter
+        self._dispatcher = dispatcher
+        self._seed = seed
         self._open = self._retried = 0
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its index."""
-        jobs = [Job(group, one, request_seed(self._seed, group)) for group, one in enumerate(prompts, first_group)]
+        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its
+        index.
+        """
+        jobs = [
+            Job(group, one, request_seed(self._seed, group))
+            for group, one in enumerate(prompts, first_group)
+        ]
         if jobs:
             self._open += len(jobs)
             self._meter.count(len(jobs))
             self._ask(lambda replicas: replicas.add(self._dispatcher, jobs))
 
     def finished(self) -> list[list[Rollout]]:
-        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing is open any more."""
+        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing
+        is open any more.
+        """
         if not self._open:
             return []
-        groups = [_rollouts(done) for done in self._ask(lambda replicas: replicas.finished(self._dispatcher))]
-        retried, self._retried = (now := self._dispatcher.retried) - self._retried, now
+        groups = [
+            _rollouts(done)
+            for done in self._ask(lambda replicas: replicas.finished(self._dispatcher))
+        ]
+        retried = (now := self._dispatcher.retried) - self._retried
+        self._retried = now
         self._open -= len(groups)
-        self._meter.count(-len(groups), sum(len(one.token_ids) for group in groups for one in group), retried)
+        self._meter.count(
+            -len(groups), sum(len(one.token_ids) for group in groups for one in group), retried
+        )
         return groups
 
     def close(self) -> None:
-        """Give up what is open; safe to call twice, from another thread, and after the sampler's own end."""
+        """Give up what is open; safe to call twice, from another thread, and after the sampler's
+        own end.
+        """
         self._meter.count(-self._open)
         self._open = 0
         with suppress(SamplerError):
@@ -330,24 +405,40 @@ class Turns:
         dispatcher: Dispatcher,
         params: SamplingParams,
     ) -> None:
-        self._ask, self._loop, self._meter, self._dispatcher, self._params = ask, loop, meter, dispatcher, params
+        self._ask = ask
+        self._loop = loop
+        self._meter = meter
+        self._dispatcher = dispatcher
+        self._params = params
         self._retried = 0
 
     async def ask(
-        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int,
+        key: str,
+        tools: ToolFormat | None = None,
     ) -> tuple[Completion, str]:
-        """What the policy answers, and the weight format of the engine that did; see dispatch.Job for `key`."""
+        """What the policy answers, and the weight format of the engine that did; see dispatch.Job
+        for `key`.
+        """
         job = Job(
-            group=0, prompt=Prompt(0, tuple(tokens), "", {}), seed=seed, key=key,
+            group=0,
+            prompt=Prompt(0, tuple(tokens), "", {}),
+            seed=seed,
+            key=key,
             params=replace(self._params, max_tokens=max_tokens, tools=tools),
-        )  # fmt: skip
+        )
         self._meter.count(1)
         written = 0
         try:
             done = await asyncio.wrap_future(self._loop.submit(self._dispatcher.ask(job)))
             written = len(done.completions[0].token_ids)
         finally:
-            retried, self._retried = (now := self._dispatcher.retried) - self._retried, now
+            retried = (now := self._dispatcher.retried) - self._retried
+            self._retried = now
             self._meter.count(-1, written, retried)
         return done.completions[0], done.format
 
@@ -358,13 +449,17 @@ class Turns:
 
 
 def answered(answering: Any, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
-    """What all of the prompts are answered, group by group, by an Answering or its like, which is closed at last."""
+    """What all of the prompts are answered, group by group, by an Answering or its like, which is
+    closed at last.
+    """
     groups: list[list[Rollout]] = []
     with closing(answering):
         answering.add(prompts, first_group)
         while more := answering.finished():
             groups += more
-    return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+    return [
+        rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group
+    ]
 
 
 def _rollouts(done: Done) -> list[Rollout]:
@@ -389,6 +484,8 @@ def _rollouts(done: Done) -> list[Rollout]:
 
 
 def request_seed(seed: int, group: int) -> int:
-    """A seed per group, the same for the same run seed; its samples count upwards from there, as vLLM's own would."""
+    """A seed per group, the same for the same run seed; its samples count upwards from there, as
+    vLLM's own would.
+    """
     digest = blake2b(f"{seed}/{group}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # leaves room to count samples upwards in 63 bits

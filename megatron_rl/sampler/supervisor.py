@@ -1,7 +1,9 @@
-"""Supervisor of one engine: starts, watches, restarts it, brings its weights up to date; `SamplerState` that all share.
+"""Supervisor of one engine: starts, watches, restarts it, brings its weights up to date;
+`SamplerState` that all share.
 
-One task per engine, on the sampler's event loop. An engine serves only after it has received the current policy
-version. One that was given by address is not restarted, only looked for until it answers again.
+One task per engine, on the sampler's event loop. An engine serves only after it has received the
+current policy version. One that was given by address is not restarted, only looked for until it
+answers again.
 """
 
 import asyncio
@@ -27,7 +29,8 @@ SLOW = 2  # looks in a row without an answer of the engine until somebody is tol
 END_S = 1.0  # from the end of its socket to that of a process
 UNANSWERED = 3  # looks in a row without an answer until an engine counts as gone
 
-Told = tuple[UpdateStep, dict[Format, dict[str, Any]]]  # a step of an update, and its arguments by format
+# a step of an update, and its arguments by format
+Told = tuple[UpdateStep, dict[Format, dict[str, Any]]]
 
 
 @dataclass
@@ -42,12 +45,16 @@ class SamplerState:
     keep_cache: bool = False  # open answers keep their keys and values over an update
     transport: Transport = Transport.file
     init_info: dict[str, Any] | None = None  # what engines were told before the first update
-    served: list[int] = field(default_factory=lambda: [NO_VERSION])  # policy versions so far, the current one last
-    kept_update: list[Told] = field(default_factory=list)  # the update that brought its weights, for re-syncs
+    # policy versions so far, the current one last
+    served: list[int] = field(default_factory=lambda: [NO_VERSION])
+    # the update that brought its weights, for re-syncs
+    kept_update: list[Told] = field(default_factory=list)
     restarted: int = 0  # engines, so far
     dispatchers: list[Dispatcher] = field(default_factory=list)  # those that are open
-    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update, or one re-sync, at a time
-    asleep: bool = False  # the learner has the engines' GPUs: one that has died starts again afterwards
+    # one update, or one re-sync, at a time
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # the learner has the engines' GPUs: one that has died starts again afterwards
+    asleep: bool = False
 
     @property
     def version(self) -> int:
@@ -55,8 +62,11 @@ class SamplerState:
 
     def init_of(self, replica: Replica) -> dict[str, Any]:
         """vLLM's trainer tells every engine that its workers come first."""
-        info, key = self.init_info or {}, "rank_offset"
-        return {"init_info": info | ({key: info[key] + replica.workers_before} if key in info else {})}
+        info = self.init_info or {}
+        key = "rank_offset"
+        return {
+            "init_info": info | ({key: info[key] + replica.workers_before} if key in info else {})
+        }
 
     def tell(self) -> None:
         """Tell dispatchers that an engine came back, was given up, or has been updated."""
@@ -75,11 +85,19 @@ class Supervisor:
     """The life of one engine."""
 
     def __init__(
-        self, replica: Replica, start: ProcessSettings | None, state: SamplerState, address: str, key: str
+        self,
+        replica: Replica,
+        start: ProcessSettings | None,
+        state: SamplerState,
+        address: str,
+        key: str,
     ) -> None:
         """`start`: how the run starts this engine; None where it was given by address."""
         self.replica = replica
-        self._start, self._state, self._address, self._key = start, state, address, key
+        self._start = start
+        self._state = state
+        self._address = address
+        self._key = key
         self._lifeline: EngineClient | None = None  # to the process that was started here
         self.first_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,7 +114,9 @@ class Supervisor:
             replica.engine = self._lifeline
 
     def _client(self, line: SocketLine | PortLine) -> EngineClient:
-        return EngineClient(self.replica.name, line, self._state.request_timeout_s, self._state.vocabulary)
+        return EngineClient(
+            self.replica.name, line, self._state.request_timeout_s, self._state.vocabulary
+        )
 
     async def run(self) -> None:
         """Look after the engine until cancelled, or until it is given up."""
@@ -108,13 +128,18 @@ class Supervisor:
                 await self._bring_up()
             except WeightSyncError as error:
                 self._state.note(
-                    f"{replica.name} refuses policy version {self._state.version} as it is kept ({error}). This takes "
-                    f"one of its {MAX_RESTARTS} restarts, and so does each further try before the next version"
+                    f"{replica.name} refuses policy version {self._state.version} as it is kept "
+                    f"({error}). This takes one of its {MAX_RESTARTS} restarts, and so does each "
+                    "further try before the next version"
                 )
                 await self._failed(f"the re-sync was refused: {error}")
-            except Exception as error:  # every kind: an engine without its supervisor would be lost in silence
+            except (
+                Exception
+            ) as error:  # every kind: an engine without its supervisor would be lost in silence
                 await self._failed(
-                    str(error) if isinstance(error, SamplerError) else f"{type(error).__name__}: {error}"
+                    str(error)
+                    if isinstance(error, SamplerError)
+                    else f"{type(error).__name__}: {error}"
                 )
             else:
                 await self._watch()
@@ -123,8 +148,11 @@ class Supervisor:
                 return
 
     async def close(self, shut: bool = False) -> None:
-        """Hang up. `shut`: workers of a larger engine share memory that only they release, so that it is asked to."""
-        lifeline, process = self._lifeline, self.replica.process
+        """Hang up. `shut`: workers of a larger engine share memory that only they release, so that
+        it is asked to.
+        """
+        lifeline = self._lifeline
+        process = self.replica.process
         if shut and lifeline is not None and process is not None and process.settings.workers > 1:
             lifeline.ask_to_end()
             await asyncio.to_thread(process.wait, END_GRACE_S)
@@ -134,7 +162,9 @@ class Supervisor:
 
     async def _bring_up(self) -> None:
         """Bring an engine, restarted here or given by address, to serve the current policy."""
-        replica, state, again = self.replica, self._state, self.first_start.done()
+        replica = self.replica
+        state = self._state
+        again = self.first_start.done()
         if replica.process is None and self._start is not None:
             state.restarted += 1
             self.start_process()
@@ -160,18 +190,21 @@ class Supervisor:
         await self._until_healthy()
         if self._start is None and self._key and await line.answers_without_key():
             raise EngineGone(
-                f"{self._address} moves weights for whoever asks, without the key; start it with `megatron-rl serve`"
+                f"{self._address} moves weights for whoever asks, without the key; start it with "
+                "`megatron-rl serve`"
             )
         await client.open()
         longest = (await client.status()).get("longest", 0)
         if longest < self._state.max_tokens:
             raise EngineGone(
-                f"{self._address} takes {longest} tokens, the recipe needs {self._state.max_tokens}: start it with "
-                "rollout.max_prompt_tokens and rollout.max_response_tokens of this recipe"
+                f"{self._address} takes {longest} tokens, the recipe needs "
+                f"{self._state.max_tokens}: start it with rollout.max_prompt_tokens and "
+                "rollout.max_response_tokens of this recipe"
             )
 
     async def _make_current(self) -> None:
-        replica, state = self.replica, self._state
+        replica = self.replica
+        state = self._state
         if self._start is None:  # whoever used it before may have left in the middle of an update
             await replica.engine.update("forget")
         if state.init_info is not None:
@@ -185,22 +218,27 @@ class Supervisor:
                 for step, by_format in state.kept_update:
                     await replica.engine.update(step, **by_format.get(replica.format, {}))
                 replica.version = state.version
-            replica.ready, replica.reason = True, ""
+            replica.ready = True
+            replica.reason = ""
 
     async def _until_healthy(self) -> None:
-        replica, state = self.replica, self._state
+        replica = self.replica
+        state = self._state
         deadline = time.monotonic() + state.start_timeout_s
         while not (look := await replica.look()).alive:
             if replica.process and (ended := replica.process.ended()):
                 raise EngineGone(ended)
             if time.monotonic() > deadline:
                 limit = f"sampler.start_timeout_s={state.start_timeout_s:g}"
-                raise EngineGone(f"no answer from {self._address} in {limit}; the last try: {look.slow}")
+                raise EngineGone(
+                    f"no answer from {self._address} in {limit}; the last try: {look.slow}"
+                )
             await asyncio.sleep(POLL_S)
 
     async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
         """Do some work with the engine, and look at it meanwhile."""
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._until_gone())
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(self._until_gone())
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -217,9 +255,14 @@ class Supervisor:
         await self._failed(reason)
 
     async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
-        """Wait for the engine's end and say what it was: its process ended, or it left several looks unanswered."""
-        replica, state = self.replica, self._state
-        slow, unanswered, next_look = 0, 0, time.monotonic() + PROBE_EVERY_S
+        """Wait for the engine's end and say what it was: its process ended, or it left several
+        looks unanswered.
+        """
+        replica = self.replica
+        state = self._state
+        slow = 0
+        unanswered = 0
+        next_look = time.monotonic() + PROBE_EVERY_S
         while not taken_out():
             await asyncio.sleep(min(POLL_S, PROBE_EVERY_S))
             if replica.process and (ended := replica.process.ended()):
@@ -240,9 +283,11 @@ class Supervisor:
 
     async def _failed(self, reason: str) -> None:
         """Clear away what is left; decide whether there is another try."""
-        replica, state = self.replica, self._state
+        replica = self.replica
+        state = self._state
         process = replica.process
-        if process is not None:  # its sockets end a moment before it does, and it may be known by now how
+        # its sockets end a moment before it does, and it may be known by now how
+        if process is not None:
             await asyncio.to_thread(process.wait, END_S)
             reason = (process.ended() if ENDED in reason else None) or reason
         replica.take_out(reason)
@@ -256,7 +301,9 @@ class Supervisor:
             replica.given_up = details
             self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {details}"))
         elif state.transport != Transport.file:
-            replica.given_up = f"an engine that dies comes back with sync.transport=file alone: {details}"
+            replica.given_up = (
+                f"an engine that dies comes back with sync.transport=file alone: {details}"
+            )
         elif self._start is None:
             await asyncio.sleep(PROBE_EVERY_S)
         elif replica.restarts >= MAX_RESTARTS:

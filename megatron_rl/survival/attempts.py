@@ -1,9 +1,13 @@
-"""Automatic restarts of a run that fails: `train --attempts N`, and the batch scripts' question whether to queue again.
+"""Automatic restarts of a run that fails: `train --attempts N`, and the batch scripts' question
+whether to queue again.
 
-    python -m megatron_rl.survival.attempts failed RECIPE [key=value ...]           0: another start would go on
-    python -m megatron_rl.survival.attempts stopped,failed RECIPE [key=value ...]   of a job that was asked to stop
+    python -m megatron_rl.survival.attempts failed RECIPE [key=value ...]           0: another start
+    would go on
+    python -m megatron_rl.survival.attempts stopped,failed RECIPE [key=value ...]   of a job that
+    was asked to stop
 
-A run that failed is started again, but not once two attempts in a row (of a queued job: one) have come no further.
+A run that failed is started again, but not once two attempts in a row (of a queued job: one) have
+come no further.
 """
 
 import os
@@ -29,28 +33,48 @@ PAUSE_S = 5.0
 RELEASE_S = 60.0
 
 
-def keep_going(start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]) -> int:
+def keep_going(
+    start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]
+) -> int:
     """Starts the run, and again while it fails, at most so many times; the last exit status."""
     path = Path(config.run.root) / str(config.run.name)
-    furthest, in_vain = how_far(path) if config.run.if_exists is IfExists.resume else (0, 0), 0
+    if config.run.if_exists is IfExists.resume:
+        furthest = how_far(path)
+    else:
+        furthest = (0, 0)
+    in_vain = 0
     for attempt in range(1, attempts + 1):
         status = start(config)
         said = read_status(path)
         if status in (0, REFUSED) or said.get("state") != "failed" or attempt == attempts:
             return status
         reached = how_far(path)
-        in_vain = 0 if any(new > old for new, old in zip(reached, furthest, strict=True)) else in_vain + 1
+        if any(new > old for new, old in zip(reached, furthest, strict=True)):
+            in_vain = 0
+        else:
+            in_vain = in_vain + 1
         furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
         reason = str(said.get("reason")).partition("\n")[0]
         if in_vain == IN_VAIN:
-            say(f"attempt {attempt} of {attempts} has failed, the second in a row that came no further: {reason}")
+            say(
+                f"attempt {attempt} of {attempts} has failed, the second in a row that came no "
+                f"further: {reason}"
+            )
             return status
-        say(f"attempt {attempt} of {attempts} has failed: {reason}\n{next_start(path, config.checkpoint)}")
-        for number in (signal.SIGINT, signal.SIGTERM):  # the handlers are those of the attempt that has ended
+        say(
+            f"attempt {attempt} of {attempts} has failed: "
+            f"{reason}\n{next_start(path, config.checkpoint)}"
+        )
+        # the handlers are those of the attempt that has ended
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):
             signal.signal(number, raise_interrupt)
         time.sleep(PAUSE_S)
         deadline = time.monotonic() + RELEASE_S
-        while held(path) and time.monotonic() < deadline:  # a crowded machine takes its time to clear processes away
+        # a crowded machine takes its time to clear processes away
+        while held(path) and time.monotonic() < deadline:
             time.sleep(0.2)
         config = replace(config, run=replace(config.run, if_exists=IfExists.resume))
     return status
@@ -60,27 +84,43 @@ def how_far(path: Path) -> tuple[int, int]:
     """(the last step with a line of metrics, the newest checkpoint); 0 where there is none."""
     run = RunDir(path)
     lines = read_metrics(run.metrics) if run.metrics.is_file() else []
-    return int(lines[-1]["progress/step"]) if lines else 0, max(checkpoints.steps(run.checkpoints), default=0)
+    return int(lines[-1]["progress/step"]) if lines else 0, max(
+        checkpoints.steps(run.checkpoints), default=0
+    )
 
 
 def next_start(path: Path, section: CheckpointSection) -> str:
     step = how_far(path)[1]
     if step:
         return f"the next one goes on after step {step}, in {PAUSE_S:.0f} s"
-    why = "" if section.every or section.minutes else ": checkpoint.every and checkpoint.minutes are 0"
+    if section.every or section.minutes:
+        why = ""
+    else:
+        why = ": checkpoint.every and checkpoint.minutes are 0"
     return f"the next one begins again, in {PAUSE_S:.0f} s, because there is no checkpoint{why}"
 
 
 def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
-    """Whether a job that has just ended is to be queued again, where its run ended in one of `states`; and why."""
+    """Whether a job that has just ended is to be queued again, where its run ended in one of
+    `states`; and why.
+    """
     status = known_status(path)
-    state, reason = status.get("state"), str(status.get("reason")).partition("\n")[0]
+    state = status.get("state")
+    reason = str(status.get("reason")).partition("\n")[0]
     if state not in states:
-        return False, f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}"
+        return (
+            False,
+            f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}",
+        )
     start = os.environ.get("SLURM_RESTART_COUNT")
     if status.get("restarts") != start:
-        return False, f"the run in {path} has not begun in this start of the job; before, it was {state}: {reason}"
-    step, before = how_far(path)[1], status.get("resumes_after") or 0
+        return (
+            False,
+            f"the run in {path} has not begun in this start of the job; before, it was {state}: "
+            f"{reason}",
+        )
+    step = how_far(path)[1]
+    before = status.get("resumes_after") or 0
     if step <= before:
         return False, f"the run in {path} has no checkpoint after step {before}: {reason}"
     return True, f"the run in {path} goes on after step {step}: {reason}"

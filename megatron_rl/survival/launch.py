@@ -1,7 +1,9 @@
-"""Launcher of the learner's ranks on this machine: starts, watches and ends them, and writes how the run has ended.
+"""Launcher of the learner's ranks on this machine: starts, watches and ends them, and writes how
+the run has ended.
 
-Ranks live in sessions of their own: Ctrl-C reaches this process alone, which tells the driver rank (stop_request.py).
-The driver's stdout is the terminal; every other stream is a file under logs/attempt_N/.
+Ranks live in sessions of their own: Ctrl-C reaches this process alone, which tells the driver rank
+(stop_request.py). The driver's stdout is the terminal; every other stream is a file under
+logs/attempt_N/.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
 from megatron_rl.survival.watch import Guard, Watch, kill
 
-STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
+# for a driver that has not begun to end, and for one that has, beyond what it has said
+STOP_GRACE_S = 4.0
 SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 REAP_S = 5.0  # for the kernel to end what was killed; who waits for a device may not hear of it
@@ -41,24 +44,33 @@ LOG_LINES_SHOWN = 25
 ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, process.STOP_AFTER_STEP: 0}
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
-ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
+ERROR = re.compile(
+    r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))"
+)
 
 
 def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
-    """Runs every rank to its end; returns the exit status. `report` writes what people read before the last words."""
+    """Runs every rank to its end; returns the exit status. `report` writes what people read before
+    the last words.
+    """
     kills = memory_kills()
     with Scratch() as scratch, process.ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
-        run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+        run, moved = open_run(
+            Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config)
+        )
         if moved:
             print(moved, flush=True)
         watch = Watch(run.path, config.run.hang_timeout_s, scratch.path)
-        ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch)
+        ranks = RankProcesses(
+            run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch
+        )
         try:
             status = ranks.wait()
         finally:
             ranks.end()
-            process.hold(process.STOP_AFTER_STEP)  # for the next run of this process, if there is one
+            # for the next run of this process, if there is one
+            process.hold(process.STOP_AFTER_STEP)
     try:
         if status or read_status(run.path).get("state") not in ENDED:
             conclude(run, ranks, kills, report)
@@ -70,19 +82,29 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[RunDir], str]) -> None:
-    """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
+def conclude(
+    run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[RunDir], str]
+) -> None:
+    """Writes how the run ended where the driver has not, or cannot know it, and says it last on the
+    screen.
+    """
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
     gone = not run.path.is_dir()  # status and logs with it
     if gone and rank is not None:
         why = f"RecordLost: {run.path} was removed or moved while the run went on"
-    state, reason = ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
+    state, reason = (
+        ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
+    )
     cause = Cause.read(said.get("cause"))
     if (state, reason) != (said.get("state"), said.get("reason")):
         if rank is not None:
-            said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
-            about: dict[str, Any] = {"process": f"rank {rank}", "log": "" if gone else str(ranks.log_of(rank))}
+            # C++ says why on its way out
+            said_last = "\n".join([why, *log]) if "SIGABRT" in why else why
+            about: dict[str, Any] = {
+                "process": f"rank {rank}",
+                "log": "" if gone else str(ranks.log_of(rank)),
+            }
             about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
             about |= {"stuck": said.get("stuck"), "out_of_memory": memory_kills() > kills}
             cause = explain(said_last, **about)
@@ -95,36 +117,58 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[Ru
     if rank is not None:
         if not gone:
             print(f"\nrank {rank} failed; the end of {ranks.log_of(rank)}:", file=sys.stderr)
-            print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
+            print(
+                "\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True
+            )
         verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
-        print("\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]), file=sys.stderr, flush=True)
+        print(
+            "\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]),
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
-    """State and reason, from the driver's own words, a signal to this process, and the rank that failed first."""
-    state, reason = str(said.get("state")), str(said.get("reason", ""))
+def ending(
+    said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str
+) -> tuple[str, str]:
+    """State and reason, from the driver's own words, a signal to this process, and the rank that
+    failed first.
+    """
+    state = str(said.get("state"))
+    reason = str(said.get("reason", ""))
     if stopping and rank is None:
-        return (state, reason) if state in ENDED else ("stopped", stopping)
-    followed = rank and (state == "stopped" or LOST_PEER.search(reason))  # the driver cannot know what ended a rank
+        if state in ENDED:
+            return (state, reason)
+        return ("stopped", stopping)
+    # the driver cannot know what ended a rank
+    followed = rank and (state == "stopped" or LOST_PEER.search(reason))
     if state in ENDED and not followed:
         return state, reason
-    return ("finished", "") if rank is None else ("failed", f"rank {rank}: {why}")
+    if rank is None:
+        return ("finished", "")
+    return ("failed", f"rank {rank}: {why}")
 
 
 class RankProcesses:
     """Those of one attempt."""
 
-    def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch) -> None:
+    def __init__(
+        self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch
+    ) -> None:
         """`given`: variables for every rank."""
-        self._run, self._count, self._given = run, count, given
+        self._run = run
+        self._count = count
+        self._given = given
         self.guard = Guard(watch)
         self._silence = Silence(run.logs)
         self.stopping: str | None = None
         self.stuck: str | None = None  # why it had to be ended
         self._stopped_by: signal.Signals = process.STOP_AFTER_STEP
-        self._asked_at, self._asked_twice = 0.0, False
+        self._asked_at = 0.0
+        self._asked_twice = False
         self._failed: list[int] = []  # ranks that ended by themselves
-        self._next_look, self._last_word = 0.0, float("inf")
+        self._next_look = 0.0
+        self._last_word = float("inf")
         self._processes: list[subprocess.Popen[bytes]] = []
         process.hold(process.STOP_AFTER_STEP)  # a rank starts with what its parent holds
         for number in ENDS_WITH:
@@ -144,7 +188,9 @@ class RankProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,
-                pass_fds=[self._run.lock.fileno()] if self._run.lock else [],  # held until the last rank has ended
+                pass_fds=[self._run.lock.fileno()]
+                if self._run.lock
+                else [],  # held until the last rank has ended
                 start_new_session=True,
             )
 
@@ -152,12 +198,20 @@ class RankProcesses:
         return self._run.logs / f"rank_{rank}.log"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number != process.STOP_AFTER_STEP and self.stopping and self._stopped_by != process.STOP_AFTER_STEP:
+        if (
+            number != process.STOP_AFTER_STEP
+            and self.stopping
+            and self._stopped_by != process.STOP_AFTER_STEP
+        ):
             self._asked_twice = True  # now
             return
-        self._stopped_by, self._asked_at = signal.Signals(number), time.monotonic()
+        self._stopped_by = signal.Signals(number)
+        self._asked_at = time.monotonic()
         self.stopping = f"stopped by {self._stopped_by.name}"
-        again = "" if number == process.STOP_AFTER_STEP else " (again to end the run at once)"
+        if number == process.STOP_AFTER_STEP:
+            again = ""
+        else:
+            again = " (again to end the run at once)"
         print(f"\n{self._stopped_by.name} is passed on to the driver{again}", flush=True)
         for child in self._processes[:1]:  # none yet, while the ranks are being started
             child.send_signal(number)
@@ -173,7 +227,10 @@ class RankProcesses:
             if failed and not self._stops():
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, child in enumerate(self._processes) if child.poll()]
-                return 128 - failed[0] if failed[0] < 0 else failed[0]  # as a shell gives it
+                # as a shell gives it
+                if failed[0] < 0:
+                    return 128 - failed[0]
+                return failed[0]
             if reason := self.guard.look():
                 return self._give_up(reason)
             self._silence.look(self._phase)
@@ -192,7 +249,8 @@ class RankProcesses:
     def _give_up(self, reason: str) -> int:
         """End who does not go on; the others notice, and the driver closes its engines."""
         worst = self.guard.watch.blocking[0]
-        self.stuck, self._failed = reason, [worst.rank or 0]
+        self.stuck = reason
+        self._failed = [worst.rank or 0]
         with suppress(OSError):
             mark_stuck(self._run.path, worst.about())
         kill(worst)
@@ -201,8 +259,13 @@ class RankProcesses:
         return 1
 
     def _stops(self) -> bool:
-        """Whether the run is stopping as it was asked to; otherwise a rank that fails meanwhile has failed."""
-        return self.stopping is not None and read_status(self._run.path).get("state") in ("starting", "stopped")
+        """Whether the run is stopping as it was asked to; otherwise a rank that fails meanwhile has
+        failed.
+        """
+        return self.stopping is not None and read_status(self._run.path).get("state") in (
+            "starting",
+            "stopped",
+        )
 
     def _overdue(self) -> bool:
         """Asked twice, silent, or beyond what the driver has said that it needs."""
@@ -223,7 +286,9 @@ class RankProcesses:
 
     def _settle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(child.poll() is None for child in self._processes):
+        while time.monotonic() < deadline and any(
+            child.poll() is None for child in self._processes
+        ):
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -253,8 +318,12 @@ class RankProcesses:
 
 
 def first_cause(logs: Mapping[int, str]) -> int:
-    """The first failed rank whose log does not end in a lost connection: those only followed another one."""
-    return next((rank for rank, log in logs.items() if not LOST_PEER.search(log)), min(logs, default=0))
+    """The first failed rank whose log does not end in a lost connection: those only followed
+    another one.
+    """
+    return next(
+        (rank for rank, log in logs.items() if not LOST_PEER.search(log)), min(logs, default=0)
+    )
 
 
 def last_error(log: Sequence[str]) -> str:
@@ -264,7 +333,9 @@ def last_error(log: Sequence[str]) -> str:
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:
-    """Ranks on one machine meet in a file and talk over the loopback interface: no port is open to others."""
+    """Ranks on one machine meet in a file and talk over the loopback interface: no port is open to
+    others.
+    """
     return {
         LAUNCHER: str(os.getpid()),
         "RANK": str(rank),

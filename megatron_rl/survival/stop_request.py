@@ -1,8 +1,9 @@
-"""Stop requests by signal (USR1, TERM, Ctrl-C): the step is finished in the time left, or given up on every rank.
+"""Stop requests by signal (USR1, TERM, Ctrl-C): the step is finished in the time left, or given up
+on every rank.
 
-USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. Where that is too short,
-the step is given up: rank 0 leaves what it waits for, and tells the ranks that wait for it (`ask_driver`). Before the
-first step nothing is to be saved, and the run ends at once.
+USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. Where
+that is too short, the step is given up: rank 0 leaves what it waits for, and tells the ranks that
+wait for it (`ask_driver`). Before the first step nothing is to be saved, and the run ends at once.
 """
 
 import math
@@ -34,7 +35,9 @@ WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for a
 
 
 class StepGivenUp(BaseException):
-    """A step that every rank gives up at the same place: what stood before it is what is left. No error."""
+    """A step that every rank gives up at the same place: what stood before it is what is left. No
+    error.
+    """
 
 
 class Ranks(Protocol):
@@ -43,7 +46,8 @@ class Ranks(Protocol):
 
 def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
     """What rank 0 answers, on every rank; or, on every rank, that it has given the step up."""
-    answer, given_up = None, None
+    answer = None
+    given_up = None
     try:
         answer = ask()
     except StepGivenUp as error:
@@ -55,13 +59,17 @@ def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
 
 
 class StopRequest:
-    """A request to stop, as rank 0 knows it from the start of its engines on. `step`: None before the first."""
+    """A request to stop, as rank 0 knows it from the start of its engines on. `step`: None before
+    the first.
+    """
 
     def __init__(self, clock: PhaseClock, note: Callable[[str], None], run: Path) -> None:
         self.step: int | None = None
         self.reason: str | None = None  # once somebody has asked
         self.save_s: float | None = None  # the longest save so far
-        self._clock, self._note, self._run = clock, note, run
+        self._clock = clock
+        self._note = note
+        self._run = run
         self._asked_at = 0.0
         self._end = math.inf  # of the time that is left, as time.monotonic() has it
         self._given_up: str | None = None
@@ -97,7 +105,9 @@ class StopRequest:
 
     def has_time(self) -> bool:
         """Whether the model can be written once more, as a Hugging Face folder."""
-        return self._end == math.inf or (self.save_s is not None and self.left() > self.save_s + MARGIN_S)
+        return self._end == math.inf or (
+            self.save_s is not None and self.left() > self.save_s + MARGIN_S
+        )
 
     def check(self) -> None:
         """Between phases: is there time for what follows?"""
@@ -131,7 +141,8 @@ class StopRequest:
             raise RuntimeError(job.ANOTHER_ENDED)
         if self.step is None:
             raise_interrupt(number, frame)
-        # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a launcher AT_ONCE
+        # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a
+        # launcher AT_ONCE
 
     def _listen(self) -> None:
         while True:
@@ -144,25 +155,39 @@ class StopRequest:
                 if number in ASKS:
                     self._notice(signal.Signals(number))
             if undecided and self._given_up is None and self._rest(after=True) > self.left():
-                self._give_up("and the time is up", time.monotonic() - self._asked_at + SAVE_LIMIT_S)
+                self._give_up(
+                    "and the time is up", time.monotonic() - self._asked_at + SAVE_LIMIT_S
+                )
 
     def _notice(self, number: signal.Signals) -> None:
-        name, phase = number.name, self._clock.phase or "between phases"
+        name = number.name
+        phase = self._clock.phase or "between phases"
         if self.step is None:
-            self._say(f"{name} in the start: the run ends now; there is nothing yet to be saved", START_LIMIT_S)
+            self._say(
+                f"{name} in the start: the run ends now; there is nothing yet to be saved",
+                START_LIMIT_S,
+            )
             return
         self._asked_at = time.monotonic()
         self.reason = f"{name} in {phase} of step {self.step}"
         left = job.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
         self._end = min(self._end, math.inf if left is None else time.monotonic() + left - MARGIN_S)
-        limit = None if self._end == math.inf else max(0.0, self.left()) + SAVE_LIMIT_S
+        if self._end == math.inf:
+            limit = None
+        else:
+            limit = max(0.0, self.left()) + SAVE_LIMIT_S
         rest = self._rest()
         if self._given_up:
             self._say(f"{self.reason}: the run is about to end", limit)
         elif rest > self.left():
-            self._give_up(f"whose rest takes {_spoken(rest)}, with {_spoken(self.left())} left", limit)
+            self._give_up(
+                f"whose rest takes {_spoken(rest)}, with {_spoken(self.left())} left", limit
+            )
         else:
-            time_left = "" if self._end == math.inf else f", in the {_spoken(self.left())} that are left"
+            if self._end == math.inf:
+                time_left = ""
+            else:
+                time_left = f", in the {_spoken(self.left())} that are left"
             self._say(f"{self.reason}: the step is finished and saved first{time_left}", limit)
 
     def _give_up(self, why: str, limit: float | None) -> None:
@@ -182,4 +207,6 @@ class StopRequest:
 
 
 def _spoken(seconds: float) -> str:
-    return "nobody knows how long" if seconds == math.inf else duration(max(0.0, seconds))
+    if seconds == math.inf:
+        return "nobody knows how long"
+    return duration(max(0.0, seconds))

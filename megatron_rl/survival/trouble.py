@@ -1,7 +1,8 @@
-"""A process that is stopped, silent or hangs, from a rank's heartbeat; the timeouts of hangs and of collectives.
+"""A process that is stopped, silent or hangs, from a rank's heartbeat; the timeouts of hangs and of
+collectives.
 
-Progress of a rank is a new phase, a micro-batch, an answer of an engine or a reward. Waits for engines and rewards have
-timeouts of their own; everything else has `run.hang_timeout_s`.
+Progress of a rank is a new phase, a micro-batch, an answer of an engine or a reward. Waits for
+engines and rewards have timeouts of their own; everything else has `run.hang_timeout_s`.
 """
 
 import platform
@@ -35,7 +36,10 @@ class Trouble:
         return self.how, self.process, self.pid
 
     def __str__(self) -> str:
-        who = f"{self.process} (process {self.pid} on {self.host})" if self.pid else self.process
+        if self.pid:
+            who = f"{self.process} (process {self.pid} on {self.host})"
+        else:
+            who = self.process
         what = {
             "stopped": "is stopped (SIGSTOP, or a debugger)",
             "silent": "has no heartbeat",
@@ -72,7 +76,8 @@ def behind(ranks: list[Seen]) -> list[Seen]:
 
 
 def of_rank(one: Seen, how: str, seconds: float, note: str = "") -> Trouble:
-    pulse, told = one.pulse, how not in ("stopped", "silent")
+    pulse = one.pulse
+    told = how not in ("stopped", "silent")
     more = {"blocks": True, "note": note, "stack": tuple(pulse.get("stack", ())) if told else ()}
     return _trouble(one, how, f"rank {pulse['rank']}", pulse["pid"], seconds, **more)
 
@@ -83,23 +88,30 @@ def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> T
     blocks = bool(waits) and child["name"].startswith(waits["whom"])
     note = f"; rank {one.pulse['rank']} waits for it" if blocks else ""
     if how == "hangs" and child["pid"] and here(one.pulse):
-        note += "".join(f"; its process {pid} is stopped" for pid in work_below(child["pid"]).stopped)
+        note += "".join(
+            f"; its process {pid} is stopped" for pid in work_below(child["pid"]).stopped
+        )
     return _trouble(one, how, child["name"], child["pid"], seconds, blocks=blocks, note=note)
 
 
-def _trouble(one: Seen, how: str, process: str, pid: int | None, seconds: float, **more: Any) -> Trouble:
+def _trouble(
+    one: Seen, how: str, process: str, pid: int | None, seconds: float, **more: Any
+) -> Trouble:
     host, phase, rank = (one.pulse[name] for name in ("host", "phase", "rank"))
     return Trouble(how, process, pid, host, phase, seconds, rank, **more, here=here(one.pulse))
 
 
 def here(pulse: Mapping[str, Any]) -> bool:
-    """Whether the rank is a process that is seen from here: not in another container, nor on another machine."""
+    """Whether the rank is a process that is seen from here: not in another container, nor on
+    another machine.
+    """
     return bool(pulse["host"] == platform.node() and birth_of(pulse["pid"]) == pulse["birth"])
 
 
 def collective_s(hang_timeout_s: float, sampler: SamplerSection) -> float:
-    """torch's own limit: longer than any rank may be late, even where nobody watches. Rank 0 tells the others every now
-    and then to wait on; in a sync they wait for three answers of the engines, and first for their start.
+    """torch's own limit: longer than any rank may be late, even where nobody watches. Rank 0 tells
+    the others every now and then to wait on; in a sync they wait for three answers of the engines,
+    and first for their start.
     """
     engines_s = sampler.start_timeout_s + 3 * sampler.request_timeout_s
     return max(hang_timeout_s, engines_s) + 2 * MARGIN_S
@@ -108,6 +120,7 @@ def collective_s(hang_timeout_s: float, sampler: SamplerSection) -> float:
 def timeouts(run: RunSection, sampler: SamplerSection, reward: RewardSection) -> str:
     """The timeouts of hangs, as the console prints them."""
     return (
-        f"the run ends after {run.hang_timeout_s:g} s without progress; an engine has {sampler.start_timeout_s:g} s to "
-        f"start and {sampler.request_timeout_s:g} s to answer, a reward {reward.timeout_s:g} s"
+        f"the run ends after {run.hang_timeout_s:g} s without progress; an engine has "
+        f"{sampler.start_timeout_s:g} s to start and {sampler.request_timeout_s:g} s to answer, a "
+        f"reward {reward.timeout_s:g} s"
     )

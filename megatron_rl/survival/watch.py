@@ -1,15 +1,20 @@
-"""Hang detection from the launcher or a rank: names processes that are stopped or silent, ends a run without progress.
+"""Hang detection from the launcher or a rank: names processes that are stopped or silent, ends a
+run without progress.
 
-It reads the heartbeats of the ranks (processes/pulse.py) and, of processes on this machine, their states in /proc:
+It reads the heartbeats of the ranks (processes/pulse.py) and, of processes on this machine, their
+states in /proc:
 
-stopped   SIGSTOP or a debugger holds the process
-silent    a rank's heartbeat has not changed for a while, and it is not seen to be stopped: something holds its
+stopped   SIGSTOP or a debugger holds the process silent    a rank's heartbeat has not changed for a
+while, and it is not seen to be stopped: something holds its
           interpreter, or its machine is gone
-hangs     no rank has made progress for `run.hang_timeout_s`, or, while rank 0 waits for an engine or a reward, for the
-          time that those have: whoever is waited for, else the ranks that have entered fewer phases than the others,
+hangs     no rank has made progress for `run.hang_timeout_s`, or, while rank 0 waits for an engine
+or a reward, for the
+          time that those have: whoever is waited for, else the ranks that have entered fewer phases
+          than the others,
           else those that are in no collective, else all of them
 
-A process that is stopped or silent ends nothing by itself: the run ends when it has made no progress for as long.
+A process that is stopped or silent ends nothing by itself: the run ends when it has made no
+progress for as long.
 """
 
 import os
@@ -51,32 +56,47 @@ class Watch:
     clock: Callable[[], float] = time.monotonic
     troubles: list[Trouble] = field(default_factory=list)
     _seen: dict[int, Seen] = field(default_factory=dict)
-    _held: dict[int, float] = field(default_factory=dict)  # process id -> for how long it has been seen stopped
+    # process id -> for how long it has been seen stopped
+    _held: dict[int, float] = field(default_factory=dict)
     _last: float | None = None
     _passed: float = 0.0
 
     def look(self, rank: int | None = None) -> tuple[list[Trouble], list[Trouble]]:
-        """Who is in trouble now and was not before, and who was and is not. `rank`: only where no lower one looks."""
+        """Who is in trouble now and was not before, and who was and is not. `rank`: only where no
+        lower one looks.
+        """
         now = self.clock()
         if self._last is not None and now - self._last < LOOK_S:
             return [], []
-        self._passed, self._last = 0.0 if self._last is None else min(now - self._last, AWAKE_S), now
+        if self._last is None:
+            self._passed = 0.0
+        else:
+            self._passed = min(now - self._last, AWAKE_S)
+        self._last = now
         lower = range(rank or 0)
         if any(self._is_alive(one) for one in lower):
-            free, self.troubles = [one for one in self.troubles if not (one.here and _held(one.pid))], []
+            free = [one for one in self.troubles if not (one.here and _held(one.pid))]
+            self.troubles = []
             return [], free
         paths = (self.run_dir / "logs" / FOLDER).glob("rank_*.json")
-        self._read(path for path in paths if path not in {file_of(self.run_dir, one) for one in lower})
-        before, self.troubles = {one.key: one for one in self.troubles}, list(self._find())
+        self._read(
+            path for path in paths if path not in {file_of(self.run_dir, one) for one in lower}
+        )
+        before = {one.key: one for one in self.troubles}
+        self.troubles = list(self._find())
         new = [one for one in self.troubles if one.key not in before]
-        kept = {one.key: one.stack for one in before.values()} | {one.key: self._stack(one) for one in new}
+        kept = {one.key: one.stack for one in before.values()} | {
+            one.key: self._stack(one) for one in new
+        }
         self.troubles = [replace(one, stack=kept[one.key]) for one in self.troubles]
         present = {one.key: one for one in self.troubles}
         gone = [one for key, one in before.items() if key not in present]
         return [present[one.key] for one in new], gone
 
     def over(self) -> str | None:
-        """Why the run has to end: it has made no progress for as long as it may, because of the first of `blocking`."""
+        """Why the run has to end: it has made no progress for as long as it may, because of the
+        first of `blocking`.
+        """
         for one in self.blocking[:1]:
             limit_s, key = self._limit(self._seen.get(one.rank or 0), one)
             if self._without_progress_s() >= limit_s:
@@ -90,13 +110,17 @@ class Watch:
     def phase_of(self, rank: int) -> str | None:
         """The phase that a rank's last pulse was in."""
         self._read([file_of(self.run_dir, rank)])
-        return self._seen[rank].pulse["phase"] if rank in self._seen else None
+        if rank in self._seen:
+            return self._seen[rank].pulse["phase"]
+        return None
 
     def _without_progress_s(self) -> float:
         return min((one.age_s for one in self._present_ranks()), default=0.0)
 
     def _limit(self, one: Seen | None, trouble: Trouble | None = None) -> tuple[float, str]:
-        """Seconds without progress, and the key that sets them. A rank that is stopped itself waits for nobody."""
+        """Seconds without progress, and the key that sets them. A rank that is stopped itself waits
+        for nobody.
+        """
         waits = one.pulse["waits"] if one else None
         if one and trouble and (trouble.how, trouble.pid) == ("stopped", one.pulse["pid"]):
             waits = None
@@ -116,7 +140,9 @@ class Watch:
             with suppress(OSError, ValueError):
                 pulse = read_json(path)
                 before = self._seen.get(pulse["rank"])
-                same = before is not None and all(before.pulse[name] == pulse[name] for name in ("pid", "beat"))
+                same = before is not None and all(
+                    before.pulse[name] == pulse[name] for name in ("pid", "beat")
+                )
                 quiet_s = before.quiet_s + self._passed if before and same else 0.0
                 self._seen[pulse["rank"]] = Seen(pulse, quiet_s)
 
@@ -124,7 +150,8 @@ class Watch:
         return [one for _, one in sorted(self._seen.items()) if not one.pulse.get("ended")]
 
     def _find(self) -> Iterator[Trouble]:
-        held, alive = list(self._stopped()), []
+        held = list(self._stopped())
+        alive = []
         stopped = {one.pid for one in held}
         yield from (one for one in held if one.seconds >= self.stopped_s)
         for one in self._present_ranks():
@@ -132,25 +159,44 @@ class Watch:
                 continue
             alive.append(one)
             if one.quiet_s >= self.silent_s:
-                note = "; it is not stopped" if here(one.pulse) else "; it was ended or stopped, or its machine was"
+                if here(one.pulse):
+                    note = "; it is not stopped"
+                else:
+                    note = "; it was ended or stopped, or its machine was"
                 held.append(of_rank(one, "silent", one.quiet_s, note))
                 yield held[-1]
         if alive and not any(one.blocks for one in held):
             yield from self._hanging(alive)
 
     def _stopped(self) -> Iterator[Trouble]:
-        before, self._held = self._held, {}
+        before = self._held
+        self._held = {}
         for one in self._present_ranks():
             if not here(one.pulse):
                 continue
-            yield from (of_rank(one, "stopped", held_s) for held_s in self._held_s(one.pulse["pid"], before))
+            yield from (
+                of_rank(one, "stopped", held_s) for held_s in self._held_s(one.pulse["pid"], before)
+            )
             for child in one.pulse["children"]:
-                yield from (of_child(one, child, "stopped", held_s) for held_s in self._held_s(child["pid"], before))
+                yield from (
+                    of_child(one, child, "stopped", held_s)
+                    for held_s in self._held_s(child["pid"], before)
+                )
         host = platform.node()
         for rank, pid in self.pids.items():
             if rank not in self._seen:
                 for held_s in self._held_s(pid, before):
-                    yield Trouble("stopped", f"rank {rank}", pid, host, "start", held_s, rank, blocks=True, here=True)
+                    yield Trouble(
+                        "stopped",
+                        f"rank {rank}",
+                        pid,
+                        host,
+                        "start",
+                        held_s,
+                        rank,
+                        blocks=True,
+                        here=True,
+                    )
         for held_s in self._held_s(self.launcher, before):
             note = "; the run goes on, and ends by itself alone"
             yield Trouble("stopped", LAUNCHER, self.launcher, host, "", held_s, note=note)
@@ -176,7 +222,13 @@ class Watch:
 
     def _stack(self, one: Trouble) -> tuple[str, ...]:
         """What it has told by itself, else what it shows when it is asked."""
-        if one.stack or one.how == "stopped" or not one.here or one.pid is None or self.temporary is None:
+        if (
+            one.stack
+            or one.how == "stopped"
+            or not one.here
+            or one.pid is None
+            or self.temporary is None
+        ):
             return one.stack
         return tuple(ask(one.pid, self.temporary).splitlines()[:LINES])
 
@@ -198,7 +250,9 @@ class Guard:
         for one in (one for one in gone if (one.process, one.pid) not in still):
             gone_on = one.pid is None or not one.here or state_of(one.pid)
             what = "goes on" if gone_on else "is no longer there,"
-            self._say(f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s")
+            self._say(
+                f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s"
+            )
         if new or gone:
             worst = next(iter([*self.watch.blocking, *self.watch.troubles]), None)
             with suppress(OSError):
@@ -213,12 +267,17 @@ class Guard:
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
-        with suppress(OSError), (RunDir(self.watch.run_dir).logs / "driver.log").open("a", encoding="utf-8") as log:
+        with (
+            suppress(OSError),
+            (RunDir(self.watch.run_dir).logs / "driver.log").open("a", encoding="utf-8") as log,
+        ):
             log.write(text + "\n")
 
 
 class RankGuard(Guard):
-    """A guard that a rank's pulse calls, for runs that no launcher watches. It ends the run by ending this process."""
+    """A guard that a rank's pulse calls, for runs that no launcher watches. It ends the run by
+    ending this process.
+    """
 
     def __init__(self, watch: Watch, rank: int) -> None:
         super().__init__(watch)
@@ -238,7 +297,8 @@ class RankGuard(Guard):
             kill(one)
         for _, pid in PULSE.owned:
             _kill_group(pid)
-        os._exit(1)  # this one's main thread may hear of nothing; whoever started the ranks ends the others
+        # this one's main thread may hear of nothing; whoever started the ranks ends the others
+        os._exit(1)
 
 
 def kill(one: Trouble) -> None:

@@ -1,1 +1,3 @@
-"""Learner shards -> live sampler weights: mapping, quantization, manifest, transports and the receiving engine."""
+"""Learner shards -> live sampler weights: mapping, quantization, manifest, transports and the
+receiving engine.
+"""

@@ -1,6 +1,8 @@
-"""Buckets of a weight sync: parameters whose parts the first rank of a tensor-parallel group gathers and makes whole.
+"""Buckets of a weight sync: parameters whose parts the first rank of a tensor-parallel group
+gathers and makes whole.
 
-Every rank knows every other rank's part from the mapping table alone, so contents travel as bare bytes.
+Every rank knows every other rank's part from the mapping table alone, so contents travel as bare
+bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,9 @@ class Job:
     def shares_amax(self) -> bool:
         """Whether the ranks hold different columns of rows that share one scale."""
         scale = self.outputs[0][0][-1]
-        return self.param.row.split is Split.row and len(self.outputs[0][0]) == 2 and scale.dim is None
+        return (
+            self.param.row.split is Split.row and len(self.outputs[0][0]) == 2 and scale.dim is None
+        )
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,27 @@ class Bucket:
 
 
 def make_buckets(
-    model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], dtype: str, size_bytes: int
+    model: Model,
+    groups: ShardGroups,
+    format: Format,
+    ignore: Sequence[str],
+    dtype: str,
+    size_bytes: int,
 ) -> list[Bucket]:
-    """Dense parameters first, then experts: within each kind every rank of a group walks the same buckets.
+    """Dense parameters first, then experts: within each kind every rank of a group walks the same
+    buckets.
 
     Empty on ranks that are not of the first replica, which speaks for all.
     """
-    shape, layout, place = model.shape, model.layout, groups.place
+    shape = model.shape
+    layout = model.layout
+    place = groups.place
     params = [param for param in stage_params(shape, layout, place) if not param.row.copy]
     buckets: list[Bucket] = []
-    for expert, replica, group in ((False, place.dp, groups.tensor), (True, place.edp, groups.expert_tensor)):
+    for expert, replica, group in (
+        (False, place.dp, groups.tensor),
+        (True, place.edp, groups.expert_tensor),
+    ):
         size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
         own = [param for param in params if param.row.expert is expert and replica == 0]
         jobs: list[Job] = []
@@ -69,18 +84,22 @@ def make_buckets(
             of_ranks = [param.slices(shape, layout, Place(tp=r, etp=r)) for r in range(size)]
             split = param.row.split is not Split.replicated
             made = tuple(
-                tuple(tuple(outputs(piece, format, ignore, dtype, split)) for piece in pieces) for pieces in of_ranks
+                tuple(tuple(outputs(piece, format, ignore, dtype, split)) for piece in pieces)
+                for pieces in of_ranks
             )
             jobs.append(Job(param, of_ranks[rank], made))
             filled += sum(out.tensor.nbytes for of_slice in made[0] for out in of_slice)
             if filled >= size_bytes or param is own[-1]:
                 buckets.append(Bucket(tuple(jobs), group, rank, size))
-                jobs, filled = [], 0
+                jobs = []
+                filled = 0
     return buckets
 
 
 class Workspace:
-    """Memory that buckets pass through, kept from one sync to the next: fresh pages cost more than the copies."""
+    """Memory that buckets pass through, kept from one sync to the next: fresh pages cost more than
+    the copies.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}
@@ -93,16 +112,22 @@ class Workspace:
 
 
 def gather(
-    bucket: Bucket, content: Sequence[list[torch.Tensor] | None], workspace: Workspace, device: torch.device
+    bucket: Bucket,
+    content: Sequence[list[torch.Tensor] | None],
+    workspace: Workspace,
+    device: torch.device,
 ) -> list[torch.Tensor]:
-    """Send this rank's bytes to the group's first rank, or receive there those of each of the others.
+    """Send this rank's bytes to the group's first rank, or receive there those of each of the
+    others.
 
     Content is None where this rank has failed.
     """
     if bucket.size == 1:
         return []
     if bucket.rank == 0:
-        received = [workspace.take(rank, bucket.sent_bytes(rank), device) for rank in range(1, bucket.size)]
+        received = [
+            workspace.take(rank, bucket.sent_bytes(rank), device) for rank in range(1, bucket.size)
+        ]
         bucket.group.gather(received[0][:0], received, 0)
         return received
     sent = workspace.take(0, bucket.sent_bytes(bucket.rank), device)
@@ -122,7 +147,9 @@ def gather(
 def full_tensors(
     bucket: Bucket, content: Sequence[list[torch.Tensor]], received: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the bucket whole, from the content of the group's first rank and the others' bytes."""
+    """Every tensor of the bucket whole, from the content of the group's first rank and the others'
+    bytes.
+    """
     at = [0] * bucket.size
     for job, made in zip(bucket.jobs, content, strict=True):
         outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
@@ -130,7 +157,9 @@ def full_tensors(
             if own.dim is None or bucket.size == 1:
                 shape = tuple(tensor.shape)
                 if shape != own.tensor.shape:
-                    raise ValueError(f"{own.tensor.name} came out as {shape}, expected {own.tensor.shape}")
+                    raise ValueError(
+                        f"{own.tensor.name} came out as {shape}, expected {own.tensor.shape}"
+                    )
                 yield own.tensor.name, tensor
                 continue
             full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)

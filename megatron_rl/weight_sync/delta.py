@@ -1,6 +1,8 @@
-"""Patches between two versions of a tensor's bytes, made and applied; a sender's last bytes, and its chain of versions.
+"""Patches between two versions of a tensor's bytes, made and applied; a sender's last bytes, and
+its chain of versions.
 
-A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes.
+A patch is the distance of every changed byte from the one before it (16 bits each), then the new
+bytes.
 """
 
 from collections.abc import Iterable
@@ -23,7 +25,9 @@ class Patch:
 
 
 def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Positions at which two equally long byte arrays differ. Whole words are compared first: most are equal."""
+    """Positions at which two equally long byte arrays differ. Whole words are compared first: most
+    are equal.
+    """
     words = len(old) // WORD.itemsize * WORD.itemsize
     differ = np.flatnonzero(old[:words].view(WORD) != new[:words].view(WORD))
     inside = (differ[:, None] * WORD.itemsize + np.arange(WORD.itemsize)).reshape(-1)
@@ -35,17 +39,25 @@ def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 def make_patch(old: np.ndarray, new: np.ndarray, itemsize: int) -> Patch | None:
     """The patch that turns `old` into `new`; None where the whole is no longer than the patch."""
     positions = changed_bytes(old, new)
-    changed_values = len(positions) if itemsize == 1 else len(np.unique(positions // itemsize))
+    if itemsize == 1:
+        changed_values = len(positions)
+    else:
+        changed_values = len(np.unique(positions // itemsize))
     positions = _bridged(positions)
     if len(positions) * BYTES_PER_CHANGE >= len(new):
         return None
     gaps = np.diff(positions, prepend=0).astype(GAP)
-    return Patch(np.concatenate((gaps.view(np.uint8), new[positions])), len(positions), changed_values)
+    return Patch(
+        np.concatenate((gaps.view(np.uint8), new[positions])), len(positions), changed_values
+    )
 
 
 def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
-    """Turn the old bytes into the new ones, in place; raises ValueError where a patch points beyond them."""
-    gaps, values = data[: changes * GAP.itemsize], data[changes * GAP.itemsize :]
+    """Turn the old bytes into the new ones, in place; raises ValueError where a patch points beyond
+    them.
+    """
+    gaps = data[: changes * GAP.itemsize]
+    values = data[changes * GAP.itemsize :]
     # a copy, because nothing promises that patches lie on even addresses
     positions = np.cumsum(np.frombuffer(gaps.tobytes(), GAP), dtype=np.int64)
     if changes and positions[-1] >= len(target):
@@ -54,21 +66,28 @@ def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
 
 
 def _bridged(positions: np.ndarray) -> np.ndarray:
-    """Positions, with more in between where two are too far apart for one gap; the bytes there are the same."""
+    """Positions, with more in between where two are too far apart for one gap; the bytes there are
+    the same.
+    """
     gaps = np.diff(positions, prepend=0)
     bridges: Iterable[np.ndarray] = (
         np.arange(positions[i] - gaps[i] + LONGEST_GAP, positions[i], LONGEST_GAP)
         for i in np.flatnonzero(gaps > LONGEST_GAP)
     )
     found = list(bridges)
-    return np.sort(np.concatenate((positions, *found))) if found else positions
+    if found:
+        return np.sort(np.concatenate((positions, *found)))
+    return positions
 
 
 @dataclass
 class Sent:
-    """What one writer sent last, by tensor and start of a part: what the next patches are made against."""
+    """What one writer sent last, by tensor and start of a part: what the next patches are made
+    against.
+    """
 
-    values: int = 0  # of the last version: how many could be compared with the version before, and how many differ
+    # of the last version: how many could be compared with the version before, and how many differ
+    values: int = 0
     changed: int = 0
     _parts: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
@@ -76,7 +95,9 @@ class Sent:
         self.values = self.changed = 0
 
     def exchange(self, part: tuple[str, int], data: np.ndarray, itemsize: int) -> Patch | None:
-        """Remember the part; return how it differs from the one before, or None where it must travel whole."""
+        """Remember the part; return how it differs from the one before, or None where it must
+        travel whole.
+        """
         old = self._parts.get(part)
         if old is None or len(old) != len(data):
             self._parts[part] = data.copy()
@@ -96,7 +117,9 @@ class Sent:
 
 @dataclass
 class Lineage:
-    """The version that was sent whole last, and the patches upon it: what a receiver needs to make the newest."""
+    """The version that was sent whole last, and the patches upon it: what a receiver needs to make
+    the newest.
+    """
 
     full_every: int
     versions: list[int] = field(default_factory=list)
@@ -104,7 +127,12 @@ class Lineage:
     @property
     def base(self) -> int | None:
         """The version that the next patch builds on; None where the next one must be whole."""
-        return self.versions[-1] if 0 < len(self.versions) < self.full_every else None
+        if 0 < len(self.versions) < self.full_every:
+            return self.versions[-1]
+        return None
 
     def add(self, version: int) -> None:
-        self.versions = [version] if self.base is None else [*self.versions, version]
+        if self.base is None:
+            self.versions = [version]
+        else:
+            self.versions = [*self.versions, version]

@@ -1,7 +1,9 @@
-"""Shards of an engine's ranks: how a writer cuts a tensor for them, what a rank loads of it, and keeps (`Held`).
+"""Shards of an engine's ranks: how a writer cuts a tensor for them, what a rank loads of it, and
+keeps (`Held`).
 
-An engine of several tensor-parallel ranks reads each byte of what is cut once instead of once per rank: a writer lays a
-tensor down part by part, each with a checksum of its own, and a rank reads those that hold something of its shard.
+An engine of several tensor-parallel ranks reads each byte of what is cut once instead of once per
+rank: a writer lays a tensor down part by part, each with a checksum of its own, and a rank reads
+those that hold something of its shard.
 """
 
 from __future__ import annotations
@@ -28,10 +30,17 @@ class Cut:
     runs: Runs
 
     @classmethod
-    def of(cls, spec: TensorSpec, dim: int, kinds: Sequence[int], vocabulary: bool, ranks: int) -> Cut:
-        """Equal shares for `ranks` of each kind of row (queries, keys, ...), `kinds` of them, that lies in a tensor."""
-        unit, at, runs = PADDED_VOCAB if vocabulary else 1, 0, []
-        blocks, uneven = divmod(sum(kinds), spec.shape[dim])  # a scale of blocks stands for so many rows
+    def of(
+        cls, spec: TensorSpec, dim: int, kinds: Sequence[int], vocabulary: bool, ranks: int
+    ) -> Cut:
+        """Equal shares for `ranks` of each kind of row (queries, keys, ...), `kinds` of them, that
+        lies in a tensor.
+        """
+        unit = PADDED_VOCAB if vocabulary else 1
+        at = 0
+        runs = []
+        # a scale of blocks stands for so many rows
+        blocks, uneven = divmod(sum(kinds), spec.shape[dim])
         for length in [spec.shape[dim]] if uneven else [rows // blocks for rows in kinds]:
             step = -(-length // unit) * unit // ranks or length
             runs += [(at + start, min(step, length - start)) for start in range(0, length, step)]
@@ -59,7 +68,9 @@ class Shard:
         return [tensor.narrow(self.dim, start, length).clone() for start, length in self.runs]
 
     def spread(self, taken: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
-        """A tensor of the whole's shape for loaders that cut their share; what they do not load holds anything."""
+        """A tensor of the whole's shape for loaders that cut their share; what they do not load
+        holds anything.
+        """
         if self.runs is None:
             return taken[0]
         if not self.runs:
@@ -70,11 +81,14 @@ class Shard:
         return whole
 
 
-WHOLE, NOTHING = Shard(), Shard(runs=())
+WHOLE = Shard()
+NOTHING = Shard(runs=())
 
 
 class Held(Mapping[str, "torch.Tensor"]):
-    """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every look anew."""
+    """One rank's shards of verified tensors, kept until they are loaded: whole in shape, at every
+    look anew.
+    """
 
     def __init__(self, shards: Mapping[str, Shard]) -> None:
         self._shards = shards
@@ -98,7 +112,10 @@ class Held(Mapping[str, "torch.Tensor"]):
         return sum(part.nbytes for _, parts in self._taken.values() for part in parts)
 
     def move(self, device: torch.device) -> None:
-        self._taken = {name: (spec, [part.to(device) for part in parts]) for name, (spec, parts) in self._taken.items()}
+        self._taken = {
+            name: (spec, [part.to(device) for part in parts])
+            for name, (spec, parts) in self._taken.items()
+        }
 
     def __getitem__(self, name: str) -> torch.Tensor:
         spec, parts = self._taken[name]

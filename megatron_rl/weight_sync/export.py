@@ -1,4 +1,6 @@
-"""Export of a run's last and best policy as Hugging Face folders, at its end, by all stages and expert ranks."""
+"""Export of a run's last and best policy as Hugging Face folders, at its end, by all stages and
+expert ranks.
+"""
 
 import json
 import shutil
@@ -34,7 +36,8 @@ def leave_models(
     has_time: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """Export the last policy, and the best one where `best` names a metric: at the end of a run, on every rank.
+    """Export the last policy, and the best one where `best` names a metric: at the end of a run, on
+    every rank.
 
     The learner has the best one's weights after that.
     """
@@ -85,12 +88,17 @@ def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
 
 def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
     source = ShardSource(learner.model, learner.groups)
-    tensors = source.tensors(dict(learner.named_parameters()))  # in the order of `source.bucket_tensors`
-    files = packed([spec for specs in source.bucket_tensors for spec in specs or ()], FILE_BYTES).values()
+    # in the order of `source.bucket_tensors`
+    tensors = source.tensors(dict(learner.named_parameters()))
+    files = packed(
+        [spec for specs in source.bucket_tensors for spec in specs or ()], FILE_BYTES
+    ).values()
     for number, specs in enumerate(files):
         held = {name: tensor.detach().cpu().clone() for name, tensor in islice(tensors, len(specs))}
         if held:
-            write_tensors(held, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
+            write_tensors(
+                held, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"}
+            )
     for _ in tensors:  # a rank that writes nothing is in the lockstep, too
         pass
 

@@ -1,4 +1,6 @@
-"""Sender of the `file` transport on learner ranks: a thread writes a version; rank 0 has it loaded, later removed."""
+"""Sender of the `file` transport on learner ranks: a thread writes a version; rank 0 has it loaded,
+later removed.
+"""
 
 import errno
 import queue
@@ -35,7 +37,9 @@ Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
 
 
 class FilePush(Push):
-    """The sending half of the `file` transport. Without a sampler the written version is the result."""
+    """The sending half of the `file` transport. Without a sampler the written version is the
+    result.
+    """
 
     def __init__(
         self,
@@ -47,21 +51,31 @@ class FilePush(Push):
     ) -> None:
         """`ranks`: of an engine, which share each tensor."""
         self._cuts = {format: source.cuts(ranks) for format, source in sources.items()}
-        self._sources, self._sampler, self._sync, self._fleet = sources, sampler, sync, fleet
+        self._sources = sources
+        self._sampler = sampler
+        self._sync = sync
+        self._fleet = fleet
         self._rank = this_rank()
-        self._kept: list[int] = []  # rank 0: versions that engines may still ask for, or that patches build on
+        # rank 0: versions that engines may still ask for, or that patches build on
+        self._kept: list[int] = []
         self._lineage = Lineage(sync.full_every)
-        self._sent = {format: Sent() for format in sources} if sync.full_every > 1 else {}
+        if sync.full_every > 1:
+            self._sent = {format: Sent() for format in sources}
+        else:
+            self._sent = {}
         self._sync_dir: SyncDir | None = None
         each_rank = exchange([self._writes, *(source.nbytes for source in sources.values())])
         writes, *nbytes = zip(*each_rank, strict=True)
-        self._writer, self._writers = sum(writes[: self._rank]), sum(writes)
+        self._writer = sum(writes[: self._rank])
+        self._writers = sum(writes)
         self._nbytes = dict(zip(sources, map(sum, nbytes), strict=True))  # of all writers
         self.directory = self._open_directory()
         self._engine_ready = False
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
-        contribution = Contribution.merge([self._write(version, format, parameters) for format in self._sources], sum)
+        contribution = Contribution.merge(
+            [self._write(version, format, parameters) for format in self._sources], sum
+        )
         self._lineage.add(version)
         return contribution
 
@@ -85,7 +99,9 @@ class FilePush(Push):
             remove_version(self._folder(format), version)
 
     def tidy(self, version: int, taken: bool) -> None:
-        """Keep the last version that was taken and those it builds on: an engine may start again and ask for them."""
+        """Keep the last version that was taken and those it builds on: an engine may start again
+        and ask for them.
+        """
         if self._sampler is None:
             return
         if not taken:
@@ -96,8 +112,8 @@ class FilePush(Push):
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
             self.forget(old)
-        # on a shared file system another host may have pages of the old content at hand, and a server that is just
-        # starting may still be reading it
+        # on a shared file system another host may have pages of the old content at hand, and a
+        # server that is just starting may still be reading it
         if self._sync.dir is None and not self._fleet and self._lineage.base is None:
             for format in self._sources:
                 write_over(self._folder(format), needed[0])
@@ -130,37 +146,60 @@ class FilePush(Push):
         return any(source.writes for source in self._sources.values())
 
     def _folder(self, format: Format) -> Path:
-        return self.directory / format.value if len(self._sources) > 1 else self.directory
+        if len(self._sources) > 1:
+            return self.directory / format.value
+        return self.directory
 
     def _update_info(self, version: int) -> dict[str, Any]:
-        """The argument of `update_weights`: where the version lies; by format where the engines differ."""
+        """The argument of `update_weights`: where the version lies; by format where the engines
+        differ.
+        """
         # a fleet's servers finish on their own, as soon as they have accepted
         background = not self._fleet
-        infos = {one.value: update_info(self._folder(one), version, self._writers, background) for one in self._sources}
-        return {BY_FORMAT: infos} if len(infos) > 1 else next(iter(infos.values()))
+        infos = {
+            one.value: update_info(self._folder(one), version, self._writers, background)
+            for one in self._sources
+        }
+        if len(infos) > 1:
+            return {BY_FORMAT: infos}
+        return next(iter(infos.values()))
 
-    def _write(self, version: int, format: Format, parameters: Mapping[str, torch.Tensor]) -> Contribution:
+    def _write(
+        self, version: int, format: Format, parameters: Mapping[str, torch.Tensor]
+    ) -> Contribution:
         started = time.perf_counter()
         source = self._sources[format]
         tensors = source.tensors(parameters)
-        failure, passing, count, nbytes = None, False, 0, 0
+        failure = None
+        passing = False
+        count = 0
+        nbytes = 0
         try:
             if self._sync_dir is not None:
                 self._sync_dir.require_free(self._nbytes[format])
             if source.writes:
                 written = self._write_alongside(version, format, tensors)
-                count, nbytes = written.tensors, written.nbytes
+                count = written.tensors
+                nbytes = written.nbytes
         except (WeightSyncError, OSError) as error:
-            failure, cause = str(error), error.__cause__ or error
+            failure = str(error)
+            cause = error.__cause__ or error
             passing = isinstance(cause, OSError) and cause.errno not in FULL
         for _ in tensors:  # the other ranks of the group are still in the middle of it
             pass
         elapsed = time.perf_counter() - started if source.writes else 0.0
         sent = self._sent.get(format, Sent())
-        counts = {"nbytes": nbytes, "tensors": count, "values": sent.values, "changed": sent.changed}
+        counts = {
+            "nbytes": nbytes,
+            "tensors": count,
+            "values": sent.values,
+            "changed": sent.changed,
+        }
         return Contribution.of(source, elapsed, failure, passing, **counts)
 
-    def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
+    def _write_alongside(
+        self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
         handover: queue.Queue[Item] = queue.Queue(maxsize=WRITE_AHEAD)
         last: BaseException | None = None
@@ -190,7 +229,9 @@ class FilePush(Push):
 
 
 def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Written]) -> None:
-    """Wait for room in the queue, as long as the writer is at work: one that is done before the end has failed."""
+    """Wait for room in the queue, as long as the writer is at work: one that is done before the end
+    has failed.
+    """
     while not writing.done():
         try:
             return handover.put(item, timeout=WRITER_POLL_S)

@@ -1,9 +1,11 @@
-"""Reader of an update of the `file` transport: refuses what is not expected; then, of each tensor asked for, what the
-rank loads is read into memory, patches applied, and the checksum compared. Loading it is engine/receiver.py's.
+"""Reader of an update of the `file` transport: refuses what is not expected; then, of each tensor
+asked for, what the rank loads is read into memory, patches applied, and the checksum compared.
+Loading it is engine/receiver.py's.
 
-What is loaded is what was checked, whatever happens to the files meanwhile: nothing is mapped. A version of patches is
-made of the last whole one and the patches upon it, which lie beside it: a receiver that has just started can read any.
-Knows neither vLLM nor the model: what is expected comes as names, dtypes and shapes.
+What is loaded is what was checked, whatever happens to the files meanwhile: nothing is mapped. A
+version of patches is made of the last whole one and the patches upon it, which lie beside it: a
+receiver that has just started can read any. Knows neither vLLM nor the model: what is expected
+comes as names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -41,18 +43,27 @@ class Staged:
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name: each is read at every look, and refused where its bytes are not those that were sent."""
+    """Tensors by name: each is read at every look, and refused where its bytes are not those that
+    were sent.
+    """
 
     def __init__(
-        self, entries: Mapping[str, TensorEntry], newest_first: list[_Version], shards: Mapping[str, Shard]
+        self,
+        entries: Mapping[str, TensorEntry],
+        newest_first: list[_Version],
+        shards: Mapping[str, Shard],
     ) -> None:
         self.seconds = 0.0  # spent on reading and checking
-        self._entries, self._newest_first, self._shards = entries, newest_first, shards
+        self._entries = entries
+        self._newest_first = newest_first
+        self._shards = shards
 
     @property
     def nbytes(self) -> int:
         """Bytes of the newest version's files that this rank reads."""
-        return sum(part.stored_bytes for entry in self._entries.values() for part in self._wanted(entry))
+        return sum(
+            part.stored_bytes for entry in self._entries.values() for part in self._wanted(entry)
+        )
 
     def _wanted(self, entry: TensorEntry) -> list[Part]:
         """Parts that hold something of what this rank loads."""
@@ -75,21 +86,32 @@ class Tensors(Mapping[str, torch.Tensor]):
         return len(self._entries)
 
     def _checked(self, newest: TensorEntry) -> torch.Tensor:
-        """The tensor, of which only what this rank loads is read: what else a cut one holds is never looked at."""
-        wanted, dtype = self._wanted(newest), torch_dtype(newest.dtype)
+        """The tensor, of which only what this rank loads is read: what else a cut one holds is
+        never looked at.
+        """
+        wanted = self._wanted(newest)
+        dtype = torch_dtype(newest.dtype)
         if not wanted:
             return torch.empty(1, dtype=dtype).expand(newest.shape)
         whole = torch.empty(newest.shape, dtype=dtype)
         for part in wanted:
-            place = whole.narrow(newest.dim, part.start, part.length) if len(newest.parts) > 1 else whole
-            data = place if place.is_contiguous() else torch.empty(place.shape, dtype=dtype)
+            if len(newest.parts) > 1:
+                place = whole.narrow(newest.dim, part.start, part.length)
+            else:
+                place = whole
+            if place.is_contiguous():
+                data = place
+            else:
+                data = torch.empty(place.shape, dtype=dtype)
             self._read(newest.name, part, data.reshape(-1).view(torch.uint8).numpy())
             if data is not place:
                 place.copy_(data)
         return whole
 
     def _read(self, name: str, wanted: Part, data: np.ndarray) -> None:
-        """Fill `data` with a part of the newest version, put together from its patches where it has any."""
+        """Fill `data` with a part of the newest version, put together from its patches where it has
+        any.
+        """
         patches: list[tuple[_Version, Place]] = []
         for version in self._newest_first:
             place = version.places.get((name, wanted.start))
@@ -136,7 +158,9 @@ class _Version:
                 size = each.files.get(entry.file, -1)
                 odd = min((part.stored_bytes for part in entry.parts), default=-1) < 0
                 if odd or not 0 <= entry.offset <= size - entry.stored_bytes <= size:
-                    raise WeightSyncError(f"tensor {entry.name} lies outside the files of its manifest")
+                    raise WeightSyncError(
+                        f"tensor {entry.name} lies outside the files of its manifest"
+                    )
                 offset = entry.offset
                 for part in entry.parts:
                     self.places[entry.name, part.start] = Place(entry.file, offset, part)
@@ -144,7 +168,9 @@ class _Version:
 
     def read(self, name: str, place: Place, data: np.ndarray) -> str:
         """Copy what the file holds of a part into `data`; the checksum of that copy."""
-        file, hashed, at = self._files[place.file], manifest.hashing(name, place.part.start), 0
+        file = self._files[place.file]
+        hashed = manifest.hashing(name, place.part.start)
+        at = 0
         while at < len(data):
             chunk = data.data[at : at + CHUNK]
             count = os.preadv(file, [chunk], place.offset + at)
@@ -163,7 +189,8 @@ def stage(
     current_version: int,
     shards: Mapping[str, Shard] = MappingProxyType({}),
 ) -> Staged:
-    """Open an update and raise a WeightSyncError that names what is wrong; its bytes are checked as they are read.
+    """Open an update and raise a WeightSyncError that names what is wrong; its bytes are checked as
+    they are read.
 
     `shards`: what this rank loads; of the rest nothing is read.
     """
@@ -173,7 +200,10 @@ def stage(
         manifest.verify_version(each.policy_version, current_version, policy_version)
     entries = {name: entry for name, (_, entry) in manifest.join(manifests).items()}
     manifest.verify_tensors(entries.values(), expected)
-    newest_first = [_Version(directory, policy_version, manifests), *_built_upon(directory, policy_version, manifests)]
+    newest_first = [
+        _Version(directory, policy_version, manifests),
+        *_built_upon(directory, policy_version, manifests),
+    ]
     tensors = Tensors(entries, newest_first, shards)
     for each in [each for version in newest_first for each in version.manifests]:
         manifest.verify_own(each)  # last: what else is wrong with one says more
@@ -193,7 +223,9 @@ def _read_manifests(directory: Path, policy_version: int, writers: int) -> list[
     return manifests
 
 
-def _built_upon(directory: Path, policy_version: int, manifests: list[Manifest]) -> Iterator[_Version]:
+def _built_upon(
+    directory: Path, policy_version: int, manifests: list[Manifest]
+) -> Iterator[_Version]:
     """The versions that a version's patches build on, back to the one that is whole."""
     while (base := manifests[0].base) is not None:
         try:
@@ -203,11 +235,13 @@ def _built_upon(directory: Path, policy_version: int, manifests: list[Manifest])
             yield _Version(directory, base, manifests)
         except WeightSyncError as error:
             raise WeightSyncError(
-                f"policy version {policy_version} is a patch of version {base}, which this receiver does not hold: "
-                f"{error}"
+                f"policy version {policy_version} is a patch of version {base}, which this "
+                f"receiver does not hold: {error}"
             ) from error
         if manifests[0].base is not None and manifests[0].base >= base:
-            raise WeightSyncError(f"policy version {base} claims to be a patch of version {manifests[0].base}")
+            raise WeightSyncError(
+                f"policy version {base} claims to be a patch of version {manifests[0].base}"
+            )
 
 
 def _open(path: Path, nbytes: int, owner: Manifest) -> int:
@@ -218,14 +252,16 @@ def _open(path: Path, nbytes: int, owner: Manifest) -> int:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         raise WeightSyncError(
-            f"{'missing' if missing else 'unreadable'} file {path}, which holds {_some(names)}: {error.strerror}"
+            f"{'missing' if missing else 'unreadable'} file {path}, which holds {_some(names)}: "
+            f"{error.strerror}"
         ) from None
     size = os.fstat(file).st_size
     if size != nbytes:
         os.close(file)
         cut = [entry.name for entry in inside if entry.offset + entry.stored_bytes > size]
         raise WeightSyncError(
-            f"truncated file {path}: {size} bytes, the manifest says {nbytes}; it holds {_some(cut or names)}"
+            f"truncated file {path}: {size} bytes, the manifest says {nbytes}; it holds "
+            f"{_some(cut or names)}"
         )
     return file
 

@@ -1,11 +1,14 @@
-"""Files of the `file` transport: a version's buckets and manifests in a run's own folder, written and removed.
+"""Files of the `file` transport: a version's buckets and manifests in a run's own folder, written
+and removed.
 
-Each writer (one per pipeline stage and expert rank) writes its own buckets and then, last and atomically, its
-manifest: a version is complete when all its manifests exist. With `sync.full_every` above 1 it may hold patches of
-the version before (`delta.py`), which then has to stay beside it. The receiving half is file_reader.py.
+Each writer (one per pipeline stage and expert rank) writes its own buckets and then, last and
+atomically, its manifest: a version is complete when all its manifests exist. With `sync.full_every`
+above 1 it may hold patches of the version before (`delta.py`), which then has to stay beside it.
+The receiving half is file_reader.py.
 
-The directory is a private folder of one run. A lock, not a process number, says whether that run is still alive: it
-holds across containers that share memory, and the kernel drops it however the run ends (folder_lock.py).
+The directory is a private folder of one run. A lock, not a process number, says whether that run is
+still alive: it holds across containers that share memory, and the kernel drops it however the run
+ends (folder_lock.py).
 """
 
 import math
@@ -55,13 +58,18 @@ def manifest_path(directory: Path, policy_version: int, writer: int) -> Path:
     return version_directory(directory, policy_version) / f"manifest-{writer:03d}.json"
 
 
-def update_info(directory: Path, policy_version: int, writers: int, background: bool = False) -> dict[str, Any]:
+def update_info(
+    directory: Path, policy_version: int, writers: int, background: bool = False
+) -> dict[str, Any]:
     """The argument of `update_weights`: where the version lies and how many manifests it has.
 
-    `background`: `update_weights` returns at once, and the engine goes on generating while it checks and builds.
+    `background`: `update_weights` returns at once, and the engine goes on generating while it
+    checks and builds.
     """
     info = {"directory": str(directory), "policy_version": policy_version, "writers": writers}
-    return info | {BACKGROUND: True} if background else info
+    if background:
+        return info | {BACKGROUND: True}
+    return info
 
 
 def write_version(
@@ -77,10 +85,11 @@ def write_version(
     base: int | None = None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> Written:
-    """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing stays behind.
+    """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing
+    stays behind.
 
-    `sent` remembers what was written; with `base`, the version it remembers, tensors are written as patches.
-    `cuts`: of tensors that are written part by part.
+    `sent` remembers what was written; with `base`, the version it remembers, tensors are written as
+    patches. `cuts`: of tensors that are written part by part.
     """
     folder = version_directory(directory, policy_version)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +102,9 @@ def write_version(
             buckets.add(name, tensor, cuts.get(name))
         buckets.close()
         content = manifests.encode(
-            Manifest(policy_version, format, writer, writers, buckets.files, tuple(buckets.entries), base)
+            Manifest(
+                policy_version, format, writer, writers, buckets.files, tuple(buckets.entries), base
+            )
         )
         with replacing(path) as partial:
             partial.write_bytes(content)
@@ -115,27 +126,38 @@ def remove_version(directory: Path, policy_version: int) -> None:
 
 
 def write_over(directory: Path, policy_version: int) -> None:
-    """Let the next version take this one's files, which is much cheaper in shared memory than new ones."""
+    """Let the next version take this one's files, which is much cheaper in shared memory than new
+    ones.
+    """
     spare = directory / SPARE
     spare.unlink(missing_ok=True)
     spare.symlink_to(version_directory(directory, policy_version).name)
 
 
 def spare_bytes(directory: Path) -> int:
-    """Bytes that later versions will write again, in this directory and one for each format below it."""
-    return sum(path.stat().st_size for pattern in ("", "*/") for path in directory.glob(f"{pattern}{SPARE}/*.bin"))
+    """Bytes that later versions will write again, in this directory and one for each format below
+    it.
+    """
+    return sum(
+        path.stat().st_size
+        for pattern in ("", "*/")
+        for path in directory.glob(f"{pattern}{SPARE}/*.bin")
+    )
 
 
 class _Buckets:
     """Appends tensors to files of about `bucket_bytes`, keeping the entry of each."""
 
-    def __init__(self, folder: Path, writer: int, bucket_bytes: int, sent: Sent | None, patching: bool) -> None:
+    def __init__(
+        self, folder: Path, writer: int, bucket_bytes: int, sent: Sent | None, patching: bool
+    ) -> None:
         self.files: dict[str, int] = {}
         self.entries: list[TensorEntry] = []
         self._folder = folder
         self._writer = writer
         self._bucket_bytes = bucket_bytes
-        self._sent, self._patching = sent, patching
+        self._sent = sent
+        self._patching = patching
         self._file: BinaryIO | None = None
         self._name = ""
 
@@ -143,18 +165,25 @@ class _Buckets:
         spec = TensorSpec.of(name, tensor)
         if spec.dtype not in manifests.CARRIED:
             raise WeightSyncError(
-                f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry"
+                f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not "
+                "carry"
             )
         dim, runs = (cut.dim, cut.runs) if cut else (0, ((0, spec.shape[0] if spec.shape else 1),))
         offset = self._begin()
         content = [tensor.narrow(dim, *run) if cut else tensor for run in runs]
-        parts = [self._part(name, start, length, part) for (start, length), part in zip(runs, content, strict=True)]
+        parts = [
+            self._part(name, start, length, part)
+            for (start, length), part in zip(runs, content, strict=True)
+        ]
         place = (self._name, offset, dim)
         self.entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, *place, tuple(parts)))
 
     def _part(self, name: str, start: int, length: int, content: torch.Tensor) -> Part:
         data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        patch = self._sent.exchange((name, start), data, content.element_size()) if self._sent is not None else None
+        if self._sent is not None:
+            patch = self._sent.exchange((name, start), data, content.element_size())
+        else:
+            patch = None
         if not self._patching:
             patch = None
         self._write((data if patch is None else patch.data).data)
@@ -162,7 +191,9 @@ class _Buckets:
         return Part(start, length, data.nbytes, checksum, None if patch is None else patch.changes)
 
     def _begin(self) -> int:
-        """Where the next tensor lies in the present bucket, which is a new one where the last is full."""
+        """Where the next tensor lies in the present bucket, which is a new one where the last is
+        full.
+        """
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
         self._write(memoryview(b"\0" * (-self.files[self._name] % ALIGNMENT)))
@@ -205,7 +236,10 @@ class SyncDir:
 
     def __init__(self, parent: str | None) -> None:
         """`parent`: sync.dir; None takes shared memory."""
-        shared = str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
+        if os.access(SHARED_MEMORY, os.W_OK):
+            shared = str(SHARED_MEMORY)
+        else:
+            shared = tempfile.gettempdir()
         self._parent = Path(shared if parent is None else parent)
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
@@ -213,17 +247,22 @@ class SyncDir:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))  # mode 0700
             self._lock = claim(self.path)
         except OSError as error:
-            raise WeightSyncError(f"sync.dir={self._parent} cannot be used: {error}. Name a writable folder") from error
+            raise WeightSyncError(
+                f"sync.dir={self._parent} cannot be used: {error}. Name a writable folder"
+            ) from error
         remove_with_it([self.path])
 
     def require_free(self, nbytes: int) -> None:
-        """Raise where so many bytes do not fit; files that the next version will write again count as free."""
+        """Raise where so many bytes do not fit; files that the next version will write again count
+        as free.
+        """
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
             raise WeightSyncError(
-                f"an update of {_mib(nbytes, math.ceil)} MiB does not fit into {self._parent}, which has "
-                f"{_mib(free, math.floor)} MiB free: free space there, or set sync.dir to a larger file system"
+                f"an update of {_mib(nbytes, math.ceil)} MiB does not fit into {self._parent}, "
+                f"which has {_mib(free, math.floor)} MiB free: free space there, or set sync.dir "
+                "to a larger file system"
             )
 
     def close(self) -> None:
@@ -232,7 +271,9 @@ class SyncDir:
 
 
 def remove_stale(parent: Path) -> list[Path]:
-    """Remove the folders that this user's ended runs have left, and return them; other users' and other kinds stay."""
+    """Remove the folders that this user's ended runs have left, and return them; other users' and
+    other kinds stay.
+    """
     old = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S]
     stale = [folder for folder in old if is_abandoned(folder, unsigned=True)]
     for folder in stale:
@@ -248,5 +289,7 @@ def _age(folder: Path) -> float:
 
 
 def _mib(nbytes: int, rounded: Callable[[float], int]) -> str:
-    """MiB to a tenth, up for what is needed and down for what there is, so that the two never look equal."""
+    """MiB to a tenth, up for what is needed and down for what there is, so that the two never look
+    equal.
+    """
     return f"{rounded(nbytes / 2**20 * 10) / 10:.1f}".removesuffix(".0")

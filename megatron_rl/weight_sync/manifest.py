@@ -1,7 +1,9 @@
-"""Manifest of an update: names, shapes, dtypes, places, checksums, policy version of its tensors; checks; sync errors.
+"""Manifest of an update: names, shapes, dtypes, places, checksums, policy version of its tensors;
+checks; sync errors.
 
-Each writer (one per pipeline stage and expert rank) leaves one as JSON beside its bucket files. The receiver joins
-them and compares the whole with what its engine expects before a single byte reaches the live model.
+Each writer (one per pipeline stage and expert rank) leaves one as JSON beside its bucket files. The
+receiver joins them and compares the whole with what its engine expects before a single byte reaches
+the live model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +15,8 @@ import xxhash
 
 from megatron_rl.models.tensors import DTYPES, TensorSpec
 
-CARRIED = frozenset({"bfloat16", "float16", "float32", "int8", "float8_e4m3fn"})  # dtypes of an update
+# dtypes of an update
+CARRIED = frozenset({"bfloat16", "float16", "float32", "int8", "float8_e4m3fn"})
 PROBLEMS_SHOWN = 8
 NO_VERSION = -1  # policy version of an engine that holds its dummy weights: any version is newer
 BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
@@ -34,12 +37,17 @@ class Part:
     start: int
     length: int
     nbytes: int
-    checksum: str  # of the content, not of its patch; covers the tensor's name, and where the part begins
-    changes: int | None = None  # the file holds a patch with so many changes; None: it holds the content
+    checksum: (
+        str  # of the content, not of its patch; covers the tensor's name, and where the part begins
+    )
+    # the file holds a patch with so many changes; None: it holds the content
+    changes: int | None = None
 
     @property
     def stored_bytes(self) -> int:
-        return self.nbytes if self.changes is None else self.changes * BYTES_PER_CHANGE
+        if self.changes is None:
+            return self.nbytes
+        return self.changes * BYTES_PER_CHANGE
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,9 @@ class Manifest:
 
 
 def hashing(name: str, start: int = 0) -> xxhash.xxh3_64:
-    """Takes in the bytes of a tensor's part: under another name, in another place they have another checksum."""
+    """Takes in the bytes of a tensor's part: under another name, in another place they have another
+    checksum.
+    """
     return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(f"{name}:{start}".encode()))
 
 
@@ -107,8 +117,8 @@ def encode(manifest: Manifest) -> bytes:
 def verify_own(manifest: Manifest) -> None:
     if manifest.checksum != _own_checksum(manifest):
         raise WeightSyncError(
-            f"manifest {manifest.writer} of policy version {manifest.policy_version} is corrupt: it does not match its "
-            "own checksum"
+            f"manifest {manifest.writer} of policy version {manifest.policy_version} is corrupt: "
+            "it does not match its own checksum"
         )
 
 
@@ -120,13 +130,17 @@ def read(path: Path) -> Manifest:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise WeightSyncError(f"the manifest {path} is missing: its writer did not finish") from None
+        raise WeightSyncError(
+            f"the manifest {path} is missing: its writer did not finish"
+        ) from None
     except (OSError, msgspec.DecodeError) as error:
         raise WeightSyncError(f"the manifest {path} is unreadable: {error}") from error
 
 
 def join(manifests: Sequence[Manifest]) -> dict[str, tuple[int, TensorEntry]]:
-    """Every tensor of a version by name, with the writer that holds it; refuses disagreement and duplicates."""
+    """Every tensor of a version by name, with the writer that holds it; refuses disagreement and
+    duplicates.
+    """
     versions = {manifest.policy_version for manifest in manifests}
     formats = {manifest.format for manifest in manifests}
     bases = {manifest.base for manifest in manifests}
@@ -145,16 +159,23 @@ def join(manifests: Sequence[Manifest]) -> dict[str, tuple[int, TensorEntry]]:
 
 
 def verify_version(policy_version: int, current: int, announced: int) -> None:
-    """An update must carry the version that was announced, and a newer one than the engine holds."""
+    """An update must carry the version that was announced, and a newer one than the engine
+    holds.
+    """
     if policy_version != announced:
         raise WeightSyncError(
-            f"the manifest carries policy version {policy_version}, version {announced} was announced"
+            f"the manifest carries policy version {policy_version}, version {announced} was "
+            "announced"
         )
     if policy_version <= current:
-        raise WeightSyncError(f"stale policy version {policy_version}: the engine already serves version {current}")
+        raise WeightSyncError(
+            f"stale policy version {policy_version}: the engine already serves version {current}"
+        )
 
 
-def verify_tensors(tensors: Iterable[TensorEntry | TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
+def verify_tensors(
+    tensors: Iterable[TensorEntry | TensorSpec], expected: Mapping[str, TensorSpec]
+) -> None:
     """Missing, unexpected, misshapen and mistyped tensors, all of them at once, each by name."""
     problems: list[str] = []
     seen: set[str] = set()
@@ -165,12 +186,19 @@ def verify_tensors(tensors: Iterable[TensorEntry | TensorSpec], expected: Mappin
             problems.append(f"unexpected tensor {sent.name}")
             continue
         if sent.shape != want.shape:
-            problems.append(f"misshapen tensor {sent.name}: shape {sent.shape}, the engine expects {want.shape}")
+            problems.append(
+                f"misshapen tensor {sent.name}: shape {sent.shape}, the engine expects {want.shape}"
+            )
         if sent.dtype != want.dtype:
-            problems.append(f"mistyped tensor {sent.name}: {sent.dtype}, the engine expects {want.dtype}")
+            problems.append(
+                f"mistyped tensor {sent.name}: {sent.dtype}, the engine expects {want.dtype}"
+            )
         if isinstance(sent, TensorEntry) and sent.problem:
             problems.append(sent.problem)
     problems += [f"missing tensor {name}" for name in expected if name not in seen]
     if problems:
-        more = f" and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
+        if len(problems) > PROBLEMS_SHOWN:
+            more = f" and {len(problems) - PROBLEMS_SHOWN} more"
+        else:
+            more = ""
         raise WeightSyncError("; ".join(problems[:PROBLEMS_SHOWN]) + more)

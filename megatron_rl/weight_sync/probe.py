@@ -1,7 +1,8 @@
-"""Probe after a weight sync: compares sampler and learner by logprobs of fresh answers, each weight format under its
-own budget, and raises with likely causes where they differ by more.
+"""Probe after a weight sync: compares sampler and learner by logprobs of fresh answers, each weight
+format under its own budget, and raises with likely causes where they differ by more.
 
-On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times worse.
+On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times
+worse.
 
 B sequences, T response positions (right-padded).
 """
@@ -20,12 +21,14 @@ MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
 WHERE = "On a CPU `megatron-rl mismatch RUN` shows where they first differ."
 WAYS_OUT = (
-    "`megatron-rl mismatch` on the model says at which point of a forward pass the difference enters. Then try "
-    "quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler (hosts, int8 and fp8), "
-    "quantization.ignore for the worst layers, model.head_precision=fp32 (logits of both in FP32); a number of nats in "
-    "sync.probe_budget where the difference is known and meant."
+    "`megatron-rl mismatch` on the model says at which point of a forward pass the difference "
+    "enters. Then try quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler "
+    "(hosts, int8 and fp8), quantization.ignore for the worst layers, model.head_precision=fp32 "
+    "(logits of both in FP32); a number of nats in sync.probe_budget where the difference is "
+    "known and meant."
 )
-EXPLAINED = 1.3  # times what the format does to the learner; measured where all is right: 0.91 to 1.09
+# times what the format does to the learner; measured where all is right: 0.91 to 1.09
+EXPLAINED = 1.3
 UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess
 
 
@@ -53,10 +56,18 @@ class ProbeResult:
     @property
     def compared(self) -> bool:
         """Whether all but a few tokens have a logprob on both sides."""
-        return self.tokens > 0 and self.missing <= MAX_MISSING * self.tokens and self.learner_missing == 0
+        return (
+            self.tokens > 0
+            and self.missing <= MAX_MISSING * self.tokens
+            and self.learner_missing == 0
+        )
 
     def metrics(self) -> dict[str, float]:
-        return {"sync/probe_abs_diff": self.mean_abs, "sync/probe_diff": self.mean, "sync/probe_budget": self.budget}
+        return {
+            "sync/probe_abs_diff": self.mean_abs,
+            "sync/probe_diff": self.mean,
+            "sync/probe_budget": self.budget,
+        }
 
 
 @dataclass(frozen=True)
@@ -69,12 +80,16 @@ class Probe:
     budget: float | None = None  # nats; None: by the noise
     noise: float = math.nan  # nats: how far one rounding more moves the learner's logprobs
     learner: Numerics = Numerics.bf16
-    # nats; None: not known. What the format does to the learner, and what is left of the difference when it has
+    # nats; None: not known. What the format does to the learner, and what is left of the difference
+    # when it has
     expected: float | None = None
-    unexplained: float | None = None  # where that should be nothing: all other roundings are the engine's as well
+    # where that should be nothing: all other roundings are the engine's as well
+    unexplained: float | None = None
 
     def budget_of(self, format: Format) -> Budget:
-        return noise_budget(self.noise, format, self.learner) if self.budget is None else set_by_hand(self.budget)
+        if self.budget is None:
+            return noise_budget(self.noise, format, self.learner)
+        return set_by_hand(self.budget)
 
     @property
     def pair(self) -> Budget:
@@ -97,10 +112,15 @@ class Probe:
 
 
 def compare(
-    sampler_logprobs_BT: torch.Tensor, learner_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, budget: float
+    sampler_logprobs_BT: torch.Tensor,
+    learner_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    budget: float,
 ) -> ProbeResult:
-    sampler, learner = sampler_logprobs_BT[mask_BT].double(), learner_logprobs_BT[mask_BT].double()
-    sampler, learner = sampler.cpu(), learner.cpu()
+    sampler = sampler_logprobs_BT[mask_BT].double()
+    learner = learner_logprobs_BT[mask_BT].double()
+    sampler = sampler.cpu()
+    learner = learner.cpu()
     both = sampler.isfinite() & learner.isfinite()
     difference = learner[both] - sampler[both]
     some = bool(both.any())
@@ -115,8 +135,12 @@ def compare(
     )
 
 
-def noise(logprobs_BT: torch.Tensor, rounded_again_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-    """Mean |difference| of the learner's own logprobs, without and with one rounding more on its weights."""
+def noise(
+    logprobs_BT: torch.Tensor, rounded_again_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> float:
+    """Mean |difference| of the learner's own logprobs, without and with one rounding more on its
+    weights.
+    """
     return compare(rounded_again_BT, logprobs_BT, mask_BT, math.inf).mean_abs
 
 
@@ -129,10 +153,10 @@ def check(
 ) -> ProbeResult:
     """Raises SyncMismatch with a diagnosis when the difference exceeds what the format can do.
 
-    That is asked of a learner that rounds as the format does: `unexplained` says how far it is from the sampler, or
-    `expected` how far from itself, which is what the sampler's share may be. Where it cannot be asked, the format has
-    its budget, and integers as much more as outliers of activations have made of it. Both logprobs must be of the
-    version just synced.
+    That is asked of a learner that rounds as the format does: `unexplained` says how far it is from
+    the sampler, or `expected` how far from itself, which is what the sampler's share may be. Where
+    it cannot be asked, the format has its budget, and integers as much more as outliers of
+    activations have made of it. Both logprobs must be of the version just synced.
     """
     budget = probe.budget_of(format)
     result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget.nats)
@@ -140,10 +164,11 @@ def check(
         return result
     causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
     raise SyncMismatch(
-        f"after the sync of policy version {probe.version} ({format.value}) sampler and learner disagree: mean "
-        f"|difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:.3g} "
-        f"({budget.origin}); largest {result.max_abs:.3g}, mean signed {result.mean:+.3g}, {result.missing} sampler "
-        f"and {result.learner_missing} learner logprobs missing or NaN. " + _told(probe) + " ".join(causes)
+        f"after the sync of policy version {probe.version} ({format.value}) sampler and learner "
+        f"disagree: mean |difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, "
+        f"budget {result.budget:.3g} ({budget.origin}); largest {result.max_abs:.3g}, mean signed "
+        f"{result.mean:+.3g}, {result.missing} sampler and {result.learner_missing} learner "
+        "logprobs missing or NaN. " + _told(probe) + " ".join(causes)
     )
 
 
@@ -159,8 +184,8 @@ def _told(probe: Probe) -> str:
 def check_formats(
     batch: Batch, learner_logprobs_BT: torch.Tensor, formats: Sequence[Format], probe: Probe
 ) -> dict[str, float]:
-    """`check` of every weight format of the sampler under its own budget, where it has rows: on those sampled with the
-    version just synced, as older ones differ rightly.
+    """`check` of every weight format of the sampler under its own budget, where it has rows: on
+    those sampled with the version just synced, as older ones differ rightly.
     """
     results: dict[Format, ProbeResult] = {}
     for format in map(Format, formats):  # names, where they came from another rank
@@ -174,10 +199,13 @@ def check_formats(
             there = f"the batch holds versions {sorted(set(batch.versions_B[rows_B].tolist()))}"
             raise ValueError(f"the probe needs rollouts of policy version {probe.version}, {there}")
         rows = batch.rows(fresh_B)
-        sampler_BT, learner_BT = rows.sampler_logprobs_BT, learner_logprobs_BT[fresh_B]
+        sampler_BT = rows.sampler_logprobs_BT
+        learner_BT = learner_logprobs_BT[fresh_B]
         results[format] = check(sampler_BT, learner_BT, rows.mask_BT, format, probe)
     if not results:
-        raise ValueError(f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none")
+        raise ValueError(
+            f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none"
+        )
     worst = max(results.values(), key=lambda result: result.mean_abs / result.budget)
     told = worst.metrics() | probe.metrics()
     if len(formats) == 1:
@@ -185,46 +213,67 @@ def check_formats(
     return told | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
 
 
-def above_floor(batch: Batch, learner_BT: torch.Tensor, paired_BT: torch.Tensor | None) -> dict[str, float]:
-    """The difference beside the one that a BF16 sampler would have: `paired_BT` is as far from mu as that."""
+def above_floor(
+    batch: Batch, learner_BT: torch.Tensor, paired_BT: torch.Tensor | None
+) -> dict[str, float]:
+    """The difference beside the one that a BF16 sampler would have: `paired_BT` is as far from mu
+    as that.
+    """
     if paired_BT is None:
         return {}
-    found, floor = (compare(batch.sampler_logprobs_BT, one, batch.mask_BT, math.inf) for one in (learner_BT, paired_BT))
+    found, floor = (
+        compare(batch.sampler_logprobs_BT, one, batch.mask_BT, math.inf)
+        for one in (learner_BT, paired_BT)
+    )
     metrics = {"sync/probe_floor": floor.mean_abs, "sync/probe_floor_diff": floor.mean}
-    return metrics | ({"sync/probe_over_floor": found.mean_abs / floor.mean_abs} if floor.mean_abs else {})
+    return metrics | (
+        {"sync/probe_over_floor": found.mean_abs / floor.mean_abs} if floor.mean_abs else {}
+    )
 
 
 def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[str]:
-    """Likely causes of a difference, most specific first. `sampler`: its logprobs of the masked tokens."""
+    """Likely causes of a difference, most specific first. `sampler`: its logprobs of the masked
+    tokens.
+    """
     if result.tokens == 0:
         return ["No tokens to compare: the sampler returned empty answers."]
     if result.learner_missing:
-        return ["The learner's own logprobs are not finite: the policy has diverged, or its forward pass is broken."]
+        return [
+            "The learner's own logprobs are not finite: the policy has diverged, or its forward "
+            "pass is broken."
+        ]
     finite = sampler[sampler.isfinite()].double()
     causes = []
     if result.missing > MAX_MISSING * result.tokens:
         causes.append(
-            "The sampler returns NaN: its quantized kernels were not rebuilt from the new weights, or a scale is wrong."
+            "The sampler returns NaN: its quantized kernels were not rebuilt from the new "
+            "weights, or a scale is wrong."
         )
     if len(finite) > 1 and float(finite.std()) < CONSTANT_STD:
         causes.append(
-            "Its logprobs are constant whatever the token: the kernel state of a quantized layer was not rebuilt."
+            "Its logprobs are constant whatever the token: the kernel state of a quantized layer "
+            "was not rebuilt."
         )
     elif len(finite) > 1 and abs(float(finite.mean()) + math.log(probe.vocab)) < UNIFORM_MARGIN:
         causes.append(
-            "Its logprobs are those of a uniform guess: the output layer holds dummy or stale weights"
+            "Its logprobs are those of a uniform guess: the output layer holds dummy or stale "
+            "weights"
             + (", the tied lm_head was not refreshed from the embedding." if probe.tied else ".")
         )
     elif result.mean_abs > 10 * result.budget and probe.tied:
         causes.append(
-            "Logits of another model: with tied embeddings, a lm_head that was not refreshed after the embedding "
-            f"changed looks like this; so does a layer loaded under another's name. {WHERE}"
+            "Logits of another model: with tied embeddings, a lm_head that was not refreshed "
+            "after the embedding changed looks like this; so does a layer loaded under another's "
+            f"name. {WHERE}"
         )
     elif result.mean_abs > 10 * result.budget:
-        causes.append(f"Logits of another model: a parameter was loaded under another's name, or not at all. {WHERE}")
+        causes.append(
+            "Logits of another model: a parameter was loaded under another's name, or not at all. "
+            f"{WHERE}"
+        )
     elif not causes:
         causes.append(
-            "A moderate excess: an older version still served, a temperature or top-p applied on one side only, or a "
-            f"model that this format does not suit. {WAYS_OUT}"
+            "A moderate excess: an older version still served, a temperature or top-p applied on "
+            f"one side only, or a model that this format does not suit. {WAYS_OUT}"
         )
     return causes

@@ -1,8 +1,9 @@
-"""Weight sync, called on every rank: sends the learner's shards by a transport until the sampler serves the version.
+"""Weight sync, called on every rank: sends the learner's shards by a transport until the sampler
+serves the version.
 
-Every rank of the learner calls `push`; rank 0 also drives the sampler. What goes wrong on any rank, or in the sampler,
-is raised on all of them, and the sampler keeps serving the version before; with `sync.staged: false` it may be left
-without one, and then refuses to generate.
+Every rank of the learner calls `push`; rank 0 also drives the sampler. What goes wrong on any rank,
+or in the sampler, is raised on all of them, and the sampler keeps serving the version before; with
+`sync.staged: false` it may be left without one, and then refuses to generate.
 """
 
 from __future__ import annotations
@@ -32,11 +33,20 @@ from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.manifest import UpdateRefused, WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import Contribution, LearnerWeights, Push, SamplerClient, SyncReport, this_rank
+from megatron_rl.weight_sync.transports import (
+    Contribution,
+    LearnerWeights,
+    Push,
+    SamplerClient,
+    SyncReport,
+    this_rank,
+)
 
 
 class WeightSync:
-    """Sends policies to a sampler; made on every rank. `sampler` is rank 0's; None where only the writing is wanted."""
+    """Sends policies to a sampler; made on every rank. `sampler` is rank 0's; None where only the
+    writing is wanted.
+    """
 
     def __init__(
         self,
@@ -49,12 +59,17 @@ class WeightSync:
         engines: SamplerSection,
         fleet: bool,
     ) -> None:
-        """`formats`: those of the sampler's engines, each once. `fleet`: the engines are servers of their own."""
+        """`formats`: those of the sampler's engines, each once. `fleet`: the engines are servers of
+        their own.
+        """
         started = time.perf_counter()
-        shape, world = learner.model.shape, learner.groups.world
+        shape = learner.model.shape
+        world = learner.groups.world
         self.smoothing: Smoothing | None = None
         if quantization.smoothing:
-            self.smoothing = Smoothing(shape, quantization.smoothing, SCALES_STAY, world, learner.take_activation_amax)
+            self.smoothing = Smoothing(
+                shape, quantization.smoothing, SCALES_STAY, world, learner.take_activation_amax
+            )
         cache_scales = None
         if quantization.kv_cache == KvCache.fp8:
             cache_scales = CacheScales(shape.layers, world, learner.take_cache_amax)
@@ -71,14 +86,19 @@ class WeightSync:
             for format in formats
         }
         self._learner = learner
-        self._scales: tuple[Smoothing | CacheScales, ...] = tuple(filter(None, (self.smoothing, cache_scales)))
+        self._scales: tuple[Smoothing | CacheScales, ...] = tuple(
+            filter(None, (self.smoothing, cache_scales))
+        )
         self._rank = this_rank()
         self.transport = _transport(sources, sampler, sync, engines, fleet)
-        self._again = False  # whether the last version failed in a way that sending it again can mend
+        # whether the last version failed in a way that sending it again can mend
+        self._again = False
         self._plan_seconds = time.perf_counter() - started
 
     @classmethod
-    def from_config(cls, learner: LearnerWeights, sampler: SamplerClient | None, config: Config) -> WeightSync:
+    def from_config(
+        cls, learner: LearnerWeights, sampler: SamplerClient | None, config: Config
+    ) -> WeightSync:
         return cls(
             learner,
             sampler,
@@ -90,14 +110,17 @@ class WeightSync:
         )
 
     def push(self, version: int) -> SyncReport:
-        """Send the learner's present weights as policy `version`; returns once the sampler serves them.
+        """Send the learner's present weights as policy `version`; returns once the sampler serves
+        them.
 
-        What the sampler refused, or a file system did not take for another reason than its size, is sent again, once
-        and whole: a bit that flipped on the way will not flip twice.
+        What the sampler refused, or a file system did not take for another reason than its size, is
+        sent again, once and whole: a bit that flipped on the way will not flip twice.
         """
         try:
             return self._push(version)
-        except Exception as error:  # of every kind: the transport must not build on a version that did not arrive
+        except (
+            Exception
+        ) as error:  # of every kind: the transport must not build on a version that did not arrive
             self.transport.start_over()
             if not self._again:
                 raise
@@ -111,19 +134,26 @@ class WeightSync:
     def _push(self, version: int) -> SyncReport:
         self._again = False
         started = time.perf_counter()
-        plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
+        plan_seconds = self._plan_seconds
+        self._plan_seconds = 0.0
         with _lost_ranks_named(version):
             mine = self.transport.send(version, dict(self._learner.named_parameters()))
             parts = msgspec.convert(exchange(asdict(mine)), list[Contribution])
         whole = Contribution.merge(parts, max)  # the slowest rank's seconds
-        failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
+        failures = [
+            f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure
+        ]
         if failures:
             self._again = whole.passing
             if self._rank == 0:
                 self.transport.forget(version)
-            raise WeightSyncError(f"policy version {version} was not sent: " + "; ".join(failures[:3]))
+            raise WeightSyncError(
+                f"policy version {version} was not sent: " + "; ".join(failures[:3])
+            )
         load_seconds = self._load(version)
-        seconds = replace(whole.seconds, plan=plan_seconds, load=load_seconds, total=time.perf_counter() - started)
+        seconds = replace(
+            whole.seconds, plan=plan_seconds, load=load_seconds, total=time.perf_counter() - started
+        )
         changed = whole.changed / whole.values if whole.values else None
         return SyncReport(version, whole.nbytes, whole.tensors, seconds, whole.error, changed)
 
@@ -139,19 +169,28 @@ class WeightSync:
         self.transport.close()
 
     def _load(self, version: int) -> float:
-        """Have the sampler load the version; every rank raises its refusal. The seconds that rank 0 waited."""
-        started, waited, outcome = time.perf_counter(), 0.0, None
+        """Have the sampler load the version; every rank raises its refusal. The seconds that rank 0
+        waited.
+        """
+        started = time.perf_counter()
+        waited = 0.0
+        outcome = None
         if self._rank == 0:
             try:
                 self.transport.load(version)
             except Exception as error:  # every kind: the other ranks wait for the outcome
                 outcome = error
             waited = time.perf_counter() - started
-            self.transport.tidy(version, taken=outcome is None)  # before another rank writes anything again
+            # before another rank writes anything again
+            self.transport.tidy(version, taken=outcome is None)
         refused = isinstance(outcome, WeightSyncError)
-        waited, message, self._again = exchange([waited, None if outcome is None else str(outcome), refused])[0]
+        waited, message, self._again = exchange(
+            [waited, None if outcome is None else str(outcome), refused]
+        )[0]
         if self._again:
-            raise UpdateRefused(message if self._rank == 0 else _not_taken(version, message)) from outcome
+            raise UpdateRefused(
+                message if self._rank == 0 else _not_taken(version, message)
+            ) from outcome
         if outcome is not None:
             raise outcome
         if message is not None:
@@ -172,22 +211,27 @@ def _transport(
 ) -> Push:
     if sync.transport == Transport.file:
         return FilePush(sources, sampler, sync, fleet, engines.tensor_parallel)
-    # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
+    # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its
+    # transports
     from megatron_rl.weight_sync.vllm_push import VllmPush
 
-    (source,) = sources.values()  # a fleet's mixed formats travel as files: the config has made sure
+    # a fleet's mixed formats travel as files: the config has made sure
+    (source,) = sources.values()
     return VllmPush(source, sampler, sync, engines)
 
 
 @contextmanager
 def _lost_ranks_named(version: int) -> Iterator[None]:
-    """Name a lost rank: a collective fails with the words of its backend when another rank has ended."""
+    """Name a lost rank: a collective fails with the words of its backend when another rank has
+    ended.
+    """
     try:
         yield
     except WeightSyncError:
         raise
     except RuntimeError as error:
         raise WeightSyncError(
-            f"policy version {version} was not sent: another rank of the learner ended or lost its connection in the "
-            f"middle of it ({error}). The sampler serves the version before; see that rank's log"
+            f"policy version {version} was not sent: another rank of the learner ended or lost its "
+            f"connection in the middle of it ({error}). The sampler serves the version before; see "
+            "that rank's log"
         ) from error

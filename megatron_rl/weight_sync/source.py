@@ -1,13 +1,14 @@
-"""A learner rank's half of a sync, or of an export: merge adapters into its shards, smooth, quantize, gather over its
-tensor-parallel group, yield full tensors; and scales of an FP8 cache.
+"""A learner rank's half of a sync, or of an export: merge adapters into its shards, smooth,
+quantize, gather over its tensor-parallel group, yield full tensors; and scales of an FP8 cache.
 
-Every rank of the learner iterates in lockstep; only writer ranks (the first of each tensor-parallel group of the
-first replica) get tensors out of it. Quantization happens before the gather, so quantized bytes travel; row-parallel
-weights first take the maximum of their row amax over the group, which makes the result bit-equal to quantizing the
-whole tensor. A bucket costs two collectives at most, however many tensors it holds.
+Every rank of the learner iterates in lockstep; only writer ranks (the first of each tensor-parallel
+group of the first replica) get tensors out of it. Quantization happens before the gather, so
+quantized bytes travel; row-parallel weights first take the maximum of their row amax over the
+group, which makes the result bit-equal to quantizing the whole tensor. A bucket costs two
+collectives at most, however many tensors it holds.
 
-An error on one rank does not break the lockstep: the rank keeps taking part with empty content and keeps the
-reason in `failure`, which the caller exchanges over all ranks.
+An error on one rank does not break the lockstep: the rank keeps taking part with empty content and
+keeps the reason in `failure`, which the caller exchanges over all ranks.
 """
 
 import time
@@ -27,7 +28,15 @@ from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.quantize import ErrorSample, quantize, row_amax, sample_error
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
 from megatron_rl.weight_sync import engine_shards
-from megatron_rl.weight_sync.buckets import BUCKET_BYTES, Bucket, Job, Workspace, full_tensors, gather, make_buckets
+from megatron_rl.weight_sync.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    Job,
+    Workspace,
+    full_tensors,
+    gather,
+    make_buckets,
+)
 from megatron_rl.weight_sync.engine_shards import Cut
 
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
@@ -54,9 +63,13 @@ class ShardSource:
     ) -> None:
         self.failure: str | None = None
         self.errors: list[ErrorSample] = []
-        self.seconds, self.format = Seconds(), format
-        self._model, self._place, self._workspace = model, groups.place, Workspace()
-        self._smoothing, self._cache_scales = smoothing, cache_scales
+        self.seconds = Seconds()
+        self.format = format
+        self._model = model
+        self._place = groups.place
+        self._workspace = Workspace()
+        self._smoothing = smoothing
+        self._cache_scales = cache_scales
         self._buckets = make_buckets(model, groups, format, ignore, dtype_name(PLAIN), bucket_bytes)
 
     @property
@@ -77,13 +90,19 @@ class ShardSource:
         for bucket in self.buckets(parameters):
             yield from bucket
 
-    def buckets(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    def buckets(
+        self, parameters: Mapping[str, torch.Tensor]
+    ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """The same, one bucket after the other. Take each to its end before asking for the next.
 
-        What all ranks of the learner do together is done at the call, not at the first bucket: some have none.
+        What all ranks of the learner do together is done at the call, not at the first bucket: some
+        have none.
         """
         shards = self._begin(parameters)
-        scales = [self._scale_values(_device(shards))] if self._writes_scales else []
+        if self._writes_scales:
+            scales = [self._scale_values(_device(shards))]
+        else:
+            scales = []
         return iter([*(self._run(bucket, shards) for bucket in self._buckets), *scales])
 
     def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,10 +111,15 @@ class ShardSource:
             # those of a checkpoint come from the host
             yield from ((name, scale.to(device)) for name, scale in self._cache_scales.values())
         else:
-            yield from ((scale.name, torch.zeros(scale.shape, device=device)) for scale in self._scale_tensors)
+            yield from (
+                (scale.name, torch.zeros(scale.shape, device=device))
+                for scale in self._scale_tensors
+            )
 
     def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        self.failure, self.seconds, self.errors = None, Seconds(), []
+        self.failure = None
+        self.seconds = Seconds()
+        self.errors = []
         shards = self._by_table_name(parameters)
         if self._smoothing is not None:
             self._smoothing.begin_sync(lambda: self._column_amax(shards))
@@ -108,29 +132,41 @@ class ShardSource:
 
     @property
     def bucket_keys(self) -> list[tuple[int, ...]]:
-        """Of each bucket: (stage, experts or not, expert rank, number), the same on all ranks that share it."""
+        """Of each bucket: (stage, experts or not, expert rank, number), the same on all ranks that
+        share it.
+        """
         keys: list[tuple[int, ...]] = []
         for bucket in self._buckets:
             expert = bucket.jobs[0].param.row.expert
             owner = (self._place.pp, int(expert), self._place.ep if expert else 0)
             keys.append((*owner, sum(key[:3] == owner for key in keys)))
-        return [*keys, SCALES_KEY] if self._writes_scales else keys
+        if self._writes_scales:
+            return [*keys, SCALES_KEY]
+        return keys
 
     @property
     def bucket_tensors(self) -> list[tuple[TensorSpec, ...] | None]:
         """Of each bucket: what this rank yields, None where another rank of the group does."""
         weights = [
-            tuple(out.tensor for job in bucket.jobs for of_slice in job.outputs[0] for out in of_slice)
+            tuple(
+                out.tensor for job in bucket.jobs for of_slice in job.outputs[0] for out in of_slice
+            )
             if bucket.rank == 0
             else None
             for bucket in self._buckets
         ]
-        return [*weights, self._scale_tensors] if self._writes_scales else weights
+        if self._writes_scales:
+            return [*weights, self._scale_tensors]
+        return weights
 
     def cuts(self, ranks: int) -> dict[str, Cut]:
-        """How what this rank yields is cut for an engine of so many ranks; the rest travels whole."""
+        """How what this rank yields is cut for an engine of so many ranks; the rest travels
+        whole.
+        """
         return {
-            out.tensor.name: Cut.of(out.tensor, out.dim, job.param.kinds(self._model.shape, stored), vocabulary, ranks)
+            out.tensor.name: Cut.of(
+                out.tensor, out.dim, job.param.kinds(self._model.shape, stored), vocabulary, ranks
+            )
             for bucket in self._buckets
             for job in (bucket.jobs if bucket.rank == 0 and ranks > 1 else ())
             for vocabulary in [job.param.row.split is Split.vocab]
@@ -141,11 +177,14 @@ class ShardSource:
 
     @property
     def _writes_scales(self) -> bool:
-        return self._cache_scales is not None and self._place == Place()  # the first rank's: they are of no rank's own
+        # the first rank's: they are of no rank's own
+        return self._cache_scales is not None and self._place == Place()
 
     @property
     def _scale_tensors(self) -> tuple[TensorSpec, ...]:
-        return () if self._cache_scales is None else self._cache_scales.tensors
+        if self._cache_scales is None:
+            return ()
+        return self._cache_scales.tensors
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}
@@ -157,18 +196,26 @@ class ShardSource:
                 continue
             wanted = param.local_shape(self._model.layout)
             if tuple(tensor.shape) != wanted:
-                self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
+                self._fail(
+                    f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}"
+                )
                 continue
             shards[param.megatron] = tensor.detach()
         own = [job.param for bucket in self._buckets for job in bucket.jobs]
-        wanted_names = [one.megatron for param in own for one in (param, *adapters(param, self._model.shape))]
+        wanted_names = [
+            one.megatron for param in own for one in (param, *adapters(param, self._model.shape))
+        ]
         missing = [name for name in wanted_names if name not in shards]
         if missing:
-            self._fail(f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)")
+            self._fail(
+                f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)"
+            )
         return shards
 
     @torch.no_grad()
-    def _run(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _run(
+        self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
         content = self._made(bucket, shards)
         converted = time.perf_counter()
@@ -180,11 +227,18 @@ class ShardSource:
             yield from full_tensors(bucket, whole, received)
 
     @torch.no_grad()
-    def _made(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor] | None]:
-        """This rank's converted parts of every parameter of the bucket; None where they cannot be made."""
+    def _made(
+        self, bucket: Bucket, shards: Mapping[str, torch.Tensor]
+    ) -> list[list[torch.Tensor] | None]:
+        """This rank's converted parts of every parameter of the bucket; None where they cannot be
+        made.
+        """
         parts = [self._parts(job, shards) for job in bucket.jobs]
         amax = self._shared_amax(bucket, parts, _device(shards))
-        return [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
+        return [
+            self._convert(job, part, bucket.rank, amax)
+            for job, part in zip(bucket.jobs, parts, strict=True)
+        ]
 
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         local = self._merged(job.param, shards)
@@ -196,7 +250,8 @@ class ShardSource:
 
     def _merged(self, param: Param, shards: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """This rank's shard as the sampler shall have it: with its adapter, where it has one."""
-        model, local = self._model, shards.get(param.megatron)
+        model = self._model
+        local = shards.get(param.megatron)
         pair = [shards.get(one.megatron) for one in adapters(param, model.shape)]
         if local is None or not pair:
             return local
@@ -209,15 +264,24 @@ class ShardSource:
 
     @torch.no_grad()
     def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm held here."""
-        shape, device = self._model.shape, next(iter(shards.values())).device if shards else None
+        """[layer, norm, channel]: the largest weight of each column over the quantized readers of a
+        norm held here.
+        """
+        shape = self._model.shape
+        device = next(iter(shards.values())).device if shards else None
         amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
         for job, rank in [(job, bucket.rank) for bucket in self._buckets for job in bucket.jobs]:
-            norm, layer = job.param.row.norm, job.param.layer
-            local = None if norm is None or layer is None else self._merged(job.param, shards)
+            norm = job.param.row.norm
+            layer = job.param.layer
+            if norm is None or layer is None:
+                local = None
+            else:
+                local = self._merged(job.param, shards)
             if local is None or norm is None or layer is None or local.ndim == 1:
                 continue
-            for (piece, part), outs in zip(cut(job.param, local, job.slices), job.outputs[rank], strict=True):
+            for (piece, part), outs in zip(
+                cut(job.param, local, job.slices), job.outputs[rank], strict=True
+            ):
                 if len(outs) == 1 or not part.numel():
                     continue
                 amax_H = column_amax(part)
@@ -231,17 +295,26 @@ class ShardSource:
     def _shared_amax(
         self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Row amax over the whole group, by parameter, where shards of the same rows lie on several ranks."""
-        shared = [(job, part) for job, part in zip(bucket.jobs, parts, strict=True) if job.shares_amax]
+        """Row amax over the whole group, by parameter, where shards of the same rows lie on several
+        ranks.
+        """
+        shared = [
+            (job, part) for job, part in zip(bucket.jobs, parts, strict=True) if job.shares_amax
+        ]
         if bucket.size == 1 or not shared:
             return {}
         amaxes = [
-            row_amax(part[0]) if part else torch.zeros(job.param.shapes[0][0], device=device) for job, part in shared
+            row_amax(part[0]) if part else torch.zeros(job.param.shapes[0][0], device=device)
+            for job, part in shared
         ]
         flat = torch.cat(amaxes)
         if not bool(torch.isfinite(flat).all()):
             # refused here, because a maximum over ranks may swallow a NaN
-            bad = next(job for (job, _), amax in zip(shared, amaxes, strict=True) if not torch.isfinite(amax).all())
+            bad = next(
+                job
+                for (job, _), amax in zip(shared, amaxes, strict=True)
+                if not torch.isfinite(amax).all()
+            )
             self._fail(f"{bad.param.hf[0]}: {DIVERGED}")
             flat = torch.zeros_like(flat)
         bucket.group.max_(flat)
@@ -249,9 +322,15 @@ class ShardSource:
         return dict(zip(names, flat.split([len(amax) for amax in amaxes]), strict=True))
 
     def _convert(
-        self, job: Job, parts: Sequence[torch.Tensor] | None, rank: int, amax: Mapping[str, torch.Tensor]
+        self,
+        job: Job,
+        parts: Sequence[torch.Tensor] | None,
+        rank: int,
+        amax: Mapping[str, torch.Tensor],
     ) -> list[torch.Tensor] | None:
-        """This rank's outputs of one parameter in the order of its job; None where they cannot be made."""
+        """This rank's outputs of one parameter in the order of its job; None where they cannot be
+        made.
+        """
         if parts is None or self.failure is not None:
             return None
         made: list[torch.Tensor] = []
@@ -274,4 +353,6 @@ class ShardSource:
 
 
 def _device(shards: Mapping[str, torch.Tensor]) -> torch.device:
-    return next(iter(shards.values())).device if shards else torch.device("cpu")
+    if shards:
+        return next(iter(shards.values())).device
+    return torch.device("cpu")

@@ -1,4 +1,6 @@
-"""Interfaces of a sync (learner's weights, sampler's client, a transport's sender); ranks' contributions, report."""
+"""Interfaces of a sync (learner's weights, sampler's client, a transport's sender); ranks'
+contributions, report.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 class LearnerWeights(Protocol):
@@ -35,10 +39,14 @@ class LearnerWeights(Protocol):
         """This rank's shards by global megatron name (see mapping.global_name)."""
 
     def take_activation_amax(self) -> torch.Tensor:
-        """What this rank saw since the last call, [layer, norm, channel]: asked for with quantization.smoothing."""
+        """What this rank saw since the last call, [layer, norm, channel]: asked for with
+        quantization.smoothing.
+        """
 
     def take_cache_amax(self) -> torch.Tensor:
-        """Largest key and value of each layer since the last call, [layer, 2]: asked for with an FP8 cache."""
+        """Largest key and value of each layer since the last call, [layer, 2]: asked for with an
+        FP8 cache.
+        """
 
 
 class SamplerClient(Protocol):
@@ -55,7 +63,9 @@ class SamplerClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncSeconds:
-    """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver waits for `load`."""
+    """Seconds of a sync by part; quantize, gather, transfer are the slowest rank's. The driver
+    waits for `load`.
+    """
 
     plan: float = 0.0  # this rank's
     quantize: float = 0.0
@@ -72,7 +82,8 @@ class SyncReport:
     tensors: int
     seconds: SyncSeconds
     error: ErrorSummary
-    changed_fraction: float | None = None  # values that differ from the version before; None where nobody compared
+    # values that differ from the version before; None where nobody compared
+    changed_fraction: float | None = None
     first_failure: str = ""  # why it had to be sent again
 
     def metrics(self) -> dict[str, float]:
@@ -109,23 +120,40 @@ class Contribution:
 
     @classmethod
     def of(
-        cls, source: ShardSource, elapsed: float, failure: str | None, passing: bool = False, **counts: int
+        cls,
+        source: ShardSource,
+        elapsed: float,
+        failure: str | None,
+        passing: bool = False,
+        **counts: int,
     ) -> Contribution:
         """After a pass over the source that took `elapsed` seconds, sending included."""
-        quantize, gather = source.seconds.quantize, source.seconds.gather
-        seconds = SyncSeconds(quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather))
-        error, passing = summarize(source.errors), passing and source.failure is None
-        return cls(source.failure or failure, seconds=seconds, error=error, passing=passing, **counts)
+        quantize = source.seconds.quantize
+        gather = source.seconds.gather
+        seconds = SyncSeconds(
+            quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather)
+        )
+        error = summarize(source.errors)
+        passing = passing and source.failure is None
+        return cls(
+            source.failure or failure, seconds=seconds, error=error, passing=passing, **counts
+        )
 
     @classmethod
-    def merge(cls, parts: Sequence[Contribution], seconds: Callable[[Iterable[float]], float]) -> Contribution:
-        """Several ranks' parts of a version, or one rank's in several formats; `seconds`: `max` or `sum`."""
+    def merge(
+        cls, parts: Sequence[Contribution], seconds: Callable[[Iterable[float]], float]
+    ) -> Contribution:
+        """Several ranks' parts of a version, or one rank's in several formats; `seconds`: `max` or
+        `sum`.
+        """
         names = ("quantize", "gather", "transfer")
         return cls(
             next((part.failure for part in parts if part.failure), None),
             sum(part.nbytes for part in parts),
             sum(part.tensors for part in parts),
-            SyncSeconds(**{name: seconds(getattr(part.seconds, name) for part in parts) for name in names}),
+            SyncSeconds(
+                **{name: seconds(getattr(part.seconds, name) for part in parts) for name in names}
+            ),
             ErrorSummary.merge(part.error for part in parts),
             sum(part.values for part in parts),
             sum(part.changed for part in parts),
@@ -137,21 +165,29 @@ class Push:
     """One transport's sending half, on every rank of the learner."""
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
-        """Every rank, in lockstep: this rank's part of the version on its way. A failure is in what it returns."""
+        """Every rank, in lockstep: this rank's part of the version on its way. A failure is in what
+        it returns.
+        """
         raise NotImplementedError
 
     def load(self, version: int) -> None:
-        """Rank 0, once every rank has sent: the sampler verifies the version and serves it, or this raises."""
+        """Rank 0, once every rank has sent: the sampler verifies the version and serves it, or this
+        raises.
+        """
         raise NotImplementedError
 
     def forget(self, version: int) -> None:
         """Rank 0: some rank could not send its part, the version will never be loaded."""
 
     def tidy(self, version: int, taken: bool) -> None:
-        """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or refused it."""
+        """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or
+        refused it.
+        """
 
     def start_over(self) -> None:
-        """Every rank, after a version did not arrive: nothing may build on it, the next one is whole."""
+        """Every rank, after a version did not arrive: nothing may build on it, the next one is
+        whole.
+        """
 
     def close(self) -> None:
         """Every rank, at the end."""

@@ -1,8 +1,10 @@
-"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API. `nccl` not yet on GPUs.
+"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API. `nccl` not
+yet on GPUs.
 
-The only module that imports vLLM on a rank that learns, and only when such a transport is chosen. `Relay` stands
-between vLLM's trainer engine and the sampler, so that the announcement goes first and the seal last (see `wire`), and
-so that a refusal on rank 0 is raised after the collectives that others are in.
+The only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
+`Relay` stands between vLLM's trainer engine and the sampler, so that the announcement goes first
+and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that
+others are in.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -37,15 +44,25 @@ from megatron_rl.weight_sync.wire import Announcement, Seal
 
 
 class VllmPush(Push):
-    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part. Versions are whole."""
+    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part.
+    Versions are whole.
+    """
 
     def __init__(
-        self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
+        self,
+        source: ShardSource,
+        sampler: SamplerClient | None,
+        sync: SyncSection,
+        engine: SamplerSection,
     ) -> None:
         self._rank = this_rank()
         if any(exchange(self._rank == 0 and sampler is None)):
-            raise WeightSyncError(f"sync.transport={sync.transport} needs a sampler to send to; take file")
-        self._sync, self._addresses, self._patience_s = sync, engine.fleet.addresses, engine.request_timeout_s
+            raise WeightSyncError(
+                f"sync.transport={sync.transport} needs a sampler to send to; take file"
+            )
+        self._sync = sync
+        self._addresses = engine.fleet.addresses
+        self._patience_s = engine.request_timeout_s
         self._workers = (size(engine) or engine.engines) * engine.tensor_parallel
         self._relay = Relay(sampler)
         self._source = WholeSource(source, everywhere=sync.transport == Transport.ipc)
@@ -62,15 +79,22 @@ class VllmPush(Push):
             with bounded(self._patience_s, f"sending policy version {version}", self._relay):
                 self._engine.send_weights()
             failure = self._relay.failure
-        except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
+        except (
+            Exception
+        ) as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
         self._source.drain()
         sent = self._source.tensors if self._rank == 0 else ()
-        nbytes, elapsed = sum(tensor.nbytes for tensor in sent), time.perf_counter() - started
-        return Contribution.of(self._source.shards, elapsed, failure, nbytes=nbytes, tensors=len(sent))
+        nbytes = sum(tensor.nbytes for tensor in sent)
+        elapsed = time.perf_counter() - started
+        return Contribution.of(
+            self._source.shards, elapsed, failure, nbytes=nbytes, tensors=len(sent)
+        )
 
     def load(self, version: int) -> None:
-        self._relay.client.update_weights(Seal(version, wire.read_checksums(self._source.sums)).message())
+        self._relay.client.update_weights(
+            Seal(version, wire.read_checksums(self._source.sums)).message()
+        )
         self._relay.client.finish_weight_update(str(version))
 
     def forget(self, version: int) -> None:
@@ -82,13 +106,17 @@ class VllmPush(Push):
             self._engine = None
 
     def _prepare(self, version: int) -> str | None:
-        """Begin, meet the engines' other side (once), and announce what comes; the failure, on every rank."""
+        """Begin, meet the engines' other side (once), and announce what comes; the failure, on
+        every rank.
+        """
         format = self._source.shards.format.value
         announced = Announcement(version, format, self._sync.staged, self._source.tensors)
         failure = self._refusal(self._relay.begin)
         if failure is None and self._engine is None:  # engines that are lost would have refused
             failure = self._open_engine()
-        return failure or self._refusal(lambda: self._relay.client.update_weights(announced.message()))
+        return failure or self._refusal(
+            lambda: self._relay.client.update_weights(announced.message())
+        )
 
     def _refusal(self, ask: Callable[[], None]) -> str | None:
         """What rank 0 is told when it asks the sampler, on every rank."""
@@ -101,10 +129,13 @@ class VllmPush(Push):
         return exchange(failure)[0]
 
     def _open_engine(self) -> str | None:
-        """vLLM's rendezvous: collective over the ranks that its engine takes in, and the sampler's workers."""
+        """vLLM's rendezvous: collective over the ranks that its engine takes in, and the sampler's
+        workers.
+        """
         failure = None
         try:
-            place = meeting_place(self._addresses) if self._rank == 0 else ("", 0)  # rank 0 alone opens the group
+            # rank 0 alone opens the group
+            place = meeting_place(self._addresses) if self._rank == 0 else ("", 0)
             largest = max(tensor.nbytes for tensor in self._source.tensors)
             info = init_info(self._sync.transport, self._workers, self._rank, place, largest)
             with bounded(self._patience_s, "the rendezvous of learner and engines", self._relay):
@@ -121,11 +152,17 @@ class VllmPush(Push):
 
 @contextmanager
 def bounded(seconds: float, what: str, relay: Relay) -> Iterator[None]:
-    """End this process when it takes longer: a collective whose peer has died waits on the device, uninterruptibly."""
+    """End this process when it takes longer: a collective whose peer has died waits on the device,
+    uninterruptibly.
+    """
 
     def give_up() -> None:
         why = f": {relay.failure}" if relay.failure else ""
-        print(f"{what} did not end within sampler.request_timeout_s={seconds:g}{why}", file=sys.stderr, flush=True)
+        print(
+            f"{what} did not end within sampler.request_timeout_s={seconds:g}{why}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
@@ -144,7 +181,10 @@ class WholeTensors(WeightSource):
         self._source = source
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(each.name, torch_dtype(each.dtype), each.shape) for each in self._source.tensors]
+        return [
+            ParamMeta(each.name, torch_dtype(each.dtype), each.shape)
+            for each in self._source.tensors
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._source)
@@ -164,7 +204,9 @@ class Relay:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         try:
             self.client.init_weight_transfer_engine(init_info)
-        except Exception as error:  # rank 0 is in the rendezvous already, and waits there for whoever refused it
+        except (
+            Exception
+        ) as error:  # rank 0 is in the rendezvous already, and waits there for whoever refused it
             self.failure = str(error)
             raise
 
@@ -172,13 +214,19 @@ class Relay:
         """vLLM's engine calls this; `begin` has done it."""
 
     def update_weights(self, update_info: Any) -> None:
-        """A refusal is kept for later: raised here, it would leave other ranks in vLLM's collectives."""
+        """A refusal is kept for later: raised here, it would leave other ranks in vLLM's
+        collectives.
+        """
         if self.failure is not None:
             return
         if update_info.get("ipc_handles") is not None:
-            update_info = update_info | {"ipc_handles": wire.encode_handles(update_info["ipc_handles"])}
+            update_info = update_info | {
+                "ipc_handles": wire.encode_handles(update_info["ipc_handles"])
+            }
         try:
-            self.client.update_weights({name: value for name, value in update_info.items() if value is not None})
+            self.client.update_weights(
+                {name: value for name, value in update_info.items() if value is not None}
+            )
         except Exception as error:  # every kind, see above
             self.failure = str(error)
 
@@ -187,7 +235,8 @@ class Relay:
 
     def abandon(self, reason: str) -> None:
         """The engine drops what it holds of the update; it answers by repeating the reason."""
-        with suppress(WeightSyncError, RuntimeError):  # the second: it had dropped the update before
+        # the second: it had dropped the update before
+        with suppress(WeightSyncError, RuntimeError):
             self.client.update_weights({wire.ABANDON: reason})
 
     @property
@@ -196,19 +245,29 @@ class Relay:
         return self._sampler
 
 
-def init_info(transport: Transport, workers: int, rank: int, place: tuple[str, int], largest: int) -> TrainerInitInfo:
-    """vLLM's own settings of a transport; the workers get theirs from rank 0. `largest`: bytes of a tensor."""
+def init_info(
+    transport: Transport, workers: int, rank: int, place: tuple[str, int], largest: int
+) -> TrainerInitInfo:
+    """vLLM's own settings of a transport; the workers get theirs from rank 0. `largest`: bytes of a
+    tensor.
+    """
     buffer = buckets.BUCKET_BYTES
     if transport == Transport.ipc:  # its buffer does not grow: vLLM refuses a tensor that is larger
-        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer, largest))
+        return IPCTrainerInitInfo(
+            rank=rank, packed=True, packed_buffer_size_bytes=max(buffer, largest)
+        )
     return NCCLTrainerInitInfo(*place, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
 
 
 def meeting_place(addresses: Sequence[str]) -> tuple[str, int]:
-    """Where all engines find rank 0: its address as the first server elsewhere sees it, and a port that is free now."""
-    host, far = LOOPBACK, next((urlsplit(one) for one in addresses if not is_loopback(one)), None)
+    """Where all engines find rank 0: its address as the first server elsewhere sees it, and a port
+    that is free now.
+    """
+    host = LOOPBACK
+    far = next((urlsplit(one) for one in addresses if not is_loopback(one)), None)
     if far is not None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # vLLM's rendezvous knows IPv4 alone
+        # vLLM's rendezvous knows IPv4 alone
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((far.hostname, far.port))  # nothing is sent
             host = probe.getsockname()[0]
     return host, free_port(host)

@@ -1,9 +1,10 @@
-"""Collects the tensors of all pipeline stages and expert ranks, in one order, on rank 0 (nccl) or on every rank (ipc).
+"""Collects the tensors of all pipeline stages and expert ranks, in one order, on rank 0 (nccl) or
+on every rank (ipc).
 
-vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized tensors of the
-other pipeline stages and expert ranks travel once more. Buckets are walked in one order that every rank knows, (stage,
-dense before experts, expert rank, number), which is each rank's own order too: no rank can wait for one that waits for
-it.
+vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized
+tensors of the other pipeline stages and expert ranks travel once more. Buckets are walked in one
+order that every rank knows, (stage, dense before experts, expert rank, number), which is each
+rank's own order too: no rank can wait for one that waits for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,11 +34,14 @@ class Step:
 
 
 class WholeSource:
-    """Every rank makes one (collective) and iterates it in lockstep, each sync anew: for all ranks, or rank 0 alone."""
+    """Every rank makes one (collective) and iterates it in lockstep, each sync anew: for all ranks,
+    or rank 0 alone.
+    """
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
         self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded
-        self.shards, self._everywhere = source, everywhere
+        self.shards = source
+        self._everywhere = everywhere
         self._rank = this_rank()
         self._mine = source.bucket_keys
         self._steps = self._agree()
@@ -51,7 +55,8 @@ class WholeSource:
 
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """This rank's shards of the next pass."""
-        self._parameters, self.sums = parameters, {}
+        self._parameters = parameters
+        self.sums = {}
         device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
         self._pass = self._walk(device)
         if device.type == "cuda":
@@ -71,10 +76,14 @@ class WholeSource:
             for key, tensors in zip(self._mine, self.shards.bucket_tensors, strict=True)
             if tensors is not None
         ]
-        steps = [step for written in exchange(mine) for step in msgspec.convert(written, list[Step])]
+        steps = [
+            step for written in exchange(mine) for step in msgspec.convert(written, list[Step])
+        ]
         keys = [step.key for step in steps]
         if len(set(keys)) < len(keys):
-            raise WeightSyncError("two ranks claim to write the same weights: the ranks' places do not fit the layout")
+            raise WeightSyncError(
+                "two ranks claim to write the same weights: the ranks' places do not fit the layout"
+            )
         return tuple(sorted(steps, key=lambda step: step.key))
 
     def _walk(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,11 +100,16 @@ class WholeSource:
     def _deliver(
         self, writer: int, spec: TensorSpec, tensor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """The tensor where it is wanted. A writer that has failed delivers zeros: its failure stops the version."""
+        """The tensor where it is wanted. A writer that has failed delivers zeros: its failure stops
+        the version.
+        """
         if writer == self._rank and tensor is None:
             tensor = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         if self._everywhere and dist.is_initialized() and dist.get_world_size() > 1:
-            data = _bytes(tensor) if tensor is not None else torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
+            if tensor is not None:
+                data = _bytes(tensor)
+            else:
+                data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
             dist.broadcast(data, src=writer)
             return _typed(data, spec)
         if writer == 0 or self._rank not in (0, writer):
@@ -109,11 +123,15 @@ class WholeSource:
         return _typed(data, spec)
 
 
-def made_on(home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make each (name, tensor) pair on stream `home`, whatever stream asks for it; that stream then waits.
+def made_on(
+    home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Make each (name, tensor) pair on stream `home`, whatever stream asks for it; that stream then
+    waits.
 
-    Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its own, which wait for
-    nobody: made there, a tensor could hold weights of two versions, under a checksum that says so too.
+    Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its
+    own, which wait for nobody: made there, a tensor could hold weights of two versions, under a
+    checksum that says so too.
     """
     while True:
         with torch.cuda.stream(home):
@@ -122,7 +140,8 @@ def made_on(home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]) 
             return
         caller = torch.cuda.current_stream()
         caller.wait_stream(home)
-        pair[1].record_stream(caller)  # its memory is not given to home again before the caller has read it
+        # its memory is not given to home again before the caller has read it
+        pair[1].record_stream(caller)
         yield pair
 
 

@@ -1,9 +1,11 @@
-"""Messages beside the tensors of vLLM's transports (nccl, ipc): an announcement, a seal, ipc's handles, an end.
+"""Messages beside the tensors of vLLM's transports (nccl, ipc): an announcement, a seal, ipc's
+handles, an end.
 
-The announcement adds version, format and staging to names, dtypes and shapes, and is compared with what the engine
-expects before anything moves; the seal adds a checksum of every tensor, computed where it lies (`checksum`), and is
-compared before anything is served; `abandon` ends an update. They are `update_weights` messages of their own. So are
-the handles of shared device memory that `ipc` hands over: nothing on the way is ever unpickled.
+The announcement adds version, format and staging to names, dtypes and shapes, and is compared with
+what the engine expects before anything moves; the seal adds a checksum of every tensor, computed
+where it lies (`checksum`), and is compared before anything is served; `abandon` ends an update.
+They are `update_weights` messages of their own. So are the handles of shared device memory that
+`ipc` hands over: nothing on the way is ever unpickled.
 """
 
 from collections.abc import Mapping
@@ -16,15 +18,18 @@ import torch
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
-BACKEND_PREFIX = "checked_"  # + sync.transport: the names of these transports in vLLM's registry of engines
-ANNOUNCE, SEAL, ABANDON = "announce", "seal", "abandon"
+# + sync.transport: the names of these transports in vLLM's registry of engines
+BACKEND_PREFIX = "checked_"
+ANNOUNCE = "announce"
+SEAL = "seal"
+ABANDON = "abandon"
 WORD = torch.int32
 CHUNK = 1 << 22  # words hashed at once: what bounds the memory of the temporaries
 PERIOD = 65521  # of the weights that make the checksum notice a change of order
 STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: chunks enter with weights of their own
 
-# torch reduces a CUDA tensor to the arguments of `rebuild_cuda_tensor`: numbers and bytes, and among them classes, a
-# dtype and a size. Those travel as text, and are looked up in closed lists
+# torch reduces a CUDA tensor to the arguments of `rebuild_cuda_tensor`: numbers and bytes, and
+# among them classes, a dtype and a size. Those travel as text, and are looked up in closed lists
 CLASSES: dict[str, Any] = {
     "torch.Tensor": torch.Tensor,
     "torch.UntypedStorage": torch.UntypedStorage,
@@ -67,7 +72,8 @@ def seal(message: Mapping[str, Any]) -> Seal:
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit sums over the tensor's bytes, on its device: of the words, and of the words weighted by place.
+    """Two 64-bit sums over the tensor's bytes, on its device: of the words, and of the words
+    weighted by place.
 
     Sums of integers modulo 2^64 do not depend on the order in which a device adds them.
     """
@@ -75,11 +81,17 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     words = torch.nn.functional.pad(data, (0, -len(data) % WORD.itemsize)).view(WORD)
     plain = torch.zeros((), dtype=torch.int64, device=words.device)
     placed = torch.zeros_like(plain)
-    places = torch.arange(min(len(words), CHUNK), dtype=torch.int64, device=words.device).remainder_(PERIOD).add_(1)
+    places = (
+        torch.arange(min(len(words), CHUNK), dtype=torch.int64, device=words.device)
+        .remainder_(PERIOD)
+        .add_(1)
+    )
     for number, chunk in enumerate(words.split(CHUNK)):
         wide = chunk.long()
         plain += wide.sum()
-        placed += (wide * places[: len(wide)]).sum() + wide.sum() * ((number * STRIDE) & (2**62 - 1))
+        placed += (wide * places[: len(wide)]).sum() + wide.sum() * (
+            (number * STRIDE) & (2**62 - 1)
+        )
     return torch.stack((plain, placed))
 
 
@@ -95,10 +107,13 @@ def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[in
     """What arrived is what was announced, and holds the bytes that were sent."""
     if sealed.policy_version != announced.policy_version:
         raise WeightSyncError(
-            f"the seal is of policy version {sealed.policy_version}, version {announced.policy_version} was announced"
+            f"the seal is of policy version {sealed.policy_version}, version "
+            f"{announced.policy_version} was announced"
         )
     names = {tensor.name for tensor in announced.tensors}
-    problems = [f"missing tensor {name}: announced, never arrived" for name in sorted(names - set(arrived))]
+    problems = [
+        f"missing tensor {name}: announced, never arrived" for name in sorted(names - set(arrived))
+    ]
     problems += [f"unexpected tensor {name}" for name in sorted(set(arrived) - names)]
     problems += [
         f"corrupt tensor {name}: its bytes do not match its checksum"
@@ -112,13 +127,18 @@ def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[in
 def encode_handles(handles: list[Handle] | Handle) -> Any:
     if isinstance(handles, list):
         return [encode_handles(handle) for handle in handles]
-    return {device: [_encode(value) for value in arguments] for device, arguments in handles.items()}
+    return {
+        device: [_encode(value) for value in arguments] for device, arguments in handles.items()
+    }
 
 
 def decode_handles(handles: Any) -> list[Handle] | Handle:
     if isinstance(handles, list):
         return [decode_handles(handle) for handle in handles]  # type: ignore[misc]
-    return {device: tuple(_decode(value) for value in arguments) for device, arguments in handles.items()}
+    return {
+        device: tuple(_decode(value) for value in arguments)
+        for device, arguments in handles.items()
+    }
 
 
 def _encode(value: Any) -> Any:
@@ -137,7 +157,9 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if not isinstance(value, list):
-        return bytes(value) if isinstance(value, (bytearray, memoryview)) else value
+        if isinstance(value, (bytearray, memoryview)):
+            return bytes(value)
+        return value
     kind, *content = value
     if kind == "size":
         return torch.Size(content)

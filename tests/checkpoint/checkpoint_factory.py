@@ -17,7 +17,9 @@ WEIGHT = torch.arange(64, dtype=torch.float32).view(8, 8)
 KEY = "embedding.word_embeddings.weight"
 
 
-def save(root: Path, step: int, change: Callable[[Path], object] = lambda folder: None, score: Any = None) -> Path:
+def save(
+    root: Path, step: int, change: Callable[[Path], object] = lambda folder: None, score: Any = None
+) -> Path:
     """`score`: of eval/accuracy, or another metric's name and its own."""
     partial = checkpoints.partial_of(root, step)
     (partial / "policy").mkdir(parents=True)
@@ -31,9 +33,16 @@ def save(root: Path, step: int, change: Callable[[Path], object] = lambda folder
         for path in partial.rglob("*")
         if path.is_file() and not path.is_symlink()
     }
-    about: dict[str, Any] = {"best": score if isinstance(score, list) else score and ["eval/accuracy", score]}
-    about |= {"driver": {"position": 10 * step, "seen": {"samples": 9, "tokens": 99}}, "files": files}
-    return checkpoints.publish(partial, root, step=step, updates=2 * step, layout={"tp": 1}, **about).path
+    about: dict[str, Any] = {
+        "best": score if isinstance(score, list) else score and ["eval/accuracy", score]
+    }
+    about |= {
+        "driver": {"position": 10 * step, "seen": {"samples": 9, "tokens": 99}},
+        "files": files,
+    }
+    return checkpoints.publish(
+        partial, root, step=step, updates=2 * step, layout={"tp": 1}, **about
+    ).path
 
 
 def write_parts(folder: Path, *rows: int) -> None:

@@ -31,8 +31,12 @@ class Scales:
 
 
 def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates and a save, which megatron-core reads; then one while the disk is nearly full, and one afterwards."""
-    batch, root, said = make_batch(), Path(job["root"]), list[str]()
+    """Two updates and a save, which megatron-core reads; then one while the disk is nearly full,
+    and one afterwards.
+    """
+    batch = make_batch()
+    root = Path(job["root"])
+    said = list[str]()
     targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
     for _ in range(2):
         learner.update(targets)
@@ -57,7 +61,8 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         entries = sorted(os.listdir(root))
         return {"entries": entries, "whole": found and found.step, "metrics": dict(saver.metrics)}
 
-    synced, fsync = list[int](), os.fsync
+    synced = list[int]()
+    fsync = os.fsync
     with patch("os.fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle))):
         save(2)
     everywhere = {inode for of_rank in exchange(synced) for inode in of_rank}
@@ -68,7 +73,8 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     read["modes"] = sorted({path.stat().st_mode for path in root.rglob("*") if path.is_file()})
     if not job["fills"]:
         return {"megatron": read, "disk": {}}
-    filler, room = root / "filler", sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) // 2
+    filler = root / "filler"
+    room = sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) // 2
     if learner.is_driver:
         filler.write_bytes(b"x" * (shutil.disk_usage(root).free - room))
     learner.broadcast()
@@ -96,13 +102,19 @@ def read_by_megatron(learner: Learner, policy: Path) -> dict[str, Any]:
         for name, parameter in learner.named_parameters():
             if parameter in optimizer.model_param_group_index_map:
                 kept = optimizer._get_main_param_and_optimizer_states(parameter)
-                found |= {f"{kind} of {name}": values for kind, values in kept.items() if kind != "step"}
+                found |= {
+                    f"{kind} of {name}": values for kind, values in kept.items() if kind != "step"
+                }
         return found
 
     before = {name: values.clone() for name, values in held().items()}
     for values in held().values():
         values.zero_()
-    weights = {key: value for key, value in module.sharded_state_dict().items() if "_extra_state" not in key}
+    weights = {
+        key: value
+        for key, value in module.sharded_state_dict().items()
+        if "_extra_state" not in key
+    }
     kind = {"distrib_optim_sharding_type": "fully_reshardable"}
     state = optimizer.sharded_state_dict(weights, is_loading=True, metadata=kind)["param_state"]
     loaded = dist_checkpointing.load({"model": weights, "optimizer": state}, str(policy))

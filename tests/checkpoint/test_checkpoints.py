@@ -1,4 +1,6 @@
-"""Checkpoints as folders: whole ones are found, torn ones are named and passed over, those that may go do."""
+"""Checkpoints as folders: whole ones are found, torn ones are named and passed over, those that may
+go do.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ CONFIG: dict[str, Any] = {
 
 def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
     path = save(tmp_path, 4)
-    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file() and each.name != "checkpoint.json")
+    size = sum(
+        each.stat().st_size
+        for each in path.rglob("*")
+        if each.is_file() and each.name != "checkpoint.json"
+    )
     found = checkpoints.verify(path)
     assert (found.step, found.updates, found.driver.position, found.nbytes) == (4, 8, 40, size)
     assert not list(tmp_path.glob(".*"))
@@ -57,11 +63,14 @@ def _remove(victim: Path, choice: random.Random) -> None:
     victim.unlink()
 
 
-@pytest.mark.fault("a file of a checkpoint is cut, changed or missing", "it is passed over for the one before")
+@pytest.mark.fault(
+    "a file of a checkpoint is cut, changed or missing", "it is passed over for the one before"
+)
 @pytest.mark.parametrize("damage", [_cut, _flip, _remove])
 def test_one_that_is_damaged_is_passed_over(tmp_path: Path, damage: Any) -> None:
     save(tmp_path, 2)
-    choice, names = random.Random(1), ("checkpoint.json", "rank_0.distcp", ".metadata", "sync.safetensors")
+    choice = random.Random(1)
+    names = ("checkpoint.json", "rank_0.distcp", ".metadata", "sync.safetensors")
     for number in range(20):
         path = save(tmp_path, 4)
         (victim,) = path.rglob(names[number % len(names)])
@@ -71,7 +80,9 @@ def test_one_that_is_damaged_is_passed_over(tmp_path: Path, damage: Any) -> None
         assert victim.name in said[0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"content": 3, "checksum": "x"}', "[" * 100_000, "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"content": 3, "checksum": "x"}', "[" * 100_000, "\xff"]
+)
 def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     path = save(tmp_path, 4)
     (path / "checkpoint.json").write_text(content, encoding="latin-1")
@@ -80,11 +91,21 @@ def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
 
 
 ODD = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("../../secret"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.just("../../secret"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
 )
 PLACES: list[tuple[str, ...]] = [
-    *((name,) for name in ("format", "time", "step", "updates", "layout", "driver", "files", "best")),
+    *(
+        (name,)
+        for name in ("format", "time", "step", "updates", "layout", "driver", "files", "best")
+    ),
     *(("driver", name) for name in ("position", "seen", "line")),
     *(("driver", "seen", "samples"), ("layout", "tp"), ("files", "policy/.metadata")),
 ]
@@ -96,10 +117,15 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return path, json.loads((path / "checkpoint.json").read_text())["content"]
 
 
-@pytest.mark.fault("any field of checkpoint.json is of any type, and its checksum is right", "it is whole, or named")
+@pytest.mark.fault(
+    "any field of checkpoint.json is of any type, and its checksum is right",
+    "it is whole, or named",
+)
 @given(place=st.sampled_from(PLACES), odd=ODD)
 @settings(max_examples=100, deadline=None)
-def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple[str, ...], odd: Any) -> None:
+def test_a_manifest_of_any_types(
+    kept: tuple[Path, dict[str, Any]], place: tuple[str, ...], odd: Any
+) -> None:
     path, content = kept
     changed = json.loads(json.dumps(content))
     inner = changed
@@ -116,8 +142,12 @@ def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple
     assert checkpoints.prune(path.parent, keep_last=1, keep_every=0, metric="eval/accuracy") == []
 
 
-@pytest.mark.fault("checkpoint.json names what is not in its folder, or is no file", "it is refused, and not read")
-@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "policy/../../secret", "link", "folder/x", "pipe", ".", ""])
+@pytest.mark.fault(
+    "checkpoint.json names what is not in its folder, or is no file", "it is refused, and not read"
+)
+@pytest.mark.parametrize(
+    "name", ["../secret", "/dev/zero", "policy/../../secret", "link", "folder/x", "pipe", ".", ""]
+)
 def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
     path = save(tmp_path / "checkpoints", 4)
@@ -133,9 +163,12 @@ def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
         checkpoints.verify(path)
 
 
-@pytest.mark.fault("a checkpoint, or what was begun of one, is a link", "what it leads to is left alone")
+@pytest.mark.fault(
+    "a checkpoint, or what was begun of one, is a link", "what it leads to is left alone"
+)
 def test_links_in_the_place_of_checkpoints(tmp_path: Path) -> None:
-    root, elsewhere = tmp_path / "checkpoints", save(tmp_path / "elsewhere", 4)
+    root = tmp_path / "checkpoints"
+    elsewhere = save(tmp_path / "elsewhere", 4)
     save(root, 2)
     (root / "step_4").symlink_to(elsewhere)
     (root / ".step_6.partial").symlink_to(elsewhere)
@@ -151,7 +184,9 @@ def test_links_in_the_place_of_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.verify(elsewhere).step == 4
 
 
-@pytest.mark.fault("the folder of one step holds the checkpoint of another", "it is named, and passed over")
+@pytest.mark.fault(
+    "the folder of one step holds the checkpoint of another", "it is named, and passed over"
+)
 def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
     save(tmp_path, 2)
     shutil.copytree(tmp_path / "step_2", tmp_path / "step_4")
@@ -171,12 +206,15 @@ def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) 
 def test_the_best_by_another_metric_is_another_one(tmp_path: Path) -> None:
     """checkpoint.best may change where a run goes on."""
     save(tmp_path, 2, score=0.9)
-    best, evaluated = "eval/aime/accuracy", {"eval/aime/accuracy": 0.3}
+    best = "eval/aime/accuracy"
+    evaluated = {"eval/aime/accuracy": 0.3}
     section = CheckpointSection(every=9, best=best)
     assert SaveSchedule(section, checkpoints.read(tmp_path / "step_2")).due(3, {}, evaluated, False)
     for step, score in ((3, 0.3), (4, 0.4), (5, 0.1)):
         save(tmp_path, step, score=[best, score])
-    assert not SaveSchedule(section, checkpoints.read(tmp_path / "step_5")).due(6, {}, evaluated, False)
+    assert not SaveSchedule(section, checkpoints.read(tmp_path / "step_5")).due(
+        6, {}, evaluated, False
+    )
     checkpoints.prune(tmp_path, 1, 0, best)
     assert checkpoints.steps(tmp_path) == [5, 4]
     assert checkpoints.best_of(tmp_path, best) == (4, 0.4)
@@ -190,7 +228,10 @@ def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
-@pytest.mark.fault("a full disk has not taken a line of the records", "the run goes on from before the gap, or says so")
+@pytest.mark.fault(
+    "a full disk has not taken a line of the records",
+    "the run goes on from before the gap, or says so",
+)
 def test_a_gap_in_the_records(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         save(tmp_path / "checkpoints", step)
@@ -247,7 +288,9 @@ def test_a_record_of_no_recipe_is_told(tmp_path: Path, content: bytes) -> None:
         ("optim.min_lr", 0.0, False),  # and what stands for it there
     ],
 )
-def test_a_changed_recipe_is_told_key_by_key(tmp_path: Path, key: str, value: object, refused: bool) -> None:
+def test_a_changed_recipe_is_told_key_by_key(
+    tmp_path: Path, key: str, value: object, refused: bool
+) -> None:
     recorded = tmp_path / "config.yaml"
     recorded.write_text(write_yaml(CONFIG))
     new = json.loads(json.dumps(CONFIG))
@@ -263,8 +306,12 @@ def test_a_changed_recipe_is_told_key_by_key(tmp_path: Path, key: str, value: ob
     refuse_changes(recorded, write_yaml(new))
 
 
-@pytest.mark.parametrize(("key", "value"), [("rank", 4), ("rank", 0), ("alpha", 8), ("targets", ["q_proj"])])
-def test_adapters_stay_as_they_are_whatever_is_allowed(tmp_path: Path, key: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("rank", 4), ("rank", 0), ("alpha", 8), ("targets", ["q_proj"])]
+)
+def test_adapters_stay_as_they_are_whatever_is_allowed(
+    tmp_path: Path, key: str, value: object
+) -> None:
     (tmp_path / "config.yaml").write_text(write_yaml(CONFIG))
     learner = {"lora": CONFIG["learner"]["lora"] | {key: value}}
     new = CONFIG | {"learner": learner, "run": {"resume_allow": [f"learner.lora.{key}"]}}

@@ -1,4 +1,6 @@
-"""What a stranger may have put into a checkpoint: it is named, and nothing runs, leads out, or grows."""
+"""What a stranger may have put into a checkpoint: it is named, and nothing runs, leads out, or
+grows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ import torch
 from checkpoint_factory import KEY, WEIGHT, save, write_parts
 from helpers import Command
 from simulated import hf_config
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError, Entry, read_index
 from megatron_rl.checkpoint.torch_dist.reader import Reader, read_saved
@@ -43,7 +49,9 @@ class Attack:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a good checkpoint of step 2; the working folder is where an attack would leave evidence."""
+    """A run with a good checkpoint of step 2; the working folder is where an attack would leave
+    evidence.
+    """
     monkeypatch.chdir(tmp_path)
     run, _ = open_run(tmp_path / "run", IfExists.refuse, YAML)
     assert run.lock is not None
@@ -80,7 +88,10 @@ def pipe(folder: Path) -> None:
 
 def places(**changes: Any) -> Callable[[Path], None]:
     return indexed(
-        lambda one: replace(one, storage_data={key: replace(info, **changes) for key, info in one.storage_data.items()})
+        lambda one: replace(
+            one,
+            storage_data={key: replace(info, **changes) for key, info in one.storage_data.items()},
+        )
     )
 
 
@@ -98,16 +109,20 @@ def described(size: tuple[int, ...]) -> Callable[[Path], None]:
 
 def laughs() -> bytes:
     """A key whose hash would take forever: tuples of twice the same, a hundred times."""
-    twice = b"".join(bytes((*b"q", number, *b"h", number, 0x86)) for number in range(100))  # BINPUT, BINGET, TUPLE2
+    # BINPUT, BINGET, TUPLE2
+    twice = b"".join(bytes((*b"q", number, *b"h", number, 0x86)) for number in range(100))
     return b"\x80\x04}K\x00" + twice + b"K\x01s."
 
 
 def zipped(head: bytes, packing: int = zipfile.ZIP_STORED, **others: bytes) -> bytes:
     """`packing`: of the last member alone."""
-    file, members = io.BytesIO(), {"archive/data.pkl": head, **others}
+    file = io.BytesIO()
+    members = {"archive/data.pkl": head, **others}
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in members.items():
-            archive.writestr(name, content, packing if name == [*members][-1] else zipfile.ZIP_STORED)
+            archive.writestr(
+                name, content, packing if name == [*members][-1] else zipfile.ZIP_STORED
+            )
     return file.getvalue()
 
 
@@ -115,23 +130,36 @@ COMMON = "policy/common.pt"
 BAD: dict[str, Callable[[Path], None]] = {
     "common state that is an attack": written(COMMON, pickle.dumps(Attack())),
     "packed common state that executes": written(COMMON, zipped(pickle.dumps(Attack(), 2))),
-    "common state twice": written(COMMON, zipped(pickle.dumps({}, 2), **{"b/data.pkl": pickle.dumps(Attack(), 2)})),
-    "common state that unpacks to gigabytes": written(COMMON, zipped(bytes(64 << 20), zipfile.ZIP_DEFLATED)),
+    "common state twice": written(
+        COMMON, zipped(pickle.dumps({}, 2), **{"b/data.pkl": pickle.dumps(Attack(), 2)})
+    ),
+    "common state that unpacks to gigabytes": written(
+        COMMON, zipped(bytes(64 << 20), zipfile.ZIP_DEFLATED)
+    ),
     "data beside common state that does": written(
-        COMMON, zipped(pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, **{"archive/data/0": bytes(64 << 20)})
+        COMMON,
+        zipped(pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, **{"archive/data/0": bytes(64 << 20)}),
     ),
     "common state that names a file": written(COMMON, zipped(b"\x80\x02cbuiltins\nopen\nq\x00.")),
     "common state of megabytes": written(COMMON, zipped(pickle.dumps(bytes(1 << 20), 2))),
     "common state that is a link": linked(COMMON, "/etc/passwd"),
     "an index that executes": indexed(lambda one: replace(one, planner_data=Attack())),
     "an index that is an attack": written("policy/.metadata", pickle.dumps(Attack())),
-    "an index of old opcodes that executes": written("policy/.metadata", b"cos\nsystem\n(S'touch executed'\ntR."),
+    "an index of old opcodes that executes": written(
+        "policy/.metadata", b"cos\nsystem\n(S'touch executed'\ntR."
+    ),
     "an index with an instance": written("policy/.metadata", b"(S'touch executed'\nios\nsystem\n."),
     "an index that is none": written("policy/.metadata", pickle.dumps({"x": 1})),
     "an index that is empty": written("policy/.metadata", b""),
-    "an index that asks for a huge memo": written("policy/.metadata", b"\x80\x04Nr\xff\xff\xff\x7f."),
-    "an index with huge bytes": written("policy/.metadata", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x."),
-    "an index with a huge number": written("policy/.metadata", b"\x80\x04\x8b" + struct.pack("<i", 1 << 30) + b"x."),
+    "an index that asks for a huge memo": written(
+        "policy/.metadata", b"\x80\x04Nr\xff\xff\xff\x7f."
+    ),
+    "an index with huge bytes": written(
+        "policy/.metadata", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x."
+    ),
+    "an index with a huge number": written(
+        "policy/.metadata", b"\x80\x04\x8b" + struct.pack("<i", 1 << 30) + b"x."
+    ),
     "an index of endless hashes": written("policy/.metadata", laughs()),
     "an index of deep lists": written("policy/.metadata", b"\x80\x04" + b"](" * 20_000 + b"."),
     "a place outside": places(relative_path="../../../secret"),
@@ -148,10 +176,13 @@ BAD: dict[str, Callable[[Path], None]] = {
     "a backend of another kind": written("policy/metadata.json", b'{"sharded_backend": "zarr"}'),
     "a backend that is too deep": written("policy/metadata.json", b"[" * 100_000),
     "a header that lies": written("ranks/rank_0.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
-    "a header of dicts": written("ranks/rank_0.safetensors", struct.pack("<Q", 90_000) + b"[" * 90_000),
+    "a header of dicts": written(
+        "ranks/rank_0.safetensors", struct.pack("<Q", 90_000) + b"[" * 90_000
+    ),
     "a header that names more than there is": written(
         "sync.safetensors",
-        struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[99],"data_offsets":[0,396]}}'.ljust(64),
+        struct.pack("<Q", 64)
+        + b'{"a":{"dtype":"F32","shape":[99],"data_offsets":[0,396]}}'.ljust(64),
     ),
     "no index": lambda folder: (folder / "policy" / ".metadata").unlink(),
     "no scales": lambda folder: (folder / "sync.safetensors").unlink(),
@@ -163,8 +194,10 @@ BAD: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.fault(
-    "a checkpoint of a stranger lies about its content, or would execute, with checksums that are right",
-    "it has a verdict, an older one is taken; nothing runs, is read elsewhere, or is allocated beyond the files",
+    "a checkpoint of a stranger lies about its content, or would execute, with checksums that "
+    "are right",
+    "it has a verdict, an older one is taken; nothing runs, is read elsewhere, or is allocated "
+    "beyond the files",
 )
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, command: Command) -> None:
@@ -193,21 +226,33 @@ def test_with_bad_ones_alone_the_run_begins_again(run: Path) -> None:
     assert found.resumes_after is None
     lines = said.splitlines()
     assert ["step 6" in lines[0], "step 4" in lines[1], len(lines)] == [True, True, 3]
-    assert lines[2].endswith("is now " + f"{run}.1: none of its 2 checkpoints is whole; the run begins again")
+    assert lines[2].endswith(
+        "is now " + f"{run}.1: none of its 2 checkpoints is whole; the run begins again"
+    )
     assert (run.with_name("run.1") / "checkpoints" / "step_6").is_dir()
 
 
-@pytest.mark.fault("the file of a tensor is not what it says", "it is refused; nothing runs, nothing huge is made")
+@pytest.mark.fault(
+    "the file of a tensor is not what it says", "it is refused; nothing runs, nothing huge is made"
+)
 def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    good, bad = tmp_path / "good", tmp_path / "bad"
+    good = tmp_path / "good"
+    bad = tmp_path / "bad"
     torch.save(WEIGHT, good)
     whole = good.read_bytes()
     assert torch.equal(read_saved(good, 0, len(whole), "float32", (8, 8)), WEIGHT)
     transposed = tmp_path / "transposed"
     torch.save(WEIGHT.t(), transposed)
-    assert torch.equal(read_saved(transposed, 0, transposed.stat().st_size, "float32", (8, 8)), WEIGHT.t())
-    for content in (pickle.dumps(Attack()), b"", b"PK\x05\x06" + b"\0" * 18, b"PK\x05\x06" + b"\xff" * 18):
+    assert torch.equal(
+        read_saved(transposed, 0, transposed.stat().st_size, "float32", (8, 8)), WEIGHT.t()
+    )
+    for content in (
+        pickle.dumps(Attack()),
+        b"",
+        b"PK\x05\x06" + b"\0" * 18,
+        b"PK\x05\x06" + b"\xff" * 18,
+    ):
         bad.write_bytes(content)
         with pytest.raises(ValueError, match=r"."):
             read_saved(bad, 0, len(content), "float32", (8, 8))
@@ -220,7 +265,9 @@ def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         content = bytearray(whole)
         for _ in range(choice.randrange(1, 4)):
             content[choice.randrange(len(content))] = choice.randrange(256)
-        bad.write_bytes(content[: choice.randrange(len(content))] if choice.random() < 0.3 else content)
+        bad.write_bytes(
+            content[: choice.randrange(len(content))] if choice.random() < 0.3 else content
+        )
         try:
             assert read_saved(bad, 0, bad.stat().st_size, "float32", (8, 8)).shape == (8, 8)
         except ValueError:
@@ -230,7 +277,8 @@ def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.fault("an index is damaged anywhere", "it is read, or refused by a sentence")
 def test_a_damaged_index(run: Path) -> None:
     folder = run / "checkpoints" / "step_2" / "policy"
-    whole, choice = (folder / ".metadata").read_bytes(), random.Random(2)
+    whole = (folder / ".metadata").read_bytes()
+    choice = random.Random(2)
     for _ in range(200):
         content = bytearray(whole)
         for _ in range(choice.randrange(1, 5)):
@@ -242,7 +290,9 @@ def test_a_damaged_index(run: Path) -> None:
             pass
 
 
-@pytest.mark.fault("a part of a tensor is there twice, or not at all", "it is refused: no value is left to chance")
+@pytest.mark.fault(
+    "a part of a tensor is there twice, or not at all", "it is refused: no value is left to chance"
+)
 def test_parts_that_do_not_cover(tmp_path: Path) -> None:
     entry = Entry(KEY, ())
 
@@ -263,11 +313,13 @@ def test_parts_that_do_not_cover(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [4, 16])
 def test_no_block_is_cut_out_of_a_tensor_of_another_size(tmp_path: Path, rank: int) -> None:
-    name, kinds = "decoder.layers.0.mlp.linear_fc2.lora.A", ("", "optimizer.state.exp_avg.")
+    name = "decoder.layers.0.mlp.linear_fc2.lora.A"
+    kinds = ("", "optimizer.state.exp_avg.")
     blocks = [Block(f"{kind}{name}", (8, 96), (0, 0), torch.ones(8, 96)) for kind in kinds]
     write_index(tmp_path, write_blocks(tmp_path / "rank_0.distcp", blocks))
     lora = Lora(rank, 1.0, ("down_proj",))
-    shape, reader = replace(ModelShape.from_hf(hf_config("qwen3")), lora=lora), Reader(tmp_path)
+    shape = replace(ModelShape.from_hf(hf_config("qwen3")), lora=lora)
+    reader = Reader(tmp_path)
     entry = reader.find(find(name, shape), shape)
     for kind in kinds:
         with pytest.raises(CheckpointError, match=rf"{kind}{name} .*\[8, 96\].*\[{rank}, 96\]"):

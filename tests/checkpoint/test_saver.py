@@ -1,4 +1,6 @@
-"""What a learner has saved: megatron-core reads it, and a disk that is full in the middle takes nothing away."""
+"""What a learner has saved: megatron-core reads it, and a disk that is full in the middle takes
+nothing away.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def results(tmp_path_factory: pytest.TempPathFactory, small: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
-        job = {"name": name, "kind": "saves", "hf": cases.QWEN3, "precision": "bf16", "layout": layout}
+        job = {
+            "name": name,
+            "kind": "saves",
+            "hf": cases.QWEN3,
+            "precision": "bf16",
+            "layout": layout,
+        }
         job |= {"root": str(small / name), "fills": small.is_mount()}
-        found |= cases.run_ranks(2 if layout else 1, [job], tmp_path_factory.mktemp(f"saver_{name}"))
+        found |= cases.run_ranks(
+            2 if layout else 1, [job], tmp_path_factory.mktemp(f"saver_{name}")
+        )
     return found
 
 
@@ -39,11 +49,15 @@ def test_megatron_core_reads_a_checkpoint(results: dict[str, Any], name: str) ->
     read = results[name]["megatron"]
     assert read["wrong"] == []
     assert read["compared"] > 40  # weights, and three tensors of the optimizer for each
-    assert read["unsynced"] == [], "the older ones are removed after it: a machine may lose its power then"
+    assert read["unsynced"] == [], (
+        "the older ones are removed after it: a machine may lose its power then"
+    )
     assert len(read["modes"]) == 1  # whoever may read one of its files may read all
 
 
-@pytest.mark.fault("the disk is full in the middle of a save", "the run goes on, older ones stand, nothing is left")
+@pytest.mark.fault(
+    "the disk is full in the middle of a save", "the run goes on, older ones stand, nothing is left"
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_full_disk(results: dict[str, Any], name: str) -> None:
     found = results[name]["disk"]

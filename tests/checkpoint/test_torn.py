@@ -59,14 +59,24 @@ TORN: dict[str, list[Callable[[Path], None]]] = {
     "status.json": [cut(0), cut(0.5), replaced("[]"), folder],
     "env.json": [folder, cut(0.5), replaced("[]"), cut(0)],
     "config.yaml": [Path.unlink, replaced("a: [b"), replaced("- 1"), folder],
-    "metrics.jsonl": [Path.unlink, added("{}\n"), added('{"loss/total": 1}\n'), added('{"progress/st')],
+    "metrics.jsonl": [
+        Path.unlink,
+        added("{}\n"),
+        added('{"loss/total": 1}\n'),
+        added('{"progress/st'),
+    ],
     "rollouts/step_x.parquet": [replaced("x")] * 4,
 }
-LINES = ['{"progress/step": ' + step + "}" for step in ('"x"', "null", "1e999", "[]", "NaN", "9" * 5000)]
+LINES = [
+    '{"progress/step": ' + step + "}" for step in ('"x"', "null", "1e999", "[]", "NaN", "9" * 5000)
+]
 LINES += ["[" * 100_000, "[1]", "null", "", "\x00", "\xff"]
 
 
-@pytest.mark.fault("files of a run's folder are torn or something else", "the report shows the rest, and names them")
+@pytest.mark.fault(
+    "files of a run's folder are torn or something else",
+    "the report shows the rest, and names them",
+)
 @pytest.mark.parametrize("number", range(4))
 def test_a_report_of_a_torn_folder(run: Path, command: Command, number: int) -> None:
     for name, tears in TORN.items():
@@ -74,7 +84,10 @@ def test_a_report_of_a_torn_folder(run: Path, command: Command, number: int) -> 
     said = command("report", run)
     html = (run / "report.html").read_text()
     for name in TORN:
-        assert all(Path(name).name in text.partition("ot readable")[2] for text in (said, html)), (name, said)
+        assert all(Path(name).name in text.partition("ot readable")[2] for text in (said, html)), (
+            name,
+            said,
+        )
     assert ("Held-out accuracy" in html) == (number > 0)
 
 
@@ -82,7 +95,8 @@ def test_a_report_of_a_torn_folder(run: Path, command: Command, number: int) -> 
 @pytest.mark.parametrize("name", TORN)
 def test_the_rest_of_a_torn_folder(whole: Path, run: Path, name: str) -> None:
     TORN[name][1](run / name)
-    torn, complete = load_run(run), load_run(whole)
+    torn = load_run(run)
+    complete = load_run(whole)
     assert torn.tokens is not None  # of the steps that are whole
     assert len(torn.unreadable) == 1
     assert not complete.unreadable
@@ -100,7 +114,9 @@ def test_a_configuration_that_ends_early(run: Path) -> None:
             weight_bounds(found)
 
 
-@pytest.mark.fault("lines of metrics say no step, or are no lines", "they are counted, the others are shown")
+@pytest.mark.fault(
+    "lines of metrics say no step, or are no lines", "they are counted, the others are shown"
+)
 def test_odd_lines_are_counted(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     shutil.copy(whole / "metrics.jsonl", path)
@@ -131,7 +147,9 @@ def test_a_replay_of_a_torn_folder(run: Path, command: Command) -> None:
     assert "config.yaml" in command(*replay, status=2)
 
 
-@pytest.mark.fault("a run was recorded with keys and presets that are gone", "it is replayed and reported")
+@pytest.mark.fault(
+    "a run was recorded with keys and presets that are gone", "it is replayed and reported"
+)
 def test_recorded_keys_that_are_gone(run: Path, command: Command) -> None:
     text = to_yaml(load(ROOT / "recipes" / "toy_sft.yaml", ["correction=tis"]))
     assert "preset: tis" in text
@@ -153,7 +171,9 @@ def test_where_no_report_can_be(whole: Path, tmp_path: Path, command: Command) -
     assert str(tmp_path) in command("report", tmp_path, status=2)
 
 
-@pytest.mark.fault("somebody looks for prompt and truth of a recorded answer", "both stand beside it")
+@pytest.mark.fault(
+    "somebody looks for prompt and truth of a recorded answer", "both stand beside it"
+)
 def test_prompt_and_truth_are_recorded(tmp_path: Path) -> None:
     recorder = start(tmp_path / "run", steps=1)
     scored, _ = make_scored(4)

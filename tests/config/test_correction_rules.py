@@ -1,4 +1,6 @@
-"""Bad configs are refused with the key's path, its value and the way out, before torch is needed."""
+"""Bad configs are refused with the key's path, its value and the way out, before torch is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from dataclasses import replace
 import pytest
 from helpers import program
 
-from megatron_rl.config.correction_rules import check_advantage, check_correction, check_loss, check_objective
+from megatron_rl.config.correction_rules import (
+    check_advantage,
+    check_correction,
+    check_loss,
+    check_objective,
+)
 from megatron_rl.config.load import check
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import (
@@ -38,18 +45,28 @@ def rule(**keys: object) -> CorrectionConfig:
     return CorrectionConfig(reject=[RULE, replace(RULE, **keys)])  # type: ignore[arg-type]
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def alone(**wrong: Sequence[object]) -> Iterator[tuple[dict[str, object], str]]:
     """Each value by itself, and how a complaint of it begins."""
     for key, values in wrong.items():
         for value in values:
-            yield {key: value}, f"{key} is {json.dumps(value) if value is None or value is True else value}"
+            yield (
+                {key: value},
+                f"{key} is {json.dumps(value) if value is None or value is True else value}",
+            )
 
 
 WEIGHTS = [
-    *alone(high=(-1.0, 0.0, NAN, "2_0"), low=(-0.5,), level=("row",), aggregate=("geometric",), target_ess=(1.5, 0.0)),
+    *alone(
+        high=(-1.0, 0.0, NAN, "2_0"),
+        low=(-0.5,),
+        level=("row",),
+        aggregate=("geometric",),
+        target_ess=(1.5, 0.0),
+    ),
     *alone(outside=("drop",)),
     ({"low": 2.0, "high": 2.0}, "low is 2.0"),
     ({"aggregate": "median", "level": "sequence"}, "aggregate is median"),
@@ -61,7 +78,10 @@ WEIGHTS = [
     ({"target_ess": 0.9, "level": "none"}, "target_ess is 0.9"),
     ({"target_ess": 0.9, "high": 0.5}, "high is 0.5"),
     ({"target_ess": 0.9, "low": 1.2, "high": 4.0}, "low is 1.2"),
-    *(({"level": level, "aggregate": "min"}, "aggregate is min") for level in ("token", "turn", "sequence")),
+    *(
+        ({"level": level, "aggregate": "min"}, "aggregate is min")
+        for level in ("token", "turn", "sequence")
+    ),
     ({"when": "negative_advantage", "normalize": True}, "when is negative_advantage"),
     ({"when": "outward", "target_ess": 0.9}, "when is outward"),
     ({"when": "outward", "level": "none"}, "when is outward"),
@@ -75,7 +95,10 @@ RULES = [
     ({"stat": "binary_kl", "low": -0.1, "high": None}, "low is -0.1"),
     ({"low": 0.5, "high": 0.01}, "low is 0.5"),
     *(({"stat": "abs", "low": None, "high": high}, f"high is {high}") for high in (0.9, 1.0)),
-    *(({"low": None, "high": None, "budget": budget}, f"budget is {budget}") for budget in (-0.1, NAN)),
+    *(
+        ({"low": None, "high": None, "budget": budget}, f"budget is {budget}")
+        for budget in (-0.1, NAN)
+    ),
     ({"stat": "abs", "low": None, "high": None, "budget": 0.5}, "budget is 0.5"),
     ({"stat": "m2", "low": None, "high": None, "budget": 0.0}, "budget is 0.0"),
     ({"stat": "k2", "low": None, "high": 0.0}, "high is 0.0"),
@@ -92,7 +115,10 @@ RULES = [
         *((weight(**keys), f"correction.weight.{said}") for keys, said in WEIGHTS),
         *((rule(**keys), f"correction.reject[1].{said}") for keys, said in RULES),
         (rule(low=None, high=None), "correction.reject[1] is ratio without bounds"),
-        (CorrectionConfig(weight=WeightConfig(level="none"), step_power=0.5), "correction.step_power is 0.5"),
+        (
+            CorrectionConfig(weight=WeightConfig(level="none"), step_power=0.5),
+            "correction.step_power is 0.5",
+        ),
         (CorrectionConfig(anchor="old"), "correction.anchor is old"),  # type: ignore[arg-type]
         (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),  # type: ignore[arg-type]
     ],
@@ -110,17 +136,25 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(check_correction(config)) == 4
 
 
-BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
+BYPASS = CorrectionConfig(
+    anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False
+)
 
 
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        *(({key: True}, f"correction.{key} is true") for key in ("rebaseline", "renormalize", "weigh_baseline")),
+        *(
+            ({key: True}, f"correction.{key} is true")
+            for key in ("rebaseline", "renormalize", "weigh_baseline")
+        ),
         ({"weight": WeightConfig(), "step_power": 0.5}, "correction.step_power is 0.5"),
         ({"weight": WeightConfig(normalize=True)}, "correction.weight.normalize is true"),
         ({"weight": WeightConfig(target_ess=0.9)}, "correction.weight.target_ess is 0.9"),
-        ({"reject": [RejectRule(level="token", stat="m2", budget=0.1)]}, "correction.reject[0].budget is 0.1"),
+        (
+            {"reject": [RejectRule(level="token", stat="m2", budget=0.1)]},
+            "correction.reject[0].budget is 0.1",
+        ),
     ],
 )
 def test_the_sampler_anchor_refuses_what_needs_the_global_batch(change: dict, key: str) -> None:
@@ -144,19 +178,32 @@ def test_a_baseline_is_weighed_where_there_is_one_mean_of_rewards() -> None:
 def test_losses_and_anchors() -> None:
     prox = CorrectionConfig()
     assert check_objective(BYPASS, LossConfig(name="rollout_is"), AdvantageConfig()) == []
-    assert check_objective(prox, LossConfig(name="rollout_is"), AdvantageConfig())[0].startswith("loss.name is")
-    assert check_objective(BYPASS, LossConfig(name="kl_cov"), AdvantageConfig())[0].startswith("loss.name is kl_cov")
+    assert check_objective(prox, LossConfig(name="rollout_is"), AdvantageConfig())[0].startswith(
+        "loss.name is"
+    )
+    assert check_objective(BYPASS, LossConfig(name="kl_cov"), AdvantageConfig())[0].startswith(
+        "loss.name is kl_cov"
+    )
 
 
 LOSSES = [
     *alone(name=("ppo2",), clip_low=(-0.1, 1.2, None), clip_high=(-0.1, "0.28"), absolute=(True,)),
-    *alone(reduction=("mean",), kl_coef=(-1.0,), kl_estimator=("k4",), entropy_coef=(INF,), tau_negative=(None, 0.0)),
+    *alone(
+        reduction=("mean",),
+        kl_coef=(-1.0,),
+        kl_estimator=("k4",),
+        entropy_coef=(INF,),
+        tau_negative=(None, 0.0),
+    ),
     *alone(cov_fraction=(NAN, 1.5, 0.0), cov_high=(NAN,), cov_low=(5.0,), cov_kl_coef=(INF, -1.0)),
     *alone(dual_clip=(0.9, 1.0), tau_positive=(0.0,), trust_region=("ball",)),
     ({"cov_low": 5.0, "cov_high": 5.0}, "cov_low is 5.0"),
     ({"dual_clip": 3.0, "name": "cispo"}, "dual_clip is 3.0"),
     ({"absolute": True, "name": "cispo", "clip_high": 0.0}, "clip_high is 0.0"),
-    *(({"reduction": "token_mean", "name": name}, "reduction is token_mean") for name in ("gspo", "gmpo")),
+    *(
+        ({"reduction": "token_mean", "name": name}, "reduction is token_mean")
+        for name in ("gspo", "gmpo")
+    ),
     ({"name": "rollout_is", "clip_high": 0.0}, "clip_high is 0"),
     ({"name": "gspo", "level": "turn"}, "level is turn"),
     ({"level": "none"}, "level is none"),
@@ -165,7 +212,10 @@ LOSSES = [
     ({"name": "sapo", "clip_growth": 0.5}, "clip_growth is 0.5"),
     ({"name": "cispo", "absolute": True, "clip_growth": 0.5}, "clip_growth is 0.5"),
     ({"name": "vespo", "gamma_positive": [2.0]}, "gamma_positive is [2.0]"),
-    *(({"kl_cap": 5.0, **keys}, "kl_cap is 5.0") for keys in ({}, {"kl_coef": 0.1, "kl_to": "sampler"})),
+    *(
+        ({"kl_cap": 5.0, **keys}, "kl_cap is 5.0")
+        for keys in ({}, {"kl_coef": 0.1, "kl_to": "sampler"})
+    ),
 ]
 
 
@@ -196,13 +246,31 @@ WARM_START = estimated("none", rollout=GIVEN, loss=LossConfig(name="cross_entrop
     ("config", "said"),
     [
         (estimated("none"), "advantage.estimator is none: every sampled answer would count"),
-        (replace(WARM_START, correction=BYPASS), "correction.anchor is sampler: the data set's own answers"),
-        (replace(WARM_START, reward=RewardSection(learner_estimate=True)), "reward.learner_estimate is true: the data"),
-        (estimated("maxrl", reward=RewardSection(wrong=-1.0)), "reward.wrong is -1.0: advantage.estimator: maxrl div"),
-        (estimated("maxrl", reward=RewardSection(overlong_buffer=4)), "advantage.estimator is maxrl: it divides by"),
+        (
+            replace(WARM_START, correction=BYPASS),
+            "correction.anchor is sampler: the data set's own answers",
+        ),
+        (
+            replace(WARM_START, reward=RewardSection(learner_estimate=True)),
+            "reward.learner_estimate is true: the data",
+        ),
+        (
+            estimated("maxrl", reward=RewardSection(wrong=-1.0)),
+            "reward.wrong is -1.0: advantage.estimator: maxrl div",
+        ),
+        (
+            estimated("maxrl", reward=RewardSection(overlong_buffer=4)),
+            "advantage.estimator is maxrl: it divides by",
+        ),
         (estimated("reinforce_pp", rollout=ALONE), "rollout.dynamic_sampling is true: a group of"),
-        (Config(environment=TURNS, correction=weight(when="outward")), "environment.credit is turns: a `when` of the"),
-        *((estimated(name, rollout=ALONE), COMPARES.format(name)) for name in sorted(GROUP_ESTIMATORS)),
+        (
+            Config(environment=TURNS, correction=weight(when="outward")),
+            "environment.credit is turns: a `when` of the",
+        ),
+        *(
+            (estimated(name, rollout=ALONE), COMPARES.format(name))
+            for name in sorted(GROUP_ESTIMATORS)
+        ),
     ],
 )
 def test_sections_that_do_not_go_together(config: Config, said: str) -> None:
@@ -213,17 +281,32 @@ def test_sections_that_do_not_go_together(config: Config, said: str) -> None:
 
 def test_defaults_and_plain_strings_are_clean() -> None:
     assert check(Config()) == (Config(), [])
-    assert check(Config(loss=LossConfig(name="cross_entropy")))[1] == []  # of sampled answers: self-imitation
-    assert check_correction(rule(stat="k2", low=0.1, high=None)) == []  # odd, but it says what it does
+    # of sampled answers: self-imitation
+    assert check(Config(loss=LossConfig(name="cross_entropy")))[1] == []
+    # odd, but it says what it does
+    assert check_correction(rule(stat="k2", low=0.1, high=None)) == []
     for level, outside in itertools.product(["token", "sequence"], ["truncate", "zero"]):
         assert check_correction(weight(level=level, outside=outside, low=0.5)) == []
-    for name in ("gspo", "gmpo", "cispo", "sapo", "dppo", "clip_cov", "kl_cov", "reinforce", "cross_entropy"):
-        assert check_objective(CorrectionConfig(), LossConfig(name=name), AdvantageConfig()) == [], name
+    for name in (
+        "gspo",
+        "gmpo",
+        "cispo",
+        "sapo",
+        "dppo",
+        "clip_cov",
+        "kl_cov",
+        "reinforce",
+        "cross_entropy",
+    ):
+        assert (
+            check_objective(CorrectionConfig(), LossConfig(name=name), AdvantageConfig()) == []
+        ), name
 
 
 def test_checks_and_translation_need_no_torch() -> None:
     code = (
-        "import sys, megatron_rl.config.correction_rules, megatron_rl.workshop.translation.translate; "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "import sys, megatron_rl.config.correction_rules, "
+        "megatron_rl.workshop.translation.translate; sys.exit('torch' in sys.modules or 'numpy' "
+        "in sys.modules)"
     )
     program(code)

@@ -31,7 +31,9 @@ def config(sampler: dict | None = None, **fleet) -> Config:
 
 
 def found(config: Config, kind: Device = Device.cpu) -> str:
-    facts = vars(config) | {"machine": Machine(kind, "a machine", gpus=8 if kind == Device.cuda else 0)}
+    facts = vars(config) | {
+        "machine": Machine(kind, "a machine", gpus=8 if kind == Device.cuda else 0)
+    }
     rules = (roles.fleet_gpus, roles.host_memory, roles.reach)
     return "\n".join([*check(config)[1], *findings(rules, facts)])
 
@@ -55,7 +57,9 @@ def key(monkeypatch):
 
 
 def test_a_sound_fleet_has_no_problems():
-    sound = config(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.none, Format.int8])
+    sound = config(
+        replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.none, Format.int8]
+    )
     assert found(sound) == ""
     assert addresses(sound.sampler) == []
     on_gpus = config({"tensor_parallel": 2, "devices": ["0,1", "2,3"]}, replicas=2)
@@ -79,7 +83,10 @@ def test_a_text_and_a_list_name_gpus(given, embedded, fleet):
 
 @pytest.mark.parametrize("given", ["0,1,2,3", [0, 1, 2, 3], ["0,1", "2,3"]])
 def test_several_embedded_engines_share_the_gpus_out(given):
-    assert devices(config({"devices": given, "engines": 2, "tensor_parallel": 2}).sampler) == ["0,1", "2,3"]
+    assert devices(config({"devices": given, "engines": 2, "tensor_parallel": 2}).sampler) == [
+        "0,1",
+        "2,3",
+    ]
     assert gpus_of_engines(config({"engines": 2, "tensor_parallel": 2}).sampler) == {0, 1, 2, 3}
 
 
@@ -87,23 +94,42 @@ def test_several_embedded_engines_share_the_gpus_out(given):
     ("sampler", "fleet", "kind", "words"),
     [
         ({}, {"replicas": -1}, Device.cpu, ["sampler.fleet.replicas", "-1", "0"]),
-        ({}, {"replicas": 2, "formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "1 formats for 2"]),
+        (
+            {},
+            {"replicas": 2, "formats": [Format.int8]},
+            Device.cpu,
+            ["sampler.fleet.formats", "1 formats for 2"],
+        ),
         ({}, {"formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "without servers"]),
         ({"devices": ["0"]}, {"replicas": 1}, Device.cpu, ["sampler.devices", "no GPU"]),
         ({}, {"replicas": 2}, Device.cuda, ["sampler.devices", "share the same GPUs"]),
         ({"devices": ["0"]}, {"replicas": 2}, Device.cuda, ["sampler.devices", "1 entries"]),
         ({"devices": "0"}, {"replicas": 2}, Device.cuda, ["sampler.devices", "1 entries"]),
-        ({"devices": ["0"]}, {"addresses": ["http://localhost:1"]}, Device.cuda, ["sampler.devices", "1 entries"]),
+        (
+            {"devices": ["0"]},
+            {"addresses": ["http://localhost:1"]},
+            Device.cuda,
+            ["sampler.devices", "1 entries"],
+        ),
         ({"devices": ["0", "0"]}, {"replicas": 2}, Device.cuda, ["sampler.devices", "each once"]),
         ({"devices": ["0", "one"]}, {"replicas": 2}, Device.cuda, ["sampler.devices", "one"]),
-        ({"devices": ["0,1"]}, {"replicas": 1}, Device.cuda, ["sampler.devices", "tensor_parallel=1"]),
+        (
+            {"devices": ["0,1"]},
+            {"replicas": 1},
+            Device.cuda,
+            ["sampler.devices", "tensor_parallel=1"],
+        ),
         ({"devices": {"0": 1}}, {"replicas": 1}, Device.cuda, ["sampler.devices", "each once"]),
         ({"devices": ["0", "1"]}, {}, Device.cuda, ["sampler.devices: '0,1'", "tensor_parallel=1"]),
-        ({"vllm": {"kv_cache_memory_bytes": 1 << 50}}, {"replicas": 2}, Device.cpu,
-         ["sampler.vllm.kv_cache_memory_bytes", "2.09715e+06 GiB"]),
+        (
+            {"vllm": {"kv_cache_memory_bytes": 1 << 50}},
+            {"replicas": 2},
+            Device.cpu,
+            ["sampler.vllm.kv_cache_memory_bytes", "2.09715e+06 GiB"],
+        ),
         ({}, {"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_named(sampler, fleet, kind, words):
     (said,) = found(config(sampler, **fleet), kind).splitlines()
     assert all(word in said for word in words), said
@@ -112,8 +138,15 @@ def test_nonsense_is_named(sampler, fleet, kind, words):
 @pytest.mark.parametrize(
     ("transport", "fleet", "words"),
     [
-        (Transport.nccl, {"replicas": 2, "formats": [Format.int8, Format.none]}, "sampler.fleet.formats"),
-        *((Transport.ipc, far, "within one host") for far in ({"addresses": ["http://localhost:1"]}, {"servers": 1})),
+        (
+            Transport.nccl,
+            {"replicas": 2, "formats": [Format.int8, Format.none]},
+            "sampler.fleet.formats",
+        ),
+        *(
+            (Transport.ipc, far, "within one host")
+            for far in ({"addresses": ["http://localhost:1"]}, {"servers": 1})
+        ),
     ],
 )
 def test_what_other_transports_ask_of_a_fleet(transport, fleet, words):
@@ -124,12 +157,15 @@ def test_what_other_transports_ask_of_a_fleet(transport, fleet, words):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("node7:8000", "scheme"), ("http://node7", "port is missing"), ("http://[::1", "Invalid IPv6 URL"),
-        ("http://:8000", "host or port is missing"), ("http://node7:80000", "range"),
+        ("node7:8000", "scheme"),
+        ("http://node7", "port is missing"),
+        ("http://[::1", "Invalid IPv6 URL"),
+        ("http://:8000", "host or port is missing"),
+        ("http://node7:80000", "range"),
         ("http://node7:8000/v1", "behind the port"),
         ("http://user:secret@node7:8000", "keys do not belong in an address"),
     ],
-)  # fmt: skip
+)
 def test_addresses_that_cannot_be_meant(address, words):
     (said,) = addresses(config(addresses=[address]).sampler)
     assert said.startswith("sampler.fleet.addresses")
@@ -149,7 +185,9 @@ def test_loopback(host, monkeypatch):
     assert addresses(config(addresses=[f"http://{host}:1"]).sampler) == []
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node7", "127.0.0.1.example", "localhost.example"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "10.0.0.1", "node7", "127.0.0.1.example", "localhost.example"]
+)
 def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(host, monkeypatch, tmp_path):
     address = f"http://{host}:1"
     assert not is_loopback(address)
@@ -162,7 +200,9 @@ def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(host, monkeypatch, 
     assert load(recipe).sampler.fleet.addresses == [address]
 
 
-@pytest.mark.parametrize("key", ["short", "with spaces in the middle of it", "k" * 20 + "\n", "ä" * 20])
+@pytest.mark.parametrize(
+    "key", ["short", "with spaces in the middle of it", "k" * 20 + "\n", "ä" * 20]
+)
 def test_weak_keys_are_refused_and_never_shown(key, monkeypatch):
     monkeypatch.setenv(KEY, key)
     (said,) = addresses(config(addresses=[DISTANT]).sampler)

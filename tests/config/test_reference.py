@@ -1,4 +1,6 @@
-"""The reference of keys: its page is current, its examples are taken, and who has set a key is said as it is."""
+"""The reference of keys: its page is current, its examples are taken, and who has set a key is said
+as it is.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,9 @@ ENTRIES = list(entries())
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "base.yaml").write_text("cluster: cpu\noptim: {lr: 1.0e-3, warmup_steps: 3}\ncorrection: icepop\n")
+    (tmp_path / "base.yaml").write_text(
+        "cluster: cpu\noptim: {lr: 1.0e-3, warmup_steps: 3}\ncorrection: icepop\n"
+    )
     (tmp_path / "mine.yaml").write_text(
         "base: base.yaml\noptim: {lr: 2.0e-3, decay: cosine}\nlog: {alarms: {ess: off}}\n"
     )
@@ -75,7 +79,8 @@ def test_who_set_a_key_last_has_set_what_it_is(path: Path) -> None:
 def test_an_explanation_says_where_from(recipe: Path) -> None:
     said = explain(recipe, ["optim.lr=5e-3"], "optim.lr")
     assert re.search(
-        r"value +0\.005\n +from +the command line, over \S+mine\.yaml \(0\.002\), \S+base\.yaml \(0\.001\)\n", said
+        r"value +0\.005\n +from +the command line, over \S+mine\.yaml \(0\.002\), \S+base\.yaml \(0\.001\)\n",
+        said,
     )
     assert "one of constant, linear, cosine" in explain(recipe, [], "optim.decay")
     assert re.search(
@@ -83,15 +88,24 @@ def test_an_explanation_says_where_from(recipe: Path) -> None:
         explain(recipe, [], "correction.weight.low"),
     )
     assert (
-        "named in" not in explain(recipe, ["correction.weight.low=0.1"], "correction.weight.low").partition("over")[0]
+        "named in"
+        not in explain(recipe, ["correction.weight.low=0.1"], "correction.weight.low").partition(
+            "over"
+        )[0]
     )
-    assert re.search(r"conf/cluster/cpu\.yaml, named in \S+base\.yaml", explain(recipe, [], "run.device"))
-    assert re.search(r"3\n +from +the command line", explain(recipe, ["run.steps=3", "cluster=cpu"], "run.steps"))
+    assert re.search(
+        r"conf/cluster/cpu\.yaml, named in \S+base\.yaml", explain(recipe, [], "run.device")
+    )
+    assert re.search(
+        r"3\n +from +the command line", explain(recipe, ["run.steps=3", "cluster=cpu"], "run.steps")
+    )
     assert re.search(r"from +its default", explain(recipe, [], "run.seed"))
     assert re.search(r"from +its default", explain(recipe, ["cluster=null"], "run.device"))
     # a preset takes back what was set in its section
     afresh = ["correction.weight.low=0.1", "correction=tis"]
-    assert re.search(r"value +null\n +from +its default", explain(recipe, afresh, "correction.weight.low"))
+    assert re.search(
+        r"value +null\n +from +its default", explain(recipe, afresh, "correction.weight.low")
+    )
     assert "wait: nothing is begun" in explain(recipe, [], "rollout.stale")
     assert len(re.findall(r"^optim\.\w+: ", explain(recipe, [], "optim"), re.M)) == 5
     assert explain(recipe, ["learner.megatron.fp8=e4m3"], "learner.megatron.fp8").count("e4m3") == 1
@@ -101,9 +115,12 @@ def test_an_explanation_says_where_from(recipe: Path) -> None:
 def test_what_a_recipe_changes_of_its_base(recipe: Path) -> None:
     said = list(changes(recipe, ["correction.weight.low=0.4", "learner.megatron.fp8=e4m3"]))
     assert [line.split(" (")[0] for line in said] == [
-        "correction.weight.low 0.4, was 0.5", "optim.lr 0.002, was 0.001", "optim.decay cosine, was constant",
-        "learner.megatron.fp8 e4m3, was null", "log.alarms {ess: false}, was {}",
-    ]  # fmt: skip
+        "correction.weight.low 0.4, was 0.5",
+        "optim.lr 0.002, was 0.001",
+        "optim.decay cosine, was constant",
+        "learner.megatron.fp8 e4m3, was null",
+        "log.alarms {ess: false}, was {}",
+    ]
     assert said[0].endswith("(the command line)")
     assert said[1] == "optim.lr 0.002, was 0.001"  # by the recipe's own file
 
@@ -113,7 +130,9 @@ def test_names_of_other_projects_lead_to_keys_that_there_are(recipe: Path) -> No
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in keys}
     for ours in ELSEWHERE.values():
         named = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", ours) or ["correction"]
-        assert all(any(one.startswith(key) or key.startswith(one) for key in keys) for one in named), ours
+        assert all(
+            any(one.startswith(key) or key.startswith(one) for key in keys) for one in named
+        ), ours
     given = {
         one.format(written): ours
         for name, ours in ELSEWHERE.items()
@@ -131,7 +150,10 @@ def test_names_of_other_projects_lead_to_keys_that_there_are(recipe: Path) -> No
     [
         ("optim.lr_schedule=cosine", "optim.lr_schedule: unknown key; did you mean optim.decay?"),
         ("rollout.n=8", "did you mean rollout.samples_per_prompt?"),
-        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.kl_coef: unknown key; did you mean loss.kl_coef?"),
+        (
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.kl_ctrl.kl_coef: unknown key; did you mean loss.kl_coef?",
+        ),
         ("lerner.tensor_parallel=2", "lerner: unknown key; did you mean learner?"),
         ("eval.sets.aime.n_samples=3", "did you mean eval.sets.aime.samples?"),
         ("trainer.nothing.here=1", "trainer: unknown key; known here: run, model"),
@@ -139,4 +161,6 @@ def test_names_of_other_projects_lead_to_keys_that_there_are(recipe: Path) -> No
 )
 def test_a_wrong_name(recipe: Path, given: str, said: str) -> None:
     assert said in refusal(load, recipe, [given])
-    assert given.partition("=")[0].partition(".")[0] in refusal(explain, recipe, [], given.partition("=")[0])
+    assert given.partition("=")[0].partition(".")[0] in refusal(
+        explain, recipe, [], given.partition("=")[0]
+    )

@@ -5,7 +5,9 @@ import pytest
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_toy
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% if stars is defined %}*{% endif %}{% endfor %}="
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if stars is defined %}*{% endif %}{% endfor %}="
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Data sets as others publish them, in folders, several at once, large ones, and rows that contradict each other."""
+"""Data sets as others publish them, in folders, several at once, large ones, and rows that
+contradict each other.
+"""
 
 import json
 import os
@@ -28,50 +30,77 @@ def written(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def loaded(tokenizer: FolderTokenizer, train: object, needs_answer: bool = True, **keys: object) -> Dataset:
-    return load_dataset("train", DataSection(train=train, **keys), tokenizer, 40, needs_answer=needs_answer)
+def loaded(
+    tokenizer: FolderTokenizer, train: object, needs_answer: bool = True, **keys: object
+) -> Dataset:
+    return load_dataset(
+        "train", DataSection(train=train, **keys), tokenizer, 40, needs_answer=needs_answer
+    )
 
 
 ASKED = [{"role": "user", "content": "1+1"}]
 PUBLISHED = {
     "verl": {
-        "data_source": "math_dapo", "prompt": ASKED, "ability": "MATH", "extra_info": {"index": "a"},
+        "data_source": "math_dapo",
+        "prompt": ASKED,
+        "ability": "MATH",
+        "extra_info": {"index": "a"},
         "reward_model": {"ground_truth": "2", "style": "rule"},
     },
     "slime": {"prompt": ASKED, "label": "2"},
     "NeMo-RL": {"messages": [*ASKED, {"role": "assistant", "content": "2"}], "task_name": "math"},
-    "NeMo-RL, OpenMathInstruct": {"problem": "1+1", "expected_answer": "2", "generated_solution": "1+1 is 2"},
+    "NeMo-RL, OpenMathInstruct": {
+        "problem": "1+1",
+        "expected_answer": "2",
+        "generated_solution": "1+1 is 2",
+    },
     "TRL": {"prompt": ASKED, "solution": "2"},
     "OpenRLHF": {"input": "1+1", "label": "2"},
     "OpenRLHF, context": {"context_messages": ASKED, "answer": "2"},
     "DeepScaleR": {"problem": "1+1", "solution": "It is 2.", "answer": "2"},
     "ours": {"prompt": "1+1", "answer": "2"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("publisher", PUBLISHED)
-def test_published_rows_are_recognised(tmp_path: Path, tokenizer: FolderTokenizer, publisher: str, suffix: str) -> None:
-    found = loaded(tokenizer, written(tmp_path / f"rows{suffix}", [PUBLISHED[publisher]]), template={})
+def test_published_rows_are_recognised(
+    tmp_path: Path, tokenizer: FolderTokenizer, publisher: str, suffix: str
+) -> None:
+    found = loaded(
+        tokenizer, written(tmp_path / f"rows{suffix}", [PUBLISHED[publisher]]), template={}
+    )
     (prompt,) = found.prompts
     assert tokenizer.decode([prompt.token_ids]) == ["1+1="]
     assert prompt.answer == prompt.row[prompt.answer_key] == "2"
     assert prompt.row[prompt.prompt_key] in ("1+1", ASKED)
-    assert publisher == "ours" or f"{publisher.split(',')[0]} " in found.describe() or "DeepScaleR" in found.describe()
+    assert (
+        publisher == "ours"
+        or f"{publisher.split(',')[0]} " in found.describe()
+        or "DeepScaleR" in found.describe()
+    )
 
 
 def test_keys_choose_where_two_columns_fit(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    path = written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2", "label": "3", "question": "4"}])
+    path = written(
+        tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2", "label": "3", "question": "4"}]
+    )
     assert [one.answer for one in loaded(tokenizer, path).prompts] == ["2"]
     assert [one.answer for one in loaded(tokenizer, path, answer_key="label").prompts] == ["3"]
     assert [one.text for one in loaded(tokenizer, path, prompt_key="question").prompts] == ["4"]
-    with pytest.raises(ConfigError, match=r"data\.answer_key: 'truth' is not in line 1 of .*it has prompt, answer"):
+    with pytest.raises(
+        ConfigError, match=r"data\.answer_key: 'truth' is not in line 1 of .*it has prompt, answer"
+    ):
         loaded(tokenizer, path, answer_key="truth")
 
 
-def test_a_system_prompt_and_options_of_the_template(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+def test_a_system_prompt_and_options_of_the_template(
+    tmp_path: Path, tokenizer: FolderTokenizer
+) -> None:
     said = [{"role": "system", "content": "7"}, *ASKED]
-    path = written(tmp_path / "rows.jsonl", [{"prompt": "1+1", "answer": "2"}, {"prompt": said, "answer": "2"}])
+    path = written(
+        tmp_path / "rows.jsonl", [{"prompt": "1+1", "answer": "2"}, {"prompt": said, "answer": "2"}]
+    )
 
     def texts(**keys: object) -> list[str]:
         return tokenizer.decode([one.token_ids for one in loaded(tokenizer, path, **keys).prompts])
@@ -84,29 +113,63 @@ def test_a_system_prompt_and_options_of_the_template(tmp_path: Path, tokenizer: 
 
 @pytest.mark.fault("a prompt has two answers in a data set", "it is left out, and counted")
 def test_conflicts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    answers = (("1+1=", "2"), ("2+2=", "4"), ("1+1=", " 2 "), ("2+2=", "5"), ("3+3=", 6), ("2+2=", "4"))
-    path = written(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in answers])
+    answers = (
+        ("1+1=", "2"),
+        ("2+2=", "4"),
+        ("1+1=", " 2 "),
+        ("2+2=", "5"),
+        ("3+3=", 6),
+        ("2+2=", "4"),
+    )
+    path = written(
+        tmp_path / "rows.jsonl",
+        [{"prompt": prompt, "answer": answer} for prompt, answer in answers],
+    )
     found = loaded(tokenizer, path)
     assert [one.id for one in found.prompts] == [0, 4]
     assert found.describe() == "2 prompts of 6 rows (3 duplicates, 1 with two answers left out)"
-    columns = written(tmp_path / "rows.parquet", [{"prompt": one, "answer": str(answer)} for one, answer in answers])
+    columns = written(
+        tmp_path / "rows.parquet",
+        [{"prompt": one, "answer": str(answer)} for one, answer in answers],
+    )
     assert [len(loaded(tokenizer, each, needs_answer=False)) for each in (path, columns)] == [3, 3]
     assert len(loaded(tokenizer, columns)) == 2
     written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": each} for each in "23"])
-    with pytest.raises(ConfigError, match=r"leaves no prompts \(2 rows, 0 too long, 1 with two answers\)"):
+    with pytest.raises(
+        ConfigError, match=r"leaves no prompts \(2 rows, 0 too long, 1 with two answers\)"
+    ):
         loaded(tokenizer, path)
 
 
-@pytest.mark.fault("rows are changed, shuffled, cut off or added", "the data set has another checksum")
+@pytest.mark.fault(
+    "rows are changed, shuffled, cut off or added", "the data set has another checksum"
+)
 def test_other_rows_have_another_checksum(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
-    changed = [rows[:-1], rows[::-1], [*rows, rows[0]], [*rows[:5], {**rows[5], "answer": "7"}], [*rows[1:], rows[0]]]
+    changed = [
+        rows[:-1],
+        rows[::-1],
+        [*rows, rows[0]],
+        [*rows[:5], {**rows[5], "answer": "7"}],
+        [*rows[1:], rows[0]],
+    ]
     known = loaded(tokenizer, written(tmp_path / "a.jsonl", rows)).checksum
-    assert known == loaded(tokenizer, written(tmp_path / "b.jsonl", [{**row, "note": 1} for row in rows])).checksum
-    found = [loaded(tokenizer, written(tmp_path / f"{n}.jsonl", each)).checksum for n, each in enumerate(changed)]
+    assert (
+        known
+        == loaded(
+            tokenizer, written(tmp_path / "b.jsonl", [{**row, "note": 1} for row in rows])
+        ).checksum
+    )
+    found = [
+        loaded(tokenizer, written(tmp_path / f"{n}.jsonl", each)).checksum
+        for n, each in enumerate(changed)
+    ]
     assert len({known, *found}) == 6
     halves = [written(tmp_path / f"half_{n}.jsonl", rows[n::2]) for n in range(2)]
-    joined = [loaded(tokenizer, {str(one): 1.0, str(two): 1.0}).checksum for one, two in (halves, halves[::-1])]
+    joined = [
+        loaded(tokenizer, {str(one): 1.0, str(two): 1.0}).checksum
+        for one, two in (halves, halves[::-1])
+    ]
     assert joined[0] != joined[1]
 
 
@@ -114,37 +177,52 @@ def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
     for number, half in enumerate((rows[:3], rows[3:])):
         written(tmp_path / "hub" / "data" / f"train-0000{number}-of-00002-ab12.parquet", half)
-    assert [one.answer for one in loaded(tokenizer, str(tmp_path / "hub")).prompts] == list("123456")
+    assert [one.answer for one in loaded(tokenizer, str(tmp_path / "hub")).prompts] == list(
+        "123456"
+    )
     written(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows[:1])
     assert len(loaded(tokenizer, str(tmp_path / "hub" / "test"))) == 1
-    with pytest.raises(ConfigError, match=r"has the splits test, train; name one, such as .*hub/test"):
+    with pytest.raises(
+        ConfigError, match=r"has the splits test, train; name one, such as .*hub/test"
+    ):
         loaded(tokenizer, str(tmp_path / "hub"))
     saved = tmp_path / "saved" / "train"
     saved.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_stream(str(saved / "data-00000-of-00001.arrow"), table.schema) as out:
         out.write_table(table)
-    (saved / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (saved / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}'
+    )
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     for path in (tmp_path / "saved", saved):
         assert [one.answer for one in loaded(tokenizer, str(path)).prompts] == list("123456")
     (tmp_path / "empty").mkdir()
     (saved / "state.json").write_text('{"_data_files": []}')
     for folder in (tmp_path / "empty", saved):
-        with pytest.raises(ConfigError, match=r"data\.train: no .parquet, .jsonl, .arrow in the folder"):
+        with pytest.raises(
+            ConfigError, match=r"data\.train: no .parquet, .jsonl, .arrow in the folder"
+        ):
             loaded(tokenizer, str(folder))
 
 
-def test_several_files_take_turns_as_their_weights_say(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    small = written(tmp_path / "a.jsonl", [{"prompt": f"{each}+1=", "answer": "1"} for each in range(3)])
-    large = written(tmp_path / "b.jsonl", [{"question": f"{each}+2=", "answer": "2"} for each in range(50)])
+def test_several_files_take_turns_as_their_weights_say(
+    tmp_path: Path, tokenizer: FolderTokenizer
+) -> None:
+    small = written(
+        tmp_path / "a.jsonl", [{"prompt": f"{each}+1=", "answer": "1"} for each in range(3)]
+    )
+    large = written(
+        tmp_path / "b.jsonl", [{"question": f"{each}+2=", "answer": "2"} for each in range(50)]
+    )
     found = loaded(tokenizer, {small: 1, large: 3})
     assert [one.id for one in found.prompts] == list(range(53))
     whole = PromptOrder(found, seed=3, shuffle=True)
     taken = whole.take(2000)
     assert sum(one.answer == "1" for one in taken) == 500
     of_small = [one.id for one in taken if one.answer == "1"]
-    assert all(sorted(of_small[at : at + 3]) == [0, 1, 2] for at in range(0, 498, 3))  # each epoch has all of them
+    # each epoch has all of them
+    assert all(sorted(of_small[at : at + 3]) == [0, 1, 2] for at in range(0, 498, 3))
     resumed = PromptOrder(found, seed=3, shuffle=True, position=777)
     assert resumed.take(500) == taken[777:1277] and resumed.position == 1277
 
@@ -161,13 +239,19 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
         monkeypatch.setattr(module, "AT_ONCE", 100)
     found = loaded(tokenizer, path, long_prompts=LongPrompts.drop)
     assert isinstance(whole.prompts, tuple) and not isinstance(found.prompts, tuple)
-    assert found.describe() == whole.describe() == "19999 prompts of 20001 rows (1 duplicates, 1 too long left out)"
+    assert (
+        found.describe()
+        == whole.describe()
+        == "19999 prompts of 20001 rows (1 duplicates, 1 too long left out)"
+    )
     assert list(found.prompts[120:125]) == list(whole.prompts[120:125])
     drawn = (PromptOrder(one, seed=1, shuffle=True).take(300) for one in (whole, found))
     assert next(drawn) == next(drawn)
     with pytest.raises(ConfigError, match=r"1 of \d+ prompts of .* are longer"):
         loaded(tokenizer, path)
-    joined = loaded(tokenizer, {path: 1.0, written(tmp_path / "more.jsonl", rows[:3]): 1.0}, long_prompts="drop")
+    joined = loaded(
+        tokenizer, {path: 1.0, written(tmp_path / "more.jsonl", rows[:3]): 1.0}, long_prompts="drop"
+    )
     assert joined.prompts[19_999].text == "0+1=" and len(joined) == 20_002
 
 
@@ -175,19 +259,27 @@ def test_what_a_template_adds_counts_in_a_large_data_set(
     tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets, "AT_ONCE", 1)
-    path = written(tmp_path / "rows.jsonl", [{"prompt": "1" * digits, "answer": "1"} for digits in (3, 40, 39)])
+    path = written(
+        tmp_path / "rows.jsonl", [{"prompt": "1" * digits, "answer": "1"} for digits in (3, 40, 39)]
+    )
     assert loaded(tokenizer, path, template={}, long_prompts="drop").too_long == 1
     with pytest.raises(ConfigError, match=r"1 of \d+ prompts of .* are longer"):
         loaded(tokenizer, path, template={})
 
 
-@pytest.mark.fault("a data file is written to while a run draws from it", "a sentence, and no row of another file")
+@pytest.mark.fault(
+    "a data file is written to while a run draws from it", "a sentence, and no row of another file"
+)
 def test_a_file_that_changes(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     written(path, [{"prompt": "1+1=", "answer": "2"}] * 3)
     rows = read_rows("data.train", path)
     os.replace(written(tmp_path / "new.jsonl", [{"prompt": "9"}]), path)
-    assert rows[2] == {"prompt": "1+1=", "answer": "2"}  # replaced: the run goes on with the old one
+    # replaced: the run goes on with the old one
+    assert rows[2] == {
+        "prompt": "1+1=",
+        "answer": "2",
+    }
     rows = read_rows("data.train", path)
     with path.open("a") as file:
         file.write("{}\n")
@@ -200,7 +292,9 @@ def test_pieces_of_any_size_are_read(tmp_path: Path) -> None:
     for size in (7, 1000, 20_000):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=size)
         found = read_rows("data.train", tmp_path / "rows.parquet")
-        assert [found[each] for each in (0, 6, 7, 19_999)] == [rows[each] for each in (0, 6, 7, 19_999)]
+        assert [found[each] for each in (0, 6, 7, 19_999)] == [
+            rows[each] for each in (0, 6, 7, 19_999)
+        ]
         assert list(found) == rows
         with pytest.raises(IndexError):
             found[20_000]
@@ -211,17 +305,24 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, tokenizer: FolderTokeniz
     good = '{"prompt": "1+1=", "answer": "2"}\n'
     (tmp_path / "train-00000-of-00002.jsonl").write_text(good * 3)
     (tmp_path / "train-00001-of-00002.jsonl").write_text(good + "\n" + '{"prompt": "1+2="}\n')
-    said = refusal(load_dataset, "train", DataSection(train=str(tmp_path)), tokenizer, 8, needs_answer=True)
+    said = refusal(
+        load_dataset, "train", DataSection(train=str(tmp_path)), tokenizer, 8, needs_answer=True
+    )
     assert f"'answer' is not in line 3 of {tmp_path}/train-00001-of-00002.jsonl" in said
 
 
 def test_good_rows_are_not_looked_for(
     tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line's number is counted from the file's beginning, once for the first row and for what is wrong."""
+    """A line's number is counted from the file's beginning, once for the first row and for what is
+    wrong.
+    """
     asked: list[int] = []
     monkeypatch.setattr(JsonLines, "place", lambda self, index: asked.append(index) or "somewhere")
-    train = written(tmp_path / "a.jsonl", [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(50)])
+    train = written(
+        tmp_path / "a.jsonl",
+        [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(50)],
+    )
     assert [one.answer for one in loaded(tokenizer, train).prompts][:2] == [1, 2]
     assert len(asked) <= 1
 
@@ -229,16 +330,25 @@ def test_good_rows_are_not_looked_for(
 def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 37 + "+1=", "answer": "2"}]
     path = written(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 39.*longest has 40.*data\.long_prompts=drop"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.max_prompt_tokens: 39.*longest has 40.*data\.long_prompts=drop",
+    ):
         load_dataset("train", DataSection(train=path), tokenizer, 39)
-    dataset = load_dataset("train", DataSection(train=path, long_prompts=LongPrompts.drop), tokenizer, 39)
+    dataset = load_dataset(
+        "train", DataSection(train=path, long_prompts=LongPrompts.drop), tokenizer, 39
+    )
     assert (len(dataset), dataset.too_long) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("rows.jsonl", '{"sum": "1+1="}\n', ["data.prompt_key", "line 1", "has sum, none of which"]),
+        (
+            "rows.jsonl",
+            '{"sum": "1+1="}\n',
+            ["data.prompt_key", "line 1", "has sum, none of which"],
+        ),
         ("rows.jsonl", '{"prompt": 7}\n', ["data.prompt_key", "line 1", "int"]),
         ("rows.jsonl", '{"prompt": ""}\n', ["data.train", "line 1", "empty"]),
         ("rows.jsonl", "", ["leaves no prompts"]),
@@ -255,12 +365,16 @@ def test_broken_files_are_named(
 
 def test_what_is_no_tokenizer_or_has_no_template_is_named(tmp_path: Path) -> None:
     write_toy(tmp_path / "toy")
-    with pytest.raises(ConfigError, match=r"model\.path: the chat template of .* does not take a prompt"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: the chat template of .* does not take a prompt"
+    ):
         FolderTokenizer(tmp_path / "toy" / "model").text(ASKED)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         FolderTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"model\.path: .*tokenizer\.json is not a readable tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .*tokenizer\.json is not a readable tokenizer"
+    ):
         FolderTokenizer(tmp_path)
 
 
@@ -272,8 +386,13 @@ def test_the_order_resumes_from_its_position(tmp_path: Path, tokenizer: FolderTo
     resumed = PromptOrder(dataset, seed=3, shuffle=True, position=70)
     assert resumed.take(70) == taken[70:]
     assert resumed.position == whole.position == 140
-    first, second = taken[:90], [*taken[90:], *whole.take(40)]
-    assert {prompt.id for prompt in first} == {prompt.id for prompt in second} == {p.id for p in dataset.prompts}
+    first = taken[:90]
+    second = [*taken[90:], *whole.take(40)]
+    assert (
+        {prompt.id for prompt in first}
+        == {prompt.id for prompt in second}
+        == {p.id for p in dataset.prompts}
+    )
     assert first != second
     assert PromptOrder(dataset, seed=4, shuffle=True).take(90) != first
     assert PromptOrder(dataset, seed=4, shuffle=False).take(90) == list(dataset.prompts)

@@ -1,4 +1,6 @@
-"""Chat templates and texts of any length: what is encoded, and how much of it before a run is started."""
+"""Chat templates and texts of any length: what is encoded, and how much of it before a run is
+started.
+"""
 
 import json
 from pathlib import Path
@@ -14,8 +16,9 @@ from megatron_rl.data.prompts import FolderTokenizer, check_datasets, load_datas
 from megatron_rl.data.toy import write_toy
 
 TEMPLATE = (
-    "{% for each in messages %}{% if each.role == 'banned' %}{{ raise_exception('no ' ~ each.role) }}{% endif %}"
-    "{{ each.content + eos_token }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% for each in messages %}{% if each.role == 'banned' %}{{ raise_exception('no ' ~ "
+    "each.role) }}{% endif %}{{ each.content + eos_token }}{% endfor %}{% if "
+    "add_generation_prompt %}={% endif %}"
 )
 
 
@@ -41,7 +44,10 @@ def test_messages_are_read_through_the_template(folder: Path) -> None:
     assert tokenizer.text(chat("1+1")) == "1+1<end>="
     parts = (tokenizer.encode("1+1"), tokenizer.stop_token_ids, tokenizer.encode("="))
     assert tokenizer.encode(chat("1+1")) == [token for part in parts for token in part]
-    assert tokenizer.encode_texts(["1+1<end>=", "2"], 8) == [tokenizer.encode(chat("1+1")), tokenizer.encode("2")]
+    assert tokenizer.encode_texts(["1+1<end>=", "2"], 8) == [
+        tokenizer.encode(chat("1+1")),
+        tokenizer.encode("2"),
+    ]
 
 
 def test_text_of_messages_ends_no_turn(folder: Path) -> None:
@@ -52,10 +58,16 @@ def test_text_of_messages_ends_no_turn(folder: Path) -> None:
     assert (spelled.count(end), written.count(end)) == (1, 1)  # a prompt of text is the data's
 
 
-@pytest.mark.fault("the chat template refuses one row of many", "the row is named before the run starts")
+@pytest.mark.fault(
+    "the chat template refuses one row of many", "the row is named before the run starts"
+)
 def test_a_row_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [*(chat(f"{n}+1") for n in range(1500)), chat("1", "banned")])
-    with pytest.raises(ConfigError, match=r"model\.path: the chat template .*no banned.*\(line 1501 of .*jsonl\)"):
+    data = write_rows(
+        tmp_path / "rows.jsonl", [*(chat(f"{n}+1") for n in range(1500)), chat("1", "banned")]
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.path: the chat template .*no banned.*\(line 1501 of .*jsonl\)"
+    ):
         check_datasets(Config(model=ModelSection(str(folder)), data=data))
 
 
@@ -64,9 +76,14 @@ def test_a_huge_prompt(folder: Path, tmp_path: Path) -> None:
     tokenizer = FolderTokenizer(folder)
     huge = "1+" * 2_500_000
     data = write_rows(tmp_path / "rows.jsonl", ["1+1=", huge, chat(huge)])
-    with pytest.raises(ConfigError, match=r"2 of \d+ prompts of .* are longer \(the longest has \d+ tokens or more\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 of \d+ prompts of .* are longer \(the longest has \d+ tokens or more\)",
+    ):
         load_dataset("train", data, tokenizer, 16)
-    dropping = write_rows(tmp_path / "rows.jsonl", ["1+1=", huge, chat(huge)], long_prompts=LongPrompts.drop)
+    dropping = write_rows(
+        tmp_path / "rows.jsonl", ["1+1=", huge, chat(huge)], long_prompts=LongPrompts.drop
+    )
     assert load_dataset("train", dropping, tokenizer, 16).too_long == 2
     assert max(map(len, tokenizer.encode_texts([huge, huge], 16))) < 10_000
     rare = "<end>" * 1000  # many characters in each token
@@ -84,8 +101,12 @@ def test_a_sample_is_encoded_before_the_start_and_holds_the_longest_and_the_shor
         return plain(self, texts, at_most)
 
     monkeypatch.setattr(FolderTokenizer, "encode_texts", watched)
-    data = write_rows(tmp_path / "rows.jsonl", [chat(str(n)) for n in range(900, 3000)] + [chat("1" * 70)])
-    config = Config(model=ModelSection(str(folder)), data=data, rollout=RolloutSection(max_prompt_tokens=71))
+    data = write_rows(
+        tmp_path / "rows.jsonl", [chat(str(n)) for n in range(900, 3000)] + [chat("1" * 70)]
+    )
+    config = Config(
+        model=ModelSection(str(folder)), data=data, rollout=RolloutSection(max_prompt_tokens=71)
+    )
     with pytest.raises(ConfigError, match=r"1 of \d+ prompts .* are longer .* 72 tokens"):
         check_datasets(config)
     assert prompts.EARLY_SAMPLE <= len(encoded) <= prompts.EARLY_SAMPLE + 2
@@ -102,7 +123,9 @@ assert "transformers" in sys.modules and "torch" not in sys.modules
 """
 
 
-@pytest.mark.fault("chat data before a start", "checked without torch, whose import took longer than the check")
+@pytest.mark.fault(
+    "chat data before a start", "checked without torch, whose import took longer than the check"
+)
 def test_templates_need_no_torch(folder: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [chat("1+1")])
     program(CHECKS, folder, tmp_path / "rows.jsonl")
@@ -110,13 +133,20 @@ def test_templates_need_no_torch(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.fault("64 ranks of torchrun or srun start", "the first looks at the data, once")
 @pytest.mark.parametrize(("rank", "looks"), [("0", 1), ("1", 0)])
-def test_one_rank_looks_at_the_data(monkeypatch: pytest.MonkeyPatch, place: Path, rank: str, looks: int) -> None:
+def test_one_rank_looks_at_the_data(
+    monkeypatch: pytest.MonkeyPatch, place: Path, rank: str, looks: int
+) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(prompts, "check_datasets", lambda *sections: seen.append(sections) or ([], []))
+    monkeypatch.setattr(
+        prompts, "check_datasets", lambda *sections: seen.append(sections) or ([], [])
+    )
     monkeypatch.setattr("megatron_rl.rank.run_rank", lambda config, folder: None)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    given = {"run": {"name": "x", "root": str(place / "runs")}, "model": {"path": "data/toy/model", "init": "random"}}
+    given = {
+        "run": {"name": "x", "root": str(place / "runs")},
+        "model": {"path": "data/toy/model", "init": "random"},
+    }
     given |= {"rollout": {"max_prompt_tokens": 16, "max_response_tokens": 16}, "eval": {"every": 0}}
     config = from_mapping(given | {"data": {"train": "data/toy/train.jsonl"}})
     assert train.run(config, "env") == 0

@@ -1,4 +1,6 @@
-"""The tasks made without a network: split without overlap, alike each time, read through their tokenizers."""
+"""The tasks made without a network: split without overlap, alike each time, read through their
+tokenizers.
+"""
 
 import itertools
 import json
@@ -18,7 +20,7 @@ from megatron_rl.data.toy import (
     write_counting,
     write_reasoning,
     write_toy,
-)  # fmt: skip
+)
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import FAMILIES
@@ -116,7 +118,9 @@ def test_slips_are_counted_on_from(tmp_path: Path) -> None:
     steps = [abs(b - a) for off in offs for a, b in itertools.pairwise([0, *off])]
     assert set(steps) == {0, 1}
     assert sum(steps) / len(steps) == pytest.approx(SLIPS, abs=0.005)
-    assert sum(not any(off) for off in offs) / len(offs) == pytest.approx((1 - SLIPS) ** COUNTING.terms, abs=0.02)
+    assert sum(not any(off) for off in offs) / len(offs) == pytest.approx(
+        (1 - SLIPS) ** COUNTING.terms, abs=0.02
+    )
 
 
 def test_the_toy_is_split_without_overlap(toy: Path) -> None:
@@ -135,7 +139,8 @@ def test_transformers_own_class_of_a_family_reads_as_we_do(tmp_path: Path, famil
     from transformers import AutoTokenizer
 
     write_toy(tmp_path, like={**hf_config(ToyShape()), "model_type": family})
-    ours, theirs = FolderTokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    ours = FolderTokenizer(tmp_path / "model")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in ("12+34=46", "100-7*3 = 79", "   1 2", "0123456789+-*= "):
         assert theirs.encode(text) == (ids := ours.encode(text))
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode([ids])[0] == text

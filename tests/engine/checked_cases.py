@@ -1,4 +1,6 @@
-"""Cases of engine_cases: an engine behind a transport of vLLM's kind, staged and in place, and its sleep."""
+"""Cases of engine_cases: an engine behind a transport of vLLM's kind, staged and in place, and its
+sleep.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,10 +9,17 @@ import msgspec
 import torch
 from live_engine import Case, answers, attempt, model_of
 from update_cases import run_layerwise
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.vllm_receiver import Checked
@@ -29,7 +38,9 @@ class InMemoryUpdate(WeightTransferUpdateInfo):
 
 
 class InMemoryEngine(WeightTransferEngine[WeightTransferInitInfo, InMemoryUpdate]):
-    """A transport of vLLM's kind that works on hosts: tensors arrive in chunks and go where `self.model` points."""
+    """A transport of vLLM's kind that works on hosts: tensors arrive in chunks and go where
+    `self.model` points.
+    """
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = InMemoryUpdate
@@ -122,9 +133,12 @@ FAULTS = ("unannounced", "stale", "flipped byte", "lost chunk", "sent twice", "a
 
 
 def run_checked(case: Case) -> dict[str, Any]:
-    """Staged on an INT8 engine; in place on the same one, as far as a host can: faults, and what they leave."""
+    """Staged on an INT8 engine; in place on the same one, as far as a host can: faults, and what
+    they leave.
+    """
     engine = case.start("live", **CHECKED)
-    sender, found = Sender(case, engine), {"staged": {}, "in place": {}, "intact": [], "torn": []}
+    sender = Sender(case, engine)
+    found = {"staged": {}, "in place": {}, "intact": [], "torn": []}
     found["said"] = [sender.send(1, staged=True)]
     first = answers(engine)
     found["said"].append(sender.send(2, staged=True))
@@ -143,7 +157,8 @@ def run_checked(case: Case) -> dict[str, Any]:
 
 def run_in_place(case: Case) -> dict[str, Any]:
     engine = case.start("live", **CHECKED)
-    sender, found = Sender(case, engine), {"faults": {}, "refused": {}, "healed": []}
+    sender = Sender(case, engine)
+    found = {"faults": {}, "refused": {}, "healed": []}
     found["said"] = [sender.send(1, staged=False)]
     first = answers(engine)
     found["said"].append(sender.send(2, staged=False))
@@ -168,7 +183,8 @@ def run_in_place(case: Case) -> dict[str, Any]:
 
 def run_sleep(engine: Engine, sender: Sender) -> dict[str, Any]:
     """vLLM's own calls, which free nothing on hosts; the order, and what may be asked when."""
-    before, found = answers(engine), {}
+    before = answers(engine)
+    found = {}
     engine.sleep(1)
     found["asleep"] = attempt(lambda: answers(engine))
     found["update asleep"] = attempt(lambda: sender.send(2, staged=True))

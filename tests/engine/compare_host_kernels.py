@@ -1,5 +1,5 @@
-"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace, where the learner's layers differ
-from them, and which attention is chosen.
+"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace, where the
+learner's layers differ from them, and which attention is chosen.
 
 A process of its own: vLLM changes the threads and settings of whoever imports it.
 """
@@ -13,11 +13,21 @@ from vllm import _custom_ops as ops
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS as FP8_KERNELS
 from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS as INT8_KERNELS
-from vllm.model_executor.kernels.linear import FP8ScaledMMLinearLayerConfig, choose_scaled_mm_linear_kernel
+from vllm.model_executor.kernels.linear import (
+    FP8ScaledMMLinearLayerConfig,
+    choose_scaled_mm_linear_kernel,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+    ChannelWiseTorchFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+)
 from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.config.schema import Format
@@ -31,7 +41,9 @@ FP8_NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
 NORMAL = 1e-36  # nothing is made of what lies below
 
 
-def layer_with(tensors: dict[str, torch.Tensor], transposed: bool, bias: torch.Tensor) -> torch.nn.Module:
+def layer_with(
+    tensors: dict[str, torch.Tensor], transposed: bool, bias: torch.Tensor
+) -> torch.nn.Module:
     layer = torch.nn.Module()
     weight = tensors["weight"].t() if transposed else tensors["weight"].clone()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -52,12 +64,16 @@ class OneDnnInt8Kernel(CPUInt8ScaledMMLinearKernel):
         self.process_weights_for_onednn(layer)
 
 
-def outputs_of(kernel, layer: torch.nn.Module, inputs: list[torch.Tensor], bias: torch.Tensor) -> list[torch.Tensor]:
+def outputs_of(
+    kernel, layer: torch.nn.Module, inputs: list[torch.Tensor], bias: torch.Tensor
+) -> list[torch.Tensor]:
     kernel.process_weights_after_loading(layer)
     return [kernel.apply_weights(layer, x, b) for x in inputs for b in (None, bias)]
 
 
-def exactly(int8: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def exactly(
+    int8: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """What W8A8 is, in sums that cannot overflow: the order of the scales is oneDNN's."""
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     codes = (x.float() * (1 / scale)).round()
@@ -67,8 +83,12 @@ def exactly(int8: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor |
 
 
 ODD = {
-    "ties of INT8": lambda x: (torch.arange(len(x)) % 255 - 126.5).index_fill(0, torch.tensor(0), 127),
-    "ties of FP8": lambda x: (17 + 2 * torch.arange(len(x)) % 16).index_fill(0, torch.tensor(0), 448),
+    "ties of INT8": lambda x: (torch.arange(len(x)) % 255 - 126.5).index_fill(
+        0, torch.tensor(0), 127
+    ),
+    "ties of FP8": lambda x: (17 + 2 * torch.arange(len(x)) % 16).index_fill(
+        0, torch.tensor(0), 448
+    ),
     "zeros": lambda x: 0 * x,
     "one huge value": lambda x: x.index_fill(0, torch.tensor(5), 1e30),
     "subnormals": lambda x: x * 1e-39,
@@ -86,9 +106,11 @@ def odd_inputs(features: int) -> torch.Tensor:
     return torch.stack([make(torch.randn(features)).bfloat16() for make in ODD.values()])
 
 
-def learner_differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str) -> Iterator[str]:
-    """Where `learner.forward=as_sampler` would compute something else than the engine's layer: with the engine's own
-    kernel, where that is here, and with torch's products.
+def learner_differs(
+    kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str
+) -> Iterator[str]:
+    """Where `learner.forward=as_sampler` would compute something else than the engine's layer: with
+    the engine's own kernel, where that is here, and with torch's products.
     """
     yield from _differs(kernel, tensors, bias, name)
     if tensors["weight"].dtype == torch.int8 and vllm_operators.has_int8():
@@ -96,28 +118,47 @@ def learner_differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor
             yield from _differs(kernel, tensors, bias, f"{name}, multiplied by torch")
 
 
-def _differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str) -> Iterator[str]:
+def _differs(
+    kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str
+) -> Iterator[str]:
     integer = tensors["weight"].dtype == torch.int8
     weight = (Int8Weight if integer else Fp8Weight)(tensors["weight"], tensors["weight_scale"])
-    layer, features = layer_with(tensors, not integer, bias), tensors["weight"].shape[1]
+    layer = layer_with(tensors, not integer, bias)
+    features = tensors["weight"].shape[1]
     kernel.process_weights_after_loading(layer)
     random = torch.randn(40, features) * torch.logspace(-2, 2, 40).unsqueeze(1)
-    for x, rows in ((odd_inputs(features), list(ODD)), (random, [f"random row {row}" for row in range(40)])):
+    for x, rows in (
+        (odd_inputs(features), list(ODD)),
+        (random, [f"random row {row}" for row in range(40)]),
+    ):
         codes, scale = weight.codes(x)
-        theirs, their_scale, *_ = ops.onednn_scaled_int8_quant(x, None, None, True) if integer else kernel.quant_fp8(x)
-        apart = (codes.view(torch.uint8) != theirs.view(torch.uint8)).any(1) & (their_scale > NORMAL).flatten()
-        yield from (f"{name}: the codes of {row}" for row, bad in zip(rows, apart, strict=True) if bad)
+        theirs, their_scale, *_ = (
+            ops.onednn_scaled_int8_quant(x, None, None, True) if integer else kernel.quant_fp8(x)
+        )
+        apart = (codes.view(torch.uint8) != theirs.view(torch.uint8)).any(1) & (
+            their_scale > NORMAL
+        ).flatten()
+        yield from (
+            f"{name}: the codes of {row}" for row, bad in zip(rows, apart, strict=True) if bad
+        )
         for b in (None, bias):
-            found, wanted = weight.product(codes, scale, b, x.dtype), kernel.apply_weights(layer, x, b)
-            exact = integer or isinstance(kernel.dnnl_handler, Fp8Weight)  # or summed in another order
+            found = weight.product(codes, scale, b, x.dtype)
+            wanted = kernel.apply_weights(layer, x, b)
+            # or summed in another order
+            exact = integer or isinstance(kernel.dnnl_handler, Fp8Weight)
             apart = ~(same(found, wanted) if exact else next_to(found, wanted))
-            yield from (f"{name}: the outputs of {row}" for row, bad in zip(rows, apart, strict=True) if bad)
+            yield from (
+                f"{name}: the outputs of {row}" for row, bad in zip(rows, apart, strict=True) if bad
+            )
 
 
 def alone(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor) -> float:
-    """The share of outputs that change where each token is computed by itself, as engines do when they sample."""
+    """The share of outputs that change where each token is computed by itself, as engines do when
+    they sample.
+    """
     weight = tensors["weight"]
-    layer, x = layer_with(tensors, weight.dtype != torch.int8, bias), torch.randn(40, weight.shape[1])
+    layer = layer_with(tensors, weight.dtype != torch.int8, bias)
+    x = torch.randn(40, weight.shape[1])
     kernel.process_weights_after_loading(layer)
     together = kernel.apply_weights(layer, x, None)
     one_by_one = torch.cat([kernel.apply_weights(layer, row, None) for row in x.split(1)])
@@ -125,8 +166,8 @@ def alone(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor) -> float
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Row by row to the last bit, but for tokens below the normal numbers: processors differ in the codes that
-    overflow there.
+    """Row by row to the last bit, but for tokens below the normal numbers: processors differ in the
+    codes that overflow there.
     """
     return ((a == b) | ((a.float() - b.float()).abs() < NORMAL)).all(1)
 
@@ -139,7 +180,9 @@ def next_to(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(a, b, strict=True))
+    return max(
+        float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(a, b, strict=True)
+    )
 
 
 def main() -> None:
@@ -157,20 +200,25 @@ def main() -> None:
         input_dtype=torch.bfloat16,
         out_dtype=torch.bfloat16,
     )
-    int8_config = Int8ScaledMMLinearLayerConfig(is_static_input_scheme=False, is_channelwise=True, input_symmetric=True)
+    int8_config = Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme=False, is_channelwise=True, input_symmetric=True
+    )
     attention = torch.bfloat16, 128, 64  # dtype, tokens of a cache block, size of a head
     vllms_attention = host_kernels._vllms_choice(*attention)
     host_kernels.install()
     host_kernels.install()
     chosen = choose_scaled_mm_linear_kernel(config, FP8_KERNELS, quantization="fp8_w8a8")
-    chosen_int8 = choose_scaled_mm_linear_kernel(int8_config, INT8_KERNELS, quantization="int8_w8a8")
+    chosen_int8 = choose_scaled_mm_linear_kernel(
+        int8_config, INT8_KERNELS, quantization="int8_w8a8"
+    )
     fast = outputs_of(chosen(config, FP8_NAMES), layer_with(fp8, True, bias), inputs, bias)
     slow_kernel = ChannelWiseTorchFP8ScaledMMLinearKernel(config, FP8_NAMES)
     slow = outputs_of(slow_kernel, layer_with(fp8, True, bias), inputs, bias)
     unrounded = [x @ weight_OI.t() + b for x in inputs for b in (torch.zeros(320), bias)]
     mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
     exact = [exactly(int8, x, b) for x in inputs for b in (None, bias)]
-    differs, changed = [], {}
+    differs = []
+    changed = {}
     for format, make in (
         (Format.int8, lambda: chosen_int8(int8_config, NAMES)),
         (Format.fp8, lambda: chosen(config, FP8_NAMES)),
@@ -184,7 +232,9 @@ def main() -> None:
         for name, tensors in layers.items():
             differs += learner_differs(make(), tensors, bias, f"{format}, {name}")
         changed[format] = alone(make(), layers["a layer of 2500 features"], bias)
-    theirs = outputs_of(OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
+    theirs = outputs_of(
+        OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias
+    )
     print(
         json.dumps(
             {
@@ -206,5 +256,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
+    with set_current_vllm_config(
+        VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    ):
         main()

@@ -1,4 +1,6 @@
-"""Case of test_device_experts.py: requests pass the parts of vLLM that tell experts on GPUs, which are plain torch."""
+"""Case of test_device_experts.py: requests pass the parts of vLLM that tell experts on GPUs, which
+are plain torch.
+"""
 
 import json
 import sys
@@ -19,7 +21,9 @@ from vllm.v1.request import Request
 
 from megatron_rl.engine.generation import Sample
 
-LAYERS, CHOSEN, BLOCK = 4, 2, 16
+LAYERS = 4
+CHOSEN = 2
+BLOCK = 16
 PROMPT = list(range(40))
 
 
@@ -28,27 +32,42 @@ class Router(torch.nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.layer_id, self.capture_fn = layer, None
+        self.layer_id = layer
+        self.capture_fn = None
 
 
 class Device:
-    """A worker and a scheduler of vLLM's, as far as experts go through them, and one request after another."""
+    """A worker and a scheduler of vLLM's, as far as experts go through them, and one request after
+    another.
+    """
 
     def __init__(self, model: str) -> None:
-        arguments = EngineArgs(model, skip_tokenizer_init=True, max_model_len=64, block_size=BLOCK, max_num_seqs=4)
+        arguments = EngineArgs(
+            model, skip_tokenizer_init=True, max_model_len=64, block_size=BLOCK, max_num_seqs=4
+        )
         config = arguments.create_engine_config()
         self.routers = torch.nn.ModuleList(Router(layer) for layer in range(LAYERS))
         cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[])
-        self.worker = worker.AuxOutputWorkerConnector(vllm_config=config, model=self.routers, kv_cache_config=cache)
+        self.worker = worker.AuxOutputWorkerConnector(
+            vllm_config=config, model=self.routers, kv_cache_config=cache
+        )
         self.scheduler = AuxOutputSchedulerConnector()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._random = torch.Generator().manual_seed(0)
 
-    def answer(self, name: str, parts: list[int], tokens: int, cached: int = 0) -> tuple[np.ndarray, Sample]:
-        """Read the prompt in these parts, what is cached aside, and answer; what was chosen for what was read."""
-        request = Request(name, PROMPT, SamplingParams(max_tokens=tokens), None, block_hasher=self._hasher)
-        sample, chosen, read = Sample(1, 0, {"tokens": PROMPT}), [], cached
+    def answer(
+        self, name: str, parts: list[int], tokens: int, cached: int = 0
+    ) -> tuple[np.ndarray, Sample]:
+        """Read the prompt in these parts, what is cached aside, and answer; what was chosen for
+        what was read.
+        """
+        request = Request(
+            name, PROMPT, SamplingParams(max_tokens=tokens), None, block_hasher=self._hasher
+        )
+        sample = Sample(1, 0, {"tokens": PROMPT})
+        chosen = []
+        read = cached
         for part in [*parts, *[1] * (tokens - 1)]:
             chosen.append(torch.randint(4, (part, LAYERS, CHOSEN), generator=self._random))
             drawn = read + part == request.num_tokens
@@ -58,18 +77,27 @@ class Device:
                 request.append_output_token_ids(len(sample.token_ids))
                 told = self.scheduler.take_output(request, out)
                 new = [request.output_token_ids[-1]]
-                sample.take(SimpleNamespace(new_token_ids=new, new_logprobs=None, routed_experts=told), 0)
+                sample.take(
+                    SimpleNamespace(new_token_ids=new, new_logprobs=None, routed_experts=told), 0
+                )
         self.scheduler.request_finished(request)
         return torch.cat(chosen).numpy(), sample
 
     def _step(self, request: Any, read: int, chosen_SLK: torch.Tensor, drawn: bool) -> Any:
         part = len(chosen_SLK)
         scheduled: Any = SimpleNamespace(num_scheduled_tokens={request.request_id: part})
-        self.worker.begin_step(self.scheduler.build_connector_meta(scheduled, {request.request_id: request}))
+        self.worker.begin_step(
+            self.scheduler.build_connector_meta(scheduled, {request.request_id: request})
+        )
         for layer, router in enumerate(self.routers):
             router.capture_fn(chosen_SLK[:, layer])  # type: ignore[operator]
-        starts = {"query_start_loc_np": np.array([0, part]), "num_computed_tokens_np": np.array([read])}
-        pending = self.worker.prepare_output(SimpleNamespace(req_ids=[request.request_id], **starts))  # type: ignore[arg-type]
+        starts = {
+            "query_start_loc_np": np.array([0, part]),
+            "num_computed_tokens_np": np.array([read]),
+        }
+        pending = self.worker.prepare_output(
+            SimpleNamespace(req_ids=[request.request_id], **starts)
+        )  # type: ignore[arg-type]
         assert pending is not None
         pending.enqueue_cpu_copy(np.array([int(drawn)]), np.array([0]))
         return pending.process_output()
@@ -81,8 +109,11 @@ def _told(sample: Sample) -> list[Any]:
 
 
 def main() -> None:
-    """Answers as told and as chosen: to a prompt read in parts of no block's size, behind a cached prefix, at once."""
-    worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)  # alone, outside of a forward pass
+    """Answers as told and as chosen: to a prompt read in parts of no block's size, behind a cached
+    prefix, at once.
+    """
+    # alone, outside of a forward pass
+    worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     routed_experts_capturer.get_forward_context = lambda: SimpleNamespace(dp_metadata=None)
     device = Device(sys.argv[1])
     first, in_parts = device.answer("first", [10, 23, 7], 20)
@@ -90,7 +121,11 @@ def main() -> None:
     whole, at_once = device.answer("whole", [40], 1)
     chosen = [first.tolist(), [*first[:32].tolist(), *again.tolist()], whole.tolist()]
     device.worker.close()
-    print(json.dumps({"chosen": chosen, "told": [_told(sample) for sample in (in_parts, behind, at_once)]}))
+    print(
+        json.dumps(
+            {"chosen": chosen, "told": [_told(sample) for sample in (in_parts, behind, at_once)]}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ def main() -> None:
     out = Path(sys.argv[1])
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "qwen3_moe": lambda: run_case(
-            Case("qwen3_moe", Format.int8, out / "qwen3_moe"), "model.layers.1.mlp.experts.2.down_proj.weight"
+            Case("qwen3_moe", Format.int8, out / "qwen3_moe"),
+            "model.layers.1.mlp.experts.2.down_proj.weight",
         ),
         "mixtral": lambda: run_case(
-            Case("mixtral", Format.none, out / "mixtral"), "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+            Case("mixtral", Format.none, out / "mixtral"),
+            "model.layers.0.block_sparse_moe.experts.3.w1.weight",
         ),
         "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
         "in_place": lambda: run_in_place(Case("qwen3", Format.none, out / "in_place")),

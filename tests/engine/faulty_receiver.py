@@ -1,7 +1,8 @@
-"""A worker extension for tests alone: the receiver, with mistakes that can be switched on for one update.
+"""A worker extension for tests alone: the receiver, with mistakes that can be switched on for one
+update.
 
-An update directory that holds a file `fault` is loaded wrongly in the way the file names; without one this is
-the receiver as shipped. Found by the engine's workers through PYTHONPATH.
+An update directory that holds a file `fault` is loaded wrongly in the way the file names; without
+one this is the receiver as shipped. Found by the engine's workers through PYTHONPATH.
 """
 
 import os
@@ -15,19 +16,26 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from megatron_rl.engine.receiver import BACKEND, FileUpdateInfo, FileWeightTransferEngine, WorkerExtension
+from megatron_rl.engine.receiver import (
+    BACKEND,
+    FileUpdateInfo,
+    FileWeightTransferEngine,
+    WorkerExtension,
+)
 
 DEAF = "MEGATRON_RL_TESTS_DEAF"
 
 
 class FaultyEngine(FileWeightTransferEngine):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        self.fault, self.version = Path(update_info.directory) / "fault", update_info.policy_version
+        self.fault = Path(update_info.directory) / "fault"
+        self.version = update_info.policy_version
         super().receive_weights(update_info)
 
     def prepare(self, tensors):
         name = self.fault.read_text() if self.fault.exists() else ""
-        for path in self.fault.parent.glob(f"v*{self.version}/*.bin"):  # after the check, before anything is loaded
+        # after the check, before anything is loaded
+        for path in self.fault.parent.glob(f"v*{self.version}/*.bin"):
             if name == "changed_after_the_check":
                 path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
             elif name == "cut_after_the_check":
@@ -37,15 +45,17 @@ class FaultyEngine(FileWeightTransferEngine):
         if name in MISPLACED:
             tensors = MISPLACED[name](dict(tensors.items()))
         make_live = super().prepare(tensors)
-        if name == "killed_while_building" or (name == "second_worker_killed" and get_tensor_model_parallel_rank()):
+        if name == "killed_while_building" or (
+            name == "second_worker_killed" and get_tensor_model_parallel_rank()
+        ):
             self.fault.unlink()  # once: the engine that is started in its place is left alone
             os.kill(os.getpid(), signal.SIGKILL)
 
         def make_live_wrongly() -> None:
             if name == "kernels_not_rebuilt":
                 old = kernels_of(self.model)
-                # oneDNN reads the scales where they lay: without them the wrong answers would be NaN, which stays
-                # in the cache and spoils those of the next version as well
+                # oneDNN reads the scales where they lay: without them the wrong answers would be
+                # NaN, which stays in the cache and spoils those of the next version as well
                 self.kept = [layer.weight_scale for layer, _ in old]
                 make_live()
                 for layer, handler in old:
@@ -78,15 +88,24 @@ def exchanged(first: str, second: str):
 
 def heads_exchanged(tensors):
     """Query heads 1 and 2 of the second layer, of 32 rows each."""
-    rows = torch.cat((torch.arange(32), torch.arange(64, 96), torch.arange(32, 64), torch.arange(96, 128)))
+    rows = torch.cat(
+        (torch.arange(32), torch.arange(64, 96), torch.arange(32, 64), torch.arange(96, 128))
+    )
     q_proj = "model.layers.1.self_attn.q_proj"
-    return {key: tensor[rows] if key.rpartition(".")[0] == q_proj else tensor for key, tensor in tensors.items()}
+    return {
+        key: tensor[rows] if key.rpartition(".")[0] == q_proj else tensor
+        for key, tensor in tensors.items()
+    }
 
 
 MISPLACED = {
     "layers_exchanged": exchanged("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"),
-    "gate_and_up_exchanged": exchanged("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"),
-    "norms_exchanged": exchanged("model.layers.0.input_layernorm", "model.layers.1.input_layernorm"),
+    "gate_and_up_exchanged": exchanged(
+        "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
+    ),
+    "norms_exchanged": exchanged(
+        "model.layers.0.input_layernorm", "model.layers.1.input_layernorm"
+    ),
     "heads_exchanged": heads_exchanged,
 }
 
@@ -98,8 +117,9 @@ def kernels_of(model: torch.nn.Module) -> list:
 
 class FaultyExtension(WorkerExtension):
     def weight_update_building(self) -> bool:
-        """One engine, the first that finds the file that DEAF names, answers nobody from then on: the thread that owns
-        it never comes back from this question; the others of its process go on.
+        """One engine, the first that finds the file that DEAF names, answers nobody from then on:
+        the thread that owns it never comes back from this question; the others of its process go
+        on.
         """
         try:
             Path(os.environ[DEAF]).unlink()

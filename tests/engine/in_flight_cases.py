@@ -1,4 +1,6 @@
-"""Cases of engine_cases: new weights between two tokens of an answer, at a step that the case chooses."""
+"""Cases of engine_cases: new weights between two tokens of an answer, at a step that the case
+chooses.
+"""
 
 from functools import partial
 from typing import Any
@@ -15,7 +17,8 @@ from megatron_rl.engine.engine import Engine
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.weight_sync import file_transport as transport
 
-TOKENS, BEFORE = 16, 6
+TOKENS = 16
+BEFORE = 6
 TOKEN_IDS = [list(prompt.token_ids) for prompt in PROMPTS]
 Answer = tuple[list[int], list[float], list[list[int]]]  # tokens, logprobs, spans
 
@@ -25,8 +28,13 @@ def end(engine: Engine, steps: int = 60) -> dict[int, Answer]:
     found = {}
     for _ in range(steps):
         for number, said in engine.step():
-            tokens, logprobs = np.frombuffer(said["tokens"], np.int32), np.frombuffer(said["logprobs"], np.float32)
-            found[number] = tokens.tolist(), logprobs.tolist(), [list(span) for span in said["spans"]]
+            tokens = np.frombuffer(said["tokens"], np.int32)
+            logprobs = np.frombuffer(said["logprobs"], np.float32)
+            found[number] = (
+                tokens.tolist(),
+                logprobs.tolist(),
+                [list(span) for span in said["spans"]],
+            )
     assert not engine.samples
     return found
 
@@ -41,7 +49,9 @@ def answers_to(engine: Engine, numbers: list[int]) -> list[Answer]:
 def write(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     case.version += 1
     transport.remove_version(case.folder, case.version)
-    transport.write_version(case.folder, case.version, tensors.items(), format=case.config.quantization.format)
+    transport.write_version(
+        case.folder, case.version, tensors.items(), format=case.config.quantization.format
+    )
     return transport.update_info(case.folder, case.version, 1, background=True)
 
 
@@ -52,7 +62,9 @@ def finish(engine: Engine, keep_cache: bool) -> None:
     engine.finish_weight_update(keep_cache)
 
 
-def update_between(case: Case, engine: Engine, tensors: dict[str, torch.Tensor], keep_cache: bool) -> list[Answer]:
+def update_between(
+    case: Case, engine: Engine, tensors: dict[str, torch.Tensor], keep_cache: bool
+) -> list[Answer]:
     numbers = begin(engine, TOKENS)
     for _ in range(BEFORE):
         assert engine.step() == []
@@ -80,11 +92,16 @@ def run_in_flight(case: Case) -> dict[str, Any]:
 
 
 def run_ahead(case: Case) -> list[list[Answer]]:
-    """A scheduler that works ahead, as on GPUs: a step may only have been begun, and one is under way at an update."""
+    """A scheduler that works ahead, as on GPUs: a step may only have been begun, and one is under
+    way at an update.
+    """
     with mock.patch.object(VllmConfig, "max_concurrent_batches", 2):
         engine = case.start("ahead")
     case.update(engine, case.tensors(1))
-    found = [answers_to(engine, begin(engine, TOKENS)), update_between(case, engine, case.tensors(1), True)]
+    found = [
+        answers_to(engine, begin(engine, TOKENS)),
+        update_between(case, engine, case.tensors(1), True),
+    ]
     engine.shutdown()
     return found
 
@@ -108,7 +125,10 @@ def run_beside_others(engine: Engine) -> dict[str, Any]:
     first = begin(engine, TOKENS)
     for _ in range(3):
         engine.step()
-    found: dict[str, Any] = {"asleep": attempt(lambda: engine.sleep(1)), "open": engine.status()["open"]}
+    found: dict[str, Any] = {
+        "asleep": attempt(lambda: engine.sleep(1)),
+        "open": engine.status()["open"],
+    }
     found["has to wait"] = engine.must_wait("values")
     second = begin(engine, TOKENS, patient=True, policy_version=0)
     found["held"] = engine.status()["open"] == found["open"]

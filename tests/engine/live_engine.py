@@ -20,7 +20,11 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    write_engine_folder,
+)
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.engine_shards import Held
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -28,13 +32,24 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 NUMBERS = count(1)  # of samples
 EXPERTS = r"re:.*\.experts\..*"  # hosts have no kernel for quantized experts
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 64, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "rope_theta": 10000.0, "dtype": "bfloat16",
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "dtype": "bfloat16",
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": hf_config("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, **SIZES),
-    "mixtral": hf_config("mixtral", architectures=["MixtralForCausalLM"], sliding_window=None, **SIZES)
+    "qwen3_moe": hf_config(
+        "qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, **SIZES
+    ),
+    "mixtral": hf_config(
+        "mixtral", architectures=["MixtralForCausalLM"], sliding_window=None, **SIZES
+    )
     | {"num_local_experts": 4},
     "qwen3": hf_config("qwen3", architectures=["Qwen3ForCausalLM"], **SIZES),
 }
@@ -54,7 +69,9 @@ class Case:
     """One model and format: its weights by seed, its engine, and the versions that reach it."""
 
     def __init__(self, family: str, format: Format, folder: Path, **quantization: Any) -> None:
-        self.hf, self.folder, self.version = MODELS[family], folder, -1
+        self.hf = MODELS[family]
+        self.folder = folder
+        self.version = -1
         config = make_config(format)
         changes = {"ignore": [*config.quantization.ignore, EXPERTS]} | quantization
         self.config: Config = replace(config, quantization=replace(config.quantization, **changes))
@@ -62,7 +79,8 @@ class Case:
         (folder / "hf" / "config.json").write_text(json.dumps(self.hf))
 
     def tensors(self, seed: int) -> dict[str, torch.Tensor]:
-        quantization, tensors = self.config.quantization, {}
+        quantization = self.config.quantization
+        tensors = {}
         for name, drawn in random_hf(ModelShape.from_hf(self.hf), torch.float32, seed).items():
             tensor = (1 + 0.02 * drawn if drawn.ndim == 1 else 0.1 * drawn).bfloat16()
             if is_quantized(name, quantization.format, quantization.ignore):
@@ -76,12 +94,16 @@ class Case:
         """Of the quantized cache, where there is one."""
         if self.config.quantization.kv_cache == KvCache.none:
             return {}
-        made = CacheScales(self.hf["num_hidden_layers"], Alone(), lambda: torch.full((2, 2), 4.0 + seed))
+        made = CacheScales(
+            self.hf["num_hidden_layers"], Alone(), lambda: torch.full((2, 2), 4.0 + seed)
+        )
         made.begin_sync()
         return dict(made.values())
 
     def start(self, name: str, **arguments: Any) -> Engine:
-        folder = write_engine_folder(self.folder / "hf", self.folder / name, self.config.quantization)
+        folder = write_engine_folder(
+            self.folder / "hf", self.folder / name, self.config.quantization
+        )
         if "load_format" in arguments:
             save_file(self.tensors(1), folder / "model.safetensors", {"format": "pt"})
         return Engine(engine_arguments(EngineSettings.from_config(self.config), folder) | arguments)
@@ -89,7 +111,9 @@ class Case:
     def update(self, engine: Engine, tensors: dict[str, torch.Tensor]) -> str:
         """The next version into the engine; what it said against it."""
         self.version += 1
-        transport.write_version(self.folder, self.version, tensors.items(), format=self.config.quantization.format)
+        transport.write_version(
+            self.folder, self.version, tensors.items(), format=self.config.quantization.format
+        )
         try:
             engine.start_weight_update()
             engine.update_weights(transport.update_info(self.folder, self.version, 1))
@@ -122,7 +146,11 @@ def begin(engine: Engine, max_tokens: int, **more: Any) -> list[int]:
         for sample in range(2):
             numbers.append(next(NUMBERS))
             engine.generate(
-                numbers[-1], tokens=list(prompt.token_ids), seed=seed + sample, max_tokens=max_tokens, **more
+                numbers[-1],
+                tokens=list(prompt.token_ids),
+                seed=seed + sample,
+                max_tokens=max_tokens,
+                **more,
             )
     return numbers
 

@@ -1,4 +1,6 @@
-"""The experts that an engine on a GPU tells come out as chosen, through vLLM's own recorder, batches and store."""
+"""The experts that an engine on a GPU tells come out as chosen, through vLLM's own recorder,
+batches and store.
+"""
 
 import json
 from pathlib import Path

@@ -19,12 +19,20 @@ BEFORE_UPDATE = 6  # tokens: in_flight_cases.py
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     script = Path(__file__).with_name("engine_cases.py")
-    return found_by("vllm", script, tmp_path_factory.mktemp("engines"), timeout=PATIENCE_S, **ONE_PROCESS)
+    return found_by(
+        "vllm", script, tmp_path_factory.mktemp("engines"), timeout=PATIENCE_S, **ONE_PROCESS
+    )
 
 
 VICTIMS = {
-    "qwen3_moe": ("model.layers.1.mlp.experts.2.down_proj.weight", "experts.routed_experts.w2_weight[2]"),
-    "mixtral": ("model.layers.0.block_sparse_moe.experts.3.w1.weight", "experts.routed_experts.w13_weight[3]"),
+    "qwen3_moe": (
+        "model.layers.1.mlp.experts.2.down_proj.weight",
+        "experts.routed_experts.w2_weight[2]",
+    ),
+    "mixtral": (
+        "model.layers.0.block_sparse_moe.experts.3.w1.weight",
+        "experts.routed_experts.w13_weight[3]",
+    ),
 }
 
 
@@ -41,10 +49,14 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
     assert f"missing tensor {victim}" in case["missing"]
     assert f"misshapen tensor {victim}" in case["misshapen"]
     assert case["intact"], "a refused update leaves the answers as they were"
-    assert case.get("kept_kernels_show", True), "without packing the experts again the answers are wrong"
+    assert case.get("kept_kernels_show", True), (
+        "without packing the experts again the answers are wrong"
+    )
     assert stack in case["unwritten"]
     assert "unwritten" in case["unwritten"]
-    assert case["changed"] == ["", True], "what was checked is what is loaded, whatever becomes of the files"
+    assert case["changed"] == ["", True], (
+        "what was checked is what is loaded, whatever becomes of the files"
+    )
     assert case["healed"]
 
 
@@ -55,7 +67,12 @@ def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> N
     case = found[family]
     assert case["unmoved"], "watching changes no answer"
     told = [sorted(experts) for tokens in case["routes"] for layers in tokens for experts in layers]
-    other = [sorted(experts) for tokens in case["other routes"] for layers in tokens for experts in layers]
+    other = [
+        sorted(experts)
+        for tokens in case["other routes"]
+        for layers in tokens
+        for experts in layers
+    ]
     assert len(told) == len(other) >= 90
     assert sum(map(list.__ne__, told, other)) <= 0.1 * len(told)
     assert len(set(map(tuple, told))) > 3
@@ -109,12 +126,16 @@ def test_an_update_in_place_is_verified_before_the_next_request(found: dict) -> 
     for fault, message in FAULTS.items():
         assert message in case["faults"][fault]
         # what is refused before anything moved leaves the version before
-        assert ("of no version" in case["refused"][fault]) == (fault not in ("unannounced", "stale"))
+        assert ("of no version" in case["refused"][fault]) == (
+            fault not in ("unannounced", "stale")
+        )
     assert case["healed"] == [True] * len(FAULTS), "the next good update repairs it"
 
 
 @pytest.mark.engine
-@pytest.mark.fault("the prefix cache is not reset after an update", "it is an error; no answer until a good update")
+@pytest.mark.fault(
+    "the prefix cache is not reset after an update", "it is an error; no answer until a good update"
+)
 def test_prefixes_of_the_old_weights_are_not_answered_from(found: dict) -> None:
     case = found["in_place"]
     assert "prefix cache could not be reset" in case["held"]
@@ -147,22 +168,31 @@ def differences(answers: list, reference: list, span: slice) -> list[float]:
 
 @pytest.mark.engine
 def test_new_weights_come_between_two_tokens(found: dict) -> None:
-    """Each span agrees with its own version's weights in transformers, and with those of the other it does not."""
+    """Each span agrees with its own version's weights in transformers, and with those of the other
+    it does not.
+    """
     case = found["in_flight"]
     before = slice(0, BEFORE_UPDATE)
     after = slice(BEFORE_UPDATE, None)
     assert case["said"] == ["", "", ""]
     for name in ("rebuilt", "kept"):
         answers, (by_first, by_second) = case[name], case[f"{name}, by transformers"]
-        assert [a[1][before] for a in answers] == [a[1][before] for a in case["alone"]], "what was written stays"
+        assert [a[1][before] for a in answers] == [a[1][before] for a in case["alone"]], (
+            "what was written stays"
+        )
         assert [a[0][before] for a in answers] == [a[0][before] for a in case["alone"]]
         for tokens, _, ((first, of_first), (second, of_second)) in answers:
-            assert (of_first, of_first + of_second, second - first) == (BEFORE_UPDATE, len(tokens), 1)
+            assert (of_first, of_first + of_second, second - first) == (
+                BEFORE_UPDATE,
+                len(tokens),
+                1,
+            )
         assert fmean(differences(answers, by_first, before)) < 0.01
         assert fmean(differences(answers, by_first, after)) > 0.3
         assert fmean(differences(answers, by_second, before)) > 0.3
     gap = {
-        name: fmean(differences(case[name], case[f"{name}, by transformers"][1], after)) for name in ("rebuilt", "kept")
+        name: fmean(differences(case[name], case[f"{name}, by transformers"][1], after))
+        for name in ("rebuilt", "kept")
     }
     assert gap["rebuilt"] < 0.01
     assert gap["kept"] > 3 * gap["rebuilt"], "keys and values of the old weights show"
@@ -170,14 +200,19 @@ def test_new_weights_come_between_two_tokens(found: dict) -> None:
 
 @pytest.mark.engine
 def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
-    """What the seeds have come to is kept; only the rounding of keys and values that are computed again differs."""
+    """What the seeds have come to is kept; only the rounding of keys and values that are computed
+    again differs.
+    """
     case = found["in_flight"]
     alone = [(tokens, logprobs) for tokens, logprobs, _ in case["alone"]]
     for answers in (case["kept, same weights"], *case["ahead"]):
         assert [(tokens, logprobs) for tokens, logprobs, _ in answers] == alone
     assert all(len(spans) == 2 for _, _, spans in case["ahead"][1])
     rebuilt = [tokens for tokens, _, _ in case["rebuilt, same weights"]]
-    assert sum(mine == tokens for mine, (tokens, _) in zip(rebuilt, alone, strict=True)) >= len(alone) - 2
+    assert (
+        sum(mine == tokens for mine, (tokens, _) in zip(rebuilt, alone, strict=True))
+        >= len(alone) - 2
+    )
     assert all(len(spans) == 2 for _, _, spans in case["rebuilt, same weights"])
 
 
@@ -206,7 +241,9 @@ def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
     assert case["sent"]
     assert "disagrees with iteration at index 0" in case["out of step"]
     for name, receiver in (("ipc", "CheckedIPC"), ("nccl", "CheckedNCCL")):
-        assert case[f"{name} settings"] == [name, True, False], "the first rank sends, the second does not"
+        assert case[f"{name} settings"] == [name, True, False], (
+            "the first rank sends, the second does not"
+        )
         assert case[f"{name} receiver"] == [receiver, True]
         assert f"sync.transport={name}: " in case[f"{name} without a GPU"]
     # the largest tensor has to fit into the buffer of `ipc`; that of `nccl` grows

@@ -9,13 +9,19 @@ import pytest
 
 from megatron_rl.engine.generation import Sample, drawn_among
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 # drawn token, then candidates and their logprobs, and what it was drawn among
 CASES = [
     (7, [7, 3, 9], [-0.5, -1.0, -INF], [7, 3]),
     (3, [7, 3, 9], [-0.5, -1.0, -INF], [7, 3]),
     (7, [7, 3, 9], [0.0, -INF, -INF], [7]),
-    (9, [7, 3, 9], [-1.0, -1.0, -1.1], None),  # all are finite: there may be more that tie with the last one
+    (
+        9,
+        [7, 3, 9],
+        [-1.0, -1.0, -1.1],
+        None,
+    ),  # all are finite: there may be more that tie with the last one
     (4, [7, 3, 9], [-1.0, -1.0, -1.0], None),  # drawn among ties that were not told
     (4, [7, 3, 9], [-1.0, -INF, -INF], None),  # an engine that contradicts itself
 ]
@@ -67,7 +73,12 @@ def test_a_sample_of_candidates_holds_nothing_of_its_batch() -> None:
         wide[0].fill(0)  # the buffers are used again
         wide[1].fill(0)
     answer = sample.completed("stop", 0)
-    check(*(numbers(answer, *one) for one in (("kept_ids", "i4"), ("kept_counts", "i4"), ("logprobs", "f4"))))
+    check(
+        *(
+            numbers(answer, *one)
+            for one in (("kept_ids", "i4"), ("kept_counts", "i4"), ("logprobs", "f4"))
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,14 +91,20 @@ def test_a_sample_of_candidates_holds_nothing_of_its_batch() -> None:
         ([([], None)], []),
     ],
 )
-def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(steps: Any, logprobs: list[float]) -> None:
+def test_a_sample_keeps_its_tokens_logprobs_and_what_is_missing_is_marked(
+    steps: Any, logprobs: list[float]
+) -> None:
     sample = Sample(5, 0, {})
     for tokens, told in steps:
         sample.take(output(tokens, told and (np.array(told[0]), np.array(told[1]))), 3)
-    found, written = sample.completed("stop", 4), [token for tokens, _ in steps for token in tokens]
+    found = sample.completed("stop", 4)
+    written = [token for tokens, _ in steps for token in tokens]
     assert numbers(found, "tokens", "i4") == written
     np.testing.assert_array_equal(numbers(found, "logprobs", "f4"), np.float32(logprobs))
-    assert (found["finish"], found["spans"]) == ("stop", [(3, len(written))] if written else [(4, 0)])
+    assert (found["finish"], found["spans"]) == (
+        "stop",
+        [(3, len(written))] if written else [(4, 0)],
+    )
 
 
 def test_the_policy_versions_of_an_answer() -> None:

@@ -1,4 +1,6 @@
-"""The host kernels answer with the numbers of the vLLM kernels they replace; attention stays off AMX tiles."""
+"""The host kernels answer with the numbers of the vLLM kernels they replace; attention stays off
+AMX tiles.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ def test_the_host_kernels_agree_with_vllm_s_own(result):
     if result["fp8_kernel"] == "RoundedFp8Kernel":  # a host with FP8 matrix units keeps vLLM's
         # one rounding of the output against two: FP8 itself rounds ten times coarser
         assert result["fp8_fast_to_slow"] < 2.5 * BF16_ROUNDING
-    assert result["fp8_slow_to_bf16"] > 5 * BF16_ROUNDING, "the comparison must be able to see FP8 rounding"
+    assert result["fp8_slow_to_bf16"] > 5 * BF16_ROUNDING, (
+        "the comparison must be able to see FP8 rounding"
+    )
     assert result["int8_kernel"] == "SymmetricInt8Kernel"
     assert result["int8_is_exact"]
     assert result["int8_equal"] or not result["onednn_is_exact"]
@@ -33,8 +37,8 @@ def test_the_host_kernels_agree_with_vllm_s_own(result):
 
 
 def test_the_learner_computes_an_engine_s_layers_byte_for_byte(result):
-    """INT8 and FP8; random, long, sliced, and what rounding might treat apart. Where a new vLLM rounds in another way,
-    this names the layer and the row.
+    """INT8 and FP8; random, long, sliced, and what rounding might treat apart. Where a new vLLM
+    rounds in another way, this names the layer and the row.
     """
     assert result["learner_differs"] == []
 
@@ -42,7 +46,8 @@ def test_the_learner_computes_an_engine_s_layers_byte_for_byte(result):
 def test_how_many_tokens_are_computed_at_once_changes_next_to_nothing(result):
     changed = result["changed_alone"]
     assert changed["int8"] == 0
-    assert changed["fp8"] < 1e-3  # sums in FP32, of another order, beside the middle of two BF16 values
+    # sums in FP32, of another order, beside the middle of two BF16 values
+    assert changed["fp8"] < 1e-3
 
 
 def test_attention_never_runs_on_tiles(result):

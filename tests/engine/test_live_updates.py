@@ -1,4 +1,6 @@
-"""A live engine that is updated in place: equal to a fresh one, all or nothing, and wrong when it must be."""
+"""A live engine that is updated in place: equal to a fresh one, all or nothing, and wrong when it
+must be.
+"""
 
 import json
 import math
@@ -30,14 +32,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Forma
 
         @cache
         def live(format: Format) -> Live:
-            folder, tied = tmp_path_factory.mktemp("live"), format != Format.fp8
+            folder = tmp_path_factory.mktemp("live")
+            tied = format != Format.fp8
             return engines.enter_context(contextmanager(start_live)(folder, format, tied))
 
         yield live
 
 
 def mean_difference(live: Live, right: list[Rollout], wrong: list[Rollout]) -> float:
-    """Mean |logprob difference| on the tokens that both sampled from equal prefixes; infinite if there is none."""
+    """Mean |logprob difference| on the tokens that both sampled from equal prefixes; infinite if
+    there is none.
+    """
     differences = []
     for a, b in zip(right, wrong, strict=True):
         for i, (mine, other) in enumerate(zip(a.logprobs, b.logprobs, strict=True)):
@@ -47,16 +52,22 @@ def mean_difference(live: Live, right: list[Rollout], wrong: list[Rollout]) -> f
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process that no other shares: what it has mapped of the files it reads does not count."""
+    """Memory of a process that no other shares: what it has mapped of the files it reads does not
+    count.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) / 1024
+    return (
+        int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
+        / 1024
+    )
 
 
 @pytest.mark.parametrize("format", [Format.none, Format.int8, Format.fp8])
 def test_fifty_updates_equal_a_fresh_engine(format, engine, tmp_path):
     live = engine(format)
     pid = live.sampler.health()["pid"]
-    answers, memory = {}, {}
+    answers = {}
+    memory = {}
     for update in range(50):
         seed = 11 + update
         live.update(seed)
@@ -69,7 +80,12 @@ def test_fifty_updates_equal_a_fresh_engine(format, engine, tmp_path):
     live.update(11)
     assert live.answers() == answers[11], "a change and a change back"
     assert live.rollouts()[0].policy_version == live.sampler.policy_version == 50
-    assert not any(math.isnan(lp) for answer in answers.values() for *_, logprobs, _ in answer for lp in logprobs)
+    assert not any(
+        math.isnan(lp)
+        for answer in answers.values()
+        for *_, logprobs, _ in answer
+        for lp in logprobs
+    )
     assert memory[49] - memory[19] < 6, "thirty updates of half a megabyte or more would show"
 
 
@@ -101,7 +117,10 @@ def remove(manifest: Path) -> None:
     manifest.write_text(json.dumps(content))
 
 
-@pytest.mark.fault("a version is damaged before it is checked, or after that", "refused, the version before serves on")
+@pytest.mark.fault(
+    "a version is damaged before it is checked, or after that",
+    "refused, the version before serves on",
+)
 @pytest.mark.parametrize(
     ("format", "fault", "message"),
     [
@@ -116,7 +135,8 @@ def remove(manifest: Path) -> None:
 def test_a_faulty_update_is_refused_and_the_old_version_serves_on(format, fault, message, engine):
     live = engine(format)
     live.update(21)
-    version, before = live.sampler.policy_version, live.answers()
+    version = live.sampler.policy_version
+    before = live.answers()
     with pytest.raises(WeightSyncError, match=message):
         live.update(22, fault)
     assert live.sampler.health()["policy_version"] == live.sampler.policy_version == version
@@ -126,20 +146,27 @@ def test_a_faulty_update_is_refused_and_the_old_version_serves_on(format, fault,
 
 
 def test_patches_load_like_whole_tensors(engine):
-    """A version of patches, read by a receiver that has not read the one before; then one whose base is gone."""
+    """A version of patches, read by a receiver that has not read the one before; then one whose
+    base is gone.
+    """
     live = engine(Format.fp8)
     live.update(71)
     right = live.answers()
-    sent, first = Sent(), live.next_version
+    sent = Sent()
+    first = live.next_version
     for version, seed in enumerate((72, 71, 72), start=first):
         base = None if version == first else version - 1
         tensors = live.model.quantized(seed, live.format).items()
-        transport.write_version(live.directory, version, tensors, format="fp8", sent=sent, base=base)
+        transport.write_version(
+            live.directory, version, tensors, format="fp8", sent=sent, base=base
+        )
 
     live.load(first + 1)
     assert live.answers() == right
     transport.remove_version(live.directory, first)
-    with pytest.raises(WeightSyncError, match=f"version {first + 2} is a patch of version {first}, which"):
+    with pytest.raises(
+        WeightSyncError, match=f"version {first + 2} is a patch of version {first}, which"
+    ):
         live.load(first + 2)
     assert live.answers() == right
 
@@ -154,11 +181,14 @@ def test_finish_needs_an_accepted_update(engine):
 
 
 @pytest.mark.parametrize(
-    ("format", "fault"), [(Format.int8, "kernels_not_rebuilt"), (Format.none, "tied_head_not_refreshed")]
+    ("format", "fault"),
+    [(Format.int8, "kernels_not_rebuilt"), (Format.none, "tied_head_not_refreshed")],
 )
 def test_what_the_probe_must_catch_is_visible(format, fault, engine):
     if format == Format.none and not torch.cpu._is_avx512_supported():
-        pytest.skip("without AVX-512 the head's weights are not packed, so that nothing is left to refresh")
+        pytest.skip(
+            "without AVX-512 the head's weights are not packed, so that nothing is left to refresh"
+        )
     live = engine(format)
     live.update(31)
     live.update(32)
@@ -188,7 +218,9 @@ def test_seeds_samples_and_greedy(engine):
     live = engine(Format.none)
     live.update(51)
     first = live.rollouts(seed=1)
-    assert [(r.group, r.sample) for r in first] == [(group, sample) for group in range(6) for sample in range(2)]
+    assert [(r.group, r.sample) for r in first] == [
+        (group, sample) for group in range(6) for sample in range(2)
+    ]
     assert all(len(r.token_ids) == len(r.logprobs) == len(r.loss_mask) == 6 for r in first)
     assert live.answers(seed=1) == essence(first)
     assert live.answers(seed=2) != essence(first)

@@ -8,9 +8,16 @@ from megatron_rl.engine.messages import REQUESTS, checked, transmissions
 from megatron_rl.processes.channel import Refused
 
 SAMPLING = {
-    "seed": 7, "max_tokens": 4, "temperature": 0.0, "top_p": 0.5, "top_k": -1, "stop_token_ids": [3], "candidates": 16,
-    "policy_version": 3, "patient": True,
-}  # fmt: skip
+    "seed": 7,
+    "max_tokens": 4,
+    "temperature": 0.0,
+    "top_p": 0.5,
+    "top_k": -1,
+    "stop_token_ids": [3],
+    "candidates": 16,
+    "policy_version": 3,
+    "patient": True,
+}
 UPDATE = {"directory": "/sync", "policy_version": 3, "writers": 2, "background": True}
 SEEN = {"policy_version": 3, "kind": "activations"}
 encode = msgspec.msgpack.encode
@@ -57,17 +64,30 @@ def test_what_a_sampler_asks_passes(method, arguments):
     assert arguments.items() <= request["arguments"].items()
 
 
-@pytest.mark.fault("token ids that the engine cannot look up", "refused at the door, which names them")
+@pytest.mark.fault(
+    "token ids that the engine cannot look up", "refused at the door, which names them"
+)
 @pytest.mark.parametrize(
     ("ids", "why"),
     [
-        ([101], "101 is beyond the vocabulary of 101"), ([1, 10**6, 2], "1000000 is beyond"), ([-1], "tokens"),
-        ([2**63], "tokens"), ([True], "bool"), ([1.5], "float"), ([[1]], "array"), (["1"], "str"), ([None], "None"),
-        ([], "length >= 1"), (None, "None"), ("1", "str"), ({"0": 1}, "object"), (b"\1", "bytes"),
+        ([101], "101 is beyond the vocabulary of 101"),
+        ([1, 10**6, 2], "1000000 is beyond"),
+        ([-1], "tokens"),
+        ([2**63], "tokens"),
+        ([True], "bool"),
+        ([1.5], "float"),
+        ([[1]], "array"),
+        (["1"], "str"),
+        ([None], "None"),
+        ([], "length >= 1"),
+        (None, "None"),
+        ("1", "str"),
+        ({"0": 1}, "object"),
+        (b"\1", "bytes"),
         ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
     ],
     ids=lambda value: str(value)[:20],
-)  # fmt: skip
+)
 def test_token_ids_are_checked(ids, why):
     assert why in refusal("generate", prompt(ids))
 
@@ -76,15 +96,34 @@ def test_token_ids_are_checked(ids, why):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"max_tokens": 48}, {"max_tokens": 0}, {"max_tokens": 2**63}, {"max_tokens": 1.5}, {"max_tokens": True},
-        {"seed": -1}, {"seed": 2**63}, {"stop_token_ids": [101]}, {"stop_token_ids": [-1]}, {"patient": 1},
-        {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"temperature": -1}, {"temperature": "1"}, {"candidates": 10000},
-        {"temperature": float("nan")}, {"temperature": float("inf")}, {"policy_version": -2},
-        {"policy_version": "main"}, {"n": 2},
-        {"logit_bias": {"1000": 1}}, {"allowed_token_ids": [1000]}, {"extra_args": {}}, {"structured_outputs": {}},
+        {"max_tokens": 48},
+        {"max_tokens": 0},
+        {"max_tokens": 2**63},
+        {"max_tokens": 1.5},
+        {"max_tokens": True},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"stop_token_ids": [101]},
+        {"stop_token_ids": [-1]},
+        {"patient": 1},
+        {"top_p": 0},
+        {"top_p": 2},
+        {"top_k": -2},
+        {"temperature": -1},
+        {"temperature": "1"},
+        {"candidates": 10000},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"policy_version": -2},
+        {"policy_version": "main"},
+        {"n": 2},
+        {"logit_bias": {"1000": 1}},
+        {"allowed_token_ids": [1000]},
+        {"extra_args": {}},
+        {"structured_outputs": {}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_sampling_parameters_are_checked(sampling):
     refusal("generate", prompt([1], **sampling))
 
@@ -99,16 +138,35 @@ def test_odd_arguments_are_refused(method, arguments):
     refusal(method, arguments)
 
 
-@pytest.mark.fault("a worker method that no sampler calls, or other arguments", "refused; the engine never hears of it")
+@pytest.mark.fault(
+    "a worker method that no sampler calls, or other arguments",
+    "refused; the engine never hears of it",
+)
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        *((name, {}) for name in ("__class__", "shutdown", "save_sharded_state", "getattr", "llm", "step", "x" * 999)),
+        *(
+            (name, {})
+            for name in (
+                "__class__",
+                "shutdown",
+                "save_sharded_state",
+                "getattr",
+                "llm",
+                "step",
+                "x" * 999,
+            )
+        ),
         ("status", {"timeout": 1}),
         ("start_weight_update", {"x": 1}),
         *(
             ("update_weights", {"update_info": info})
-            for info in ({}, UPDATE | {"writers": 0}, UPDATE | {"directory": 1}, UPDATE | {"pickled": b"x"})
+            for info in (
+                {},
+                UPDATE | {"writers": 0},
+                UPDATE | {"directory": 1},
+                UPDATE | {"pickled": b"x"},
+            )
         ),
         ("init_weight_transfer_engine", {"init_info": {"x": 1}}),
         ("sleep", {"level": 9}),
@@ -125,43 +183,85 @@ def test_methods_are_those_of_a_list(method, arguments):
 
 
 NAMED = {"names": ["w"], "dtype_names": ["int8"], "shapes": [[2]]}
-MEETING = {"master_address": "node7", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True,
-           "packed_buffer_size_bytes": 1, "packed_num_buffers": 2}  # fmt: skip
+MEETING = {
+    "master_address": "node7",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+    "packed": True,
+    "packed_buffer_size_bytes": 1,
+    "packed_num_buffers": 2,
+}
 
 
-@pytest.mark.fault("a form of another transport, or with a field that would be unpickled", "refused at the door")
+@pytest.mark.fault(
+    "a form of another transport, or with a field that would be unpickled", "refused at the door"
+)
 @pytest.mark.parametrize(
     ("transport", "info", "why"),
     [
-        ("file", NAMED, "names"), ("file", {"abandon": "x"}, "abandon"), ("nccl", UPDATE, "directory"),
-        ("nccl", NAMED | {"ipc_handles": {}}, "ipc_handles"), ("nccl", {"abandon": "x", "more": 1}, "more"),
-        ("nccl", NAMED | {"dtype_names": ["load"]}, "dtype_names"), ("nccl", NAMED | {"shapes": [[2**31]]}, "shapes"),
-        ("nccl", NAMED | {"dtype_names": ["int8\n"]}, "dtype_names"), ("ipc", NAMED, "ipc_handles"),
-        ("ipc", NAMED | {"ipc_handles_pickled": "gASV", "tensor_sizes": [2]}, "ipc_handles_pickled"),
-        ("ipc", NAMED | {"ipc_handles": {"GPU-1": [{"class": "x"}]}, "tensor_sizes": [2]}, "ipc_handles"),
-        *((other, MEETING, "master_address") for other in ("file", "ipc")), ("nccl", {"packed": True}, "master"),
-        *(("nccl", MEETING | odd, *odd) for odd in ({"master_port": 0}, {"rank_offset": 0}, {"nccl_unique_id_b64": 1})),
+        ("file", NAMED, "names"),
+        ("file", {"abandon": "x"}, "abandon"),
+        ("nccl", UPDATE, "directory"),
+        ("nccl", NAMED | {"ipc_handles": {}}, "ipc_handles"),
+        ("nccl", {"abandon": "x", "more": 1}, "more"),
+        ("nccl", NAMED | {"dtype_names": ["load"]}, "dtype_names"),
+        ("nccl", NAMED | {"shapes": [[2**31]]}, "shapes"),
+        ("nccl", NAMED | {"dtype_names": ["int8\n"]}, "dtype_names"),
+        ("ipc", NAMED, "ipc_handles"),
+        (
+            "ipc",
+            NAMED | {"ipc_handles_pickled": "gASV", "tensor_sizes": [2]},
+            "ipc_handles_pickled",
+        ),
+        (
+            "ipc",
+            NAMED | {"ipc_handles": {"GPU-1": [{"class": "x"}]}, "tensor_sizes": [2]},
+            "ipc_handles",
+        ),
+        *((other, MEETING, "master_address") for other in ("file", "ipc")),
+        ("nccl", {"packed": True}, "master"),
+        *(
+            ("nccl", MEETING | odd, *odd)
+            for odd in ({"master_port": 0}, {"rank_offset": 0}, {"nccl_unique_id_b64": 1})
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_forms_are_those_of_the_engine_s_transport(transport, info, why):
     method = "init_weight_transfer_engine" if "packed" in info else "update_weights"
-    assert why in refusal(method, {"init_info" if "packed" in info else "update_info": info}, transport)
+    assert why in refusal(
+        method, {"init_info" if "packed" in info else "update_info": info}, transport
+    )
 
 
-@pytest.mark.fault("a transmission that is no list of requests", "it is refused as a whole, with the connection")
+@pytest.mark.fault(
+    "a transmission that is no list of requests", "it is refused as a whole, with the connection"
+)
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\xc0", b"\xc1", DEEP, b"\x91\x83\xa2id\x01\xa6method\xa6status\xa9arguments" + DEEP,
-        b"\xff\xfe\x00", b"{}", encode("x"), encode({}), encode([1]),
-        encode([{"id": 1, "method": "status"}]), encode([{"id": -1, "method": "status", "arguments": {}}]),
-        encode([{"id": 1, "method": 5, "arguments": {}}]), encode([{"id": True, "method": "status", "arguments": {}}]),
-        encode([{"id": 1, "method": "status", "arguments": {}, "more": 1}]), encode([]) + b" ",
-        b"\xdd\xff\xff\xff\xff", b"\x91\x81\xa2id\xa1\xff",
+        b"",
+        b"\xc0",
+        b"\xc1",
+        DEEP,
+        b"\x91\x83\xa2id\x01\xa6method\xa6status\xa9arguments" + DEEP,
+        b"\xff\xfe\x00",
+        b"{}",
+        encode("x"),
+        encode({}),
+        encode([1]),
+        encode([{"id": 1, "method": "status"}]),
+        encode([{"id": -1, "method": "status", "arguments": {}}]),
+        encode([{"id": 1, "method": 5, "arguments": {}}]),
+        encode([{"id": True, "method": "status", "arguments": {}}]),
+        encode([{"id": 1, "method": "status", "arguments": {}, "more": 1}]),
+        encode([]) + b" ",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91\x81\xa2id\xa1\xff",
     ],
     ids=lambda content: repr(content[:24]),
-)  # fmt: skip
+)
 def test_what_is_no_list_of_requests(content):
     with pytest.raises(Refused, match="the transmission does not fit"):
         read(content)
@@ -174,12 +274,19 @@ def test_one_refusal_spoils_no_neighbour():
     assert [one["id"] for one in refusals] == [1, 2]
 
 
-@pytest.mark.fault("more is asked, or finished, at once than a transmission may take", "it travels in several")
+@pytest.mark.fault(
+    "more is asked, or finished, at once than a transmission may take", "it travels in several"
+)
 def test_transmissions_are_as_few_as_may_travel(monkeypatch):
     monkeypatch.setattr(messages, "LONGEST_TRANSMISSION", 200)
     frames = [{"id": i, "value": bytes(size)} for i, size in enumerate((10, 20, 30, 40, 300, 5, 5))]
     parts = list(transmissions(frames))
-    assert [[one["id"] for one in msgspec.msgpack.decode(part)] for part in parts] == [[0, 1, 2], [3], [4], [5, 6]]
+    assert [[one["id"] for one in msgspec.msgpack.decode(part)] for part in parts] == [
+        [0, 1, 2],
+        [3],
+        [4],
+        [5, 6],
+    ]
     assert [one for part in parts for one in msgspec.msgpack.decode(part)] == frames
     assert list(transmissions([])) == []
 

@@ -60,7 +60,9 @@ def test_an_update_that_is_not_finished():
 
 
 def test_another_version_than_the_announced_one_is_not_served():
-    assert served(3).refusal(4) == "the engine serves policy version 3, version 4 was announced last"
+    assert (
+        served(3).refusal(4) == "the engine serves policy version 3, version 4 was announced last"
+    )
     assert served(3).refusal(4, or_newer=True) == served(3).refusal(4)
     assert served(3).refusal(2) is not None
     assert served(3).refusal(2, or_newer=True) is served(3).refusal(3, or_newer=True) is None

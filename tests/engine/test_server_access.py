@@ -1,4 +1,6 @@
-"""A server's door, by a real uvicorn: the key, strangers who never finish a request, and what the owner may ask."""
+"""A server's door, by a real uvicorn: the key, strangers who never finish a request, and what the
+owner may ask.
+"""
 
 import asyncio
 import json
@@ -35,7 +37,9 @@ class Service:
     def ask(self, line: Any, frames: list[dict[str, Any]]) -> None:
         self.asked += frames
         if frames:
-            threading.Thread(target=line.send, args=[[{"id": one["id"], "value": "fine"} for one in frames]]).start()
+            threading.Thread(
+                target=line.send, args=[[{"id": one["id"], "value": "fine"} for one in frames]]
+            ).start()
 
     def hung_up(self, line: Any) -> None:
         self.left.append(line)
@@ -93,7 +97,9 @@ def answered(one: socket.socket, request: bytes) -> bool:
     return received.startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.fault("hundreds of half-open connections from one address", "128 stay, the owner is answered")
+@pytest.mark.fault(
+    "hundreds of half-open connections from one address", "128 stay, the owner is answered"
+)
 def test_strangers_are_few(port, monkeypatch):
     monkeypatch.setattr(server_access, "STRANGER_S", 2 * PATIENCE_S)
     strangers = half_open(port, 300)
@@ -129,7 +135,11 @@ def test_the_owner_s_connection_stays(port, monkeypatch):
     """Longer than a stranger's, and however many strangers come."""
     monkeypatch.setattr(server_access, "STRANGER_S", 0.5)
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as owner:
-        line = b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+        line = (
+            b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            + KEY.encode()
+            + b"\r\n\r\n"
+        )
         assert answered(owner, line)
         strangers = half_open(port, 150)
         wait_for(lambda: not any(map(is_open, strangers)))
@@ -161,9 +171,14 @@ def guarded(monkeypatch) -> RequireKey:
     return RequireKey(app)
 
 
-@pytest.mark.fault("requests to a server without its key, or with a part of it", "401, and its application never runs")
+@pytest.mark.fault(
+    "requests to a server without its key, or with a part of it",
+    "401, and its application never runs",
+)
 def test_only_the_key_gets_through(guarded):
-    assert pass_through(guarded, [(b"Authorization", b"Bearer " + KEY.encode())]) == [{"type": "reached"}]
+    assert pass_through(guarded, [(b"Authorization", b"Bearer " + KEY.encode())]) == [
+        {"type": "reached"}
+    ]
     for headers in (
         [],
         [(b"authorization", KEY.encode())],
@@ -184,12 +199,16 @@ def test_no_server_without_a_key(monkeypatch):
         RequireKey(None)
 
 
-def converse(port: int, use: Callable[[aiohttp.ClientWebSocketResponse], Awaitable[Any]], key: str = KEY) -> Any:
+def converse(
+    port: int, use: Callable[[aiohttp.ClientWebSocketResponse], Awaitable[Any]], key: str = KEY
+) -> Any:
     async def main() -> Any:
         headers = {"authorization": f"Bearer {key}"}
         async with (
             aiohttp.ClientSession(headers=headers) as session,
-            session.ws_connect(f"http://127.0.0.1:{port}/engine", timeout=aiohttp.ClientWSTimeout()) as connection,
+            session.ws_connect(
+                f"http://127.0.0.1:{port}/engine", timeout=aiohttp.ClientWSTimeout()
+            ) as connection,
             asyncio.timeout(PATIENCE_S),
         ):
             return await use(connection)
@@ -208,7 +227,9 @@ def test_a_conversation(port, service):
         (name,) = await replies(connection)
         assert (name["id"], len(name["value"])) == (0, 32), "which process this is"
         await connection.send_bytes(encode(frames))
-        return sorted([*await replies(connection), *await replies(connection)], key=lambda one: one["id"])
+        return sorted(
+            [*await replies(connection), *await replies(connection)], key=lambda one: one["id"]
+        )
 
     fine, refused = converse(port, talk)
     assert fine == {"id": 1, "value": "fine"}
@@ -227,17 +248,27 @@ def test_no_conversation_without_the_key(port, service, key):
 
 
 @pytest.mark.fault(
-    "a transmission that is no list of requests, or does not end", "the connection is ended; others stay"
+    "a transmission that is no list of requests, or does not end",
+    "the connection is ended; others stay",
 )
-@pytest.mark.parametrize(("content", "code"), [(b"\x91" * 100_000, 1008), (b"", 1008), ("text", 1008), (None, 1009)])
+@pytest.mark.parametrize(
+    ("content", "code"), [(b"\x91" * 100_000, 1008), (b"", 1008), ("text", 1008), (None, 1009)]
+)
 def test_odd_transmissions_end_a_conversation(port, service, content, code):
     async def use(connection: aiohttp.ClientWebSocketResponse) -> int | None:
         await replies(connection)
         if content is None:  # a masked frame's head alone
-            connection._writer.transport.write(b"\x82\xff" + struct.pack(">Q", LONGEST_TRANSMISSION + 1) + b"mask")
+            connection._writer.transport.write(
+                b"\x82\xff" + struct.pack(">Q", LONGEST_TRANSMISSION + 1) + b"mask"
+            )
         else:
-            await (connection.send_str if isinstance(content, str) else connection.send_bytes)(content)
-        while (await connection.receive()).type not in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED):
+            await (connection.send_str if isinstance(content, str) else connection.send_bytes)(
+                content
+            )
+        while (await connection.receive()).type not in (
+            aiohttp.WSMsgType.CLOSE,
+            aiohttp.WSMsgType.CLOSED,
+        ):
             pass
         return connection.close_code
 
@@ -247,7 +278,9 @@ def test_odd_transmissions_end_a_conversation(port, service, content, code):
     assert http_status(port, KEY) == 200
 
 
-@pytest.mark.fault("another process takes a server's port before it listens", "the server ends, and says so")
+@pytest.mark.fault(
+    "another process takes a server's port before it listens", "the server ends, and says so"
+)
 def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
     monkeypatch.setenv(server_access.VARIABLE, KEY)
     with server.reserved("127.0.0.1", 0) as place, server.reserved(*place.getsockname()) as other:
@@ -257,10 +290,19 @@ def test_a_door_that_cannot_be_opened_is_an_error(monkeypatch, service):
 
 
 OTHERS = [
-    ("GET", "/"), ("POST", "/collective_rpc"), ("POST", "/pause"), ("POST", "/update_weight_version"),
-    ("POST", "/v1/completions"), ("POST", "/inference/v1/generate"), ("OPTIONS", "/engine"), ("POST", "/engine"),
-    ("PUT", "/health"), ("POST", "/health"), ("GET", "/docs"), ("GET", "/openapi.json"),
-]  # fmt: skip
+    ("GET", "/"),
+    ("POST", "/collective_rpc"),
+    ("POST", "/pause"),
+    ("POST", "/update_weight_version"),
+    ("POST", "/v1/completions"),
+    ("POST", "/inference/v1/generate"),
+    ("OPTIONS", "/engine"),
+    ("POST", "/engine"),
+    ("PUT", "/health"),
+    ("POST", "/health"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+]
 
 
 @pytest.mark.fault("any other route, with the key", "404: a server answers what a sampler asks")

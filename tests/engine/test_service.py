@@ -17,11 +17,15 @@ class Line:
 
     @property
     def replies(self) -> dict[int, Any]:
-        return {one["id"]: one.get("value", one.get("error")) for frames in self.sent for one in frames}
+        return {
+            one["id"]: one.get("value", one.get("error")) for frames in self.sent for one in frames
+        }
 
 
 class Engine:
-    """Finishes its samples in the second step after they came, the last one first; ends where it is told to."""
+    """Finishes its samples in the second step after they came, the last one first; ends where it is
+    told to.
+    """
 
     def __init__(self) -> None:
         self.open: dict[int, int] = {}  # steps that are left, by number
@@ -56,7 +60,11 @@ class Engine:
         self.first = self.first or list(self.open)
         self.open = {number: left - 1 for number, left in self.open.items()}
         finished = [number for number, left in self.open.items() if left == 0]
-        return [(number, f"sample {number}") for number in reversed(finished) if self.open.pop(number) == 0]
+        return [
+            (number, f"sample {number}")
+            for number in reversed(finished)
+            if self.open.pop(number) == 0
+        ]
 
 
 def sample(number: int, *tokens: int) -> dict[str, Any]:
@@ -74,7 +82,8 @@ def service() -> Service:
 
 def run(service: Service) -> Engine:
     """Until there is nothing left to do: `values` waits for that, and what follows ends it."""
-    engine, last = Engine(), Line()
+    engine = Engine()
+    last = Line()
     last.send = lambda frames: service.ask(last, [asked(0, "stop")])
     service.ask(last, [asked(0, "values")])
     thread = threading.Thread(target=service.run, args=[engine], daemon=True)
@@ -85,7 +94,8 @@ def run(service: Service) -> Engine:
 
 
 def test_what_is_asked_together_begins_in_one_step_and_its_answers_travel_together(service):
-    one, other = Line(), Line()
+    one = Line()
+    other = Line()
     service.ask(one, [sample(7, 1), sample(8, 1)])
     service.ask(other, [sample(7, 1), asked(9, "status")])
     engine = run(service)
@@ -96,7 +106,8 @@ def test_what_is_asked_together_begins_in_one_step_and_its_answers_travel_togeth
 
 
 def test_whoever_hangs_up_is_worked_for_no_longer(service):
-    one, other = Line(), Line()
+    one = Line()
+    other = Line()
     service.ask(one, [sample(7, 1)])
     service.ask(other, [sample(7, 1), sample(8, 1), asked(9, "cancel", requests=[8])])
     service.hung_up(one)
@@ -105,7 +116,9 @@ def test_whoever_hangs_up_is_worked_for_no_longer(service):
     assert other.replies == {7: "sample 2", 9: None}
 
 
-@pytest.mark.fault("a request that fails in an engine", "its caller is told; its neighbours are answered")
+@pytest.mark.fault(
+    "a request that fails in an engine", "its caller is told; its neighbours are answered"
+)
 def test_one_failure_spoils_no_neighbour(service):
     line = Line()
     service.ask(line, [sample(1, 0), sample(2, 1), asked(3, "status", x=1)])

@@ -48,9 +48,12 @@ def test_vllm_starts_with_the_largest_share_of_the_plan_and_not_with_the_next() 
     assert sum(start.values()) == pytest.approx(
         sum(engine_alone("dapo_int8.yaml", [*APART, *given]).phases["start"].values())
     )
-    total, free = int(memory.limit), int(memory.limit - sum(n for part, n in start.items() if part not in SHARE))
+    total = int(memory.limit)
+    free = int(memory.limit - sum(n for part, n in start.items() if part not in SHARE))
     cases = [[share, free, total], [round(share + 0.01, 2), free, total], [0.9, free, total]]
-    fits, refused, taken = json.loads(said("vllm", ["-c", ASKED, json.dumps(cases)]).splitlines()[-1])
+    fits, refused, taken = json.loads(
+        said("vllm", ["-c", ASKED, json.dumps(cases)]).splitlines()[-1]
+    )
     assert fits == pytest.approx(share * total)
     assert "is less than desired GPU memory utilization" in refused
     assert taken == pytest.approx(sum(n for part, n in start.items() if part in SHARE))

@@ -24,8 +24,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine
 def test_vllms_parser_reads_a_call_and_leaves_what_is_none(model: Path) -> None:
-    tokenizer, parser = FolderTokenizer(model), ToolCallParser(str(model))
-    stops, about = list(tokenizer.stop_token_ids), ("hermes", json.dumps(TOOLS))
+    tokenizer = FolderTokenizer(model)
+    parser = ToolCallParser(str(model))
+    stops = list(tokenizer.stop_token_ids)
+    about = ("hermes", json.dumps(TOOLS))
     ids = tokenizer.encode(CALL)
     found = parser.parsed([*ids, *stops[:1]], stops, *about)
     assert found["calls"] == [{"name": "calculate", "arguments": '{"expression": "317*999"}'}]

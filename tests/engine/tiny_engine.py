@@ -36,7 +36,9 @@ from megatron_rl.sampler.sampler import Answering, Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
-PROMPTS = [Prompt(i, tuple(3 + (5 * i + 7 * j) % 80 for j in range(5 + i)), "", {}) for i in range(6)]
+PROMPTS = [
+    Prompt(i, tuple(3 + (5 * i + 7 * j) % 80 for j in range(5 + i)), "", {}) for i in range(6)
+]
 SAMPLING = SamplingParams(samples=2, max_tokens=6)
 PATIENCE_S = 240.0
 
@@ -47,7 +49,9 @@ def make_config(format: Format = Format.none, **sampler) -> Config:
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
         sampler=replace(
-            SamplerSection(start_timeout_s=240, vllm={"max_num_seqs": 16, "kv_cache_memory_bytes": 100 << 20}),
+            SamplerSection(
+                start_timeout_s=240, vllm={"max_num_seqs": 16, "kv_cache_memory_bytes": 100 << 20}
+            ),
             **sampler,
         ),
     )
@@ -61,13 +65,16 @@ def make_settings(format: Format = Format.none, **sampler) -> EngineSettings:
 def collecting(
     sampler: Sampler, params: SamplingParams, prompts: list[Prompt], *, first: bool = True
 ) -> Iterator[list[Rollout]]:
-    """Answers, collected by a thread of its own: what is done meanwhile is done in the middle of them.
+    """Answers, collected by a thread of its own: what is done meanwhile is done in the middle of
+    them.
 
-    A prompt follows every one that is answered until then. At the end all are answered, each once, and here in order.
-    `first`: begins when something has been answered, else when something has been asked.
+    A prompt follows every one that is answered until then. At the end all are answered, each once,
+    and here in order. `first`: begins when something has been answered, else when something has
+    been asked.
     """
     rollouts: list[Rollout] = []
-    begun, over = threading.Event(), threading.Event()
+    begun = threading.Event()
+    over = threading.Event()
 
     def collect() -> None:
         asked = len(prompts)
@@ -79,10 +86,14 @@ def collecting(
                 rollouts.extend(rollout for group in groups for rollout in group)
                 begun.set()
                 if not over.is_set():
-                    answering.add([prompts[(asked + i) % len(prompts)] for i in range(len(groups))], asked)
+                    answering.add(
+                        [prompts[(asked + i) % len(prompts)] for i in range(len(groups))], asked
+                    )
                     asked += len(groups)
         rollouts.sort(key=lambda one: (one.group, one.sample))
-        assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(asked) for s in range(params.samples)]
+        assert [(r.group, r.sample) for r in rollouts] == [
+            (g, s) for g in range(asked) for s in range(params.samples)
+        ]
 
     with ThreadPoolExecutor(1) as pool:
         collected = pool.submit(collect)
@@ -108,7 +119,9 @@ def rest(answering: Answering) -> dict[int, list[Rollout]]:
 
 def essence(rollouts: Iterable[Rollout]) -> list[tuple]:
     """What the same weights and seeds answer."""
-    return [(one.group, one.sample, one.token_ids, one.logprobs, one.finish_reason) for one in rollouts]
+    return [
+        (one.group, one.sample, one.token_ids, one.logprobs, one.finish_reason) for one in rollouts
+    ]
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,9 @@ class TinyModel:
         for name, tensor in self.untrained.items():
             if self.hf.tie_word_embeddings and name == "lm_head.weight":
                 continue
-            noise = torch.randn(tensor.shape, generator=generator) * (0.02 if tensor.ndim == 1 else 0.08)
+            noise = torch.randn(tensor.shape, generator=generator) * (
+                0.02 if tensor.ndim == 1 else 0.08
+            )
             weights[name] = (tensor + noise).bfloat16()
         return weights
 
@@ -144,12 +159,24 @@ class TinyModel:
 
 
 def make_model(folder: Path, tied: bool) -> TinyModel:
-    """About 0.4M parameters; a vocabulary that is no multiple of anything, so that padding takes part."""
+    """About 0.4M parameters; a vocabulary that is no multiple of anything, so that padding takes
+    part.
+    """
     hf = Qwen3Config(
-        vocab_size=101, hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=tied,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        architectures=["Qwen3ForCausalLM"],
+    )
     hf.save_pretrained(folder)
     return TinyModel(folder, hf)
 
@@ -171,13 +198,17 @@ class Live:
         """The next version on disk, not yet loaded; returns its manifest."""
         transport.remove_version(self.directory, self.next_version)
         tensors = self.model.quantized(seed, self.format).items()
-        return transport.write_version(self.directory, self.next_version, tensors, format=self.format).manifest
+        return transport.write_version(
+            self.directory, self.next_version, tensors, format=self.format
+        ).manifest
 
     def stage(self, version: int | None = None) -> str:
         """What is written is on its way; its name, by which it is loaded."""
         version = self.next_version if version is None else version
         self.sampler.start_weight_update()
-        self.sampler.update_weights(transport.update_info(self.directory, version, 1, background=True))
+        self.sampler.update_weights(
+            transport.update_info(self.directory, version, 1, background=True)
+        )
         return str(version)
 
     def load(self, version: int | None = None) -> None:
@@ -185,7 +216,8 @@ class Live:
 
     def update(self, seed: int, fault: str | Callable[[Path], None] | None = None) -> None:
         """`fault`: one of faulty_receiver's, or what is done to the version before it is loaded."""
-        manifest, marker = self.write(seed), self.directory / "fault"
+        manifest = self.write(seed)
+        marker = self.directory / "fault"
         if callable(fault):
             fault(manifest)
         elif fault:
@@ -231,16 +263,24 @@ def startable() -> Iterator[None]:
         yield
 
 
-def make_live(folder: Path, format: Format, tied: bool, head: Precision = Precision.bf16, **sampler) -> Live:
+def make_live(
+    folder: Path, format: Format, tied: bool, head: Precision = Precision.bf16, **sampler
+) -> Live:
     """Not yet started."""
     model = make_model(folder / "hf", tied)
     settings = replace(make_settings(format, **sampler), head=head)
-    engine = Sampler(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
+    engine = Sampler(
+        settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension"
+    )
     return Live(engine, model, format, folder)
 
 
-def start_live(folder: Path, format: Format, tied: bool, seed: int | None = None, **sampler) -> Iterator[Live]:
-    """With weights of this seed, if any; then other engines can start too, in the place of one that is killed."""
+def start_live(
+    folder: Path, format: Format, tied: bool, seed: int | None = None, **sampler
+) -> Iterator[Live]:
+    """With weights of this seed, if any; then other engines can start too, in the place of one that
+    is killed.
+    """
     live = make_live(folder, format, tied, **sampler)
     try:
         live.restart()
@@ -253,11 +293,15 @@ def start_live(folder: Path, format: Format, tied: bool, seed: int | None = None
 
 
 def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
-    """What an engine answers that starts from the exported quantized checkpoint of these weights."""
+    """What an engine answers that starts from the exported quantized checkpoint of these
+    weights.
+    """
     folder = tmp_path / "exported"
     settings = make_settings(live.format, vllm={"model": str(folder), "load_format": "safetensors"})
     write_engine_folder(live.model.folder, folder, settings.quantization)
-    save_file(live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"}
+    )
     assert json.loads((folder / "config.json").read_text())["architectures"]
     with forking(), Sampler(settings, live.model.folder, tmp_path) as sampler:
         return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)

@@ -38,12 +38,19 @@ class Recorder:
 
 
 def run_trainer() -> dict[str, Any]:
-    """vLLM's trainer side as far as it goes without a GPU: its sources, its settings, its refusal."""
+    """vLLM's trainer side as far as it goes without a GPU: its sources, its settings, its
+    refusal.
+    """
     shape = ModelShape.from_hf(MODELS["qwen3"] | {"vocab_size": 102})
-    hf, found = random_hf(shape), {}
+    hf = random_hf(shape)
+    found = {}
 
     def source() -> ShardSource:
-        return ShardSource(Model(shape, Layout(), {}), ShardGroups(tensor=Alone(), expert_tensor=Alone()), Format.int8)
+        return ShardSource(
+            Model(shape, Layout(), {}),
+            ShardGroups(tensor=Alone(), expert_tensor=Alone()),
+            Format.int8,
+        )
 
     whole = WholeSource(source(), everywhere=False)
     tensors = WholeTensors(whole)
@@ -60,9 +67,16 @@ def run_trainer() -> dict[str, Any]:
     for name in Transport:
         if name == Transport.file:
             continue
-        section, engine = SyncSection(transport=name), SamplerSection(tensor_parallel=2)
-        small, large = (init_info(name, 2, 0, ("node7", 12345), largest) for largest in (1, 3 << 30))
-        found[f"{name} settings"] = [small.backend, small.is_sender, init_info(name, 2, 1, ("", 1), 1).is_sender]
+        section = SyncSection(transport=name)
+        engine = SamplerSection(tensor_parallel=2)
+        small, large = (
+            init_info(name, 2, 0, ("node7", 12345), largest) for largest in (1, 3 << 30)
+        )
+        found[f"{name} settings"] = [
+            small.backend,
+            small.is_sender,
+            init_info(name, 2, 1, ("", 1), 1).is_sender,
+        ]
         found[f"{name} buffers"] = [small.packed_buffer_size_bytes, large.packed_buffer_size_bytes]
         listener = Recorder()
         push = VllmPush(source(), listener, section, engine)

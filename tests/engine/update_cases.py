@@ -26,12 +26,15 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     engine = case.start("live", keeps_experts=True, block_size=32)
     found: dict[str, Any] = {}
     said = [case.update(engine, case.tensors(1))]
-    found["kept"] = [kept_routes(case, engine) for _ in range(2)]  # the second time from cached prefixes
+    # the second time from cached prefixes
+    found["kept"] = [kept_routes(case, engine) for _ in range(2)]
     first = answers(engine)
     sequences = [list(prompt.token_ids) for prompt in PROMPTS]
     found["routes"] = [
         torch.frombuffer(bytearray(one), dtype=torch.int32).view(len(tokens), 2, -1).tolist()
-        for tokens, one in zip(sequences, engine.values("routed_experts", sequences, 0), strict=True)
+        for tokens, one in zip(
+            sequences, engine.values("routed_experts", sequences, 0), strict=True
+        )
     ]
     found["other routes"] = transformers_routes(case, sequences)
     found["unmoved"] = answers(engine) == first
@@ -41,17 +44,24 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     found["back"] = answers(engine) == first
     found["said"] = said
     whole = case.tensors(2)
-    found["missing"] = case.update(engine, {name: tensor for name, tensor in whole.items() if name != victim})
+    found["missing"] = case.update(
+        engine, {name: tensor for name, tensor in whole.items() if name != victim}
+    )
     found["misshapen"] = case.update(engine, whole | {victim: whole[victim].T.contiguous()})
     found["intact"] = answers(engine) == first
     if case.hf["model_type"] == "mixtral":  # experts whose width needs padding fail at once instead
-        found["kept_kernels_show"] = case.update_wrongly(engine, keep_kernels) == "" and answers(engine) != first
+        found["kept_kernels_show"] = (
+            case.update_wrongly(engine, keep_kernels) == "" and answers(engine) != first
+        )
     found["unwritten"] = case.update_wrongly(engine, drop(victim))
     case.version += 1  # a torn engine wants a newer version
     found["changed"] = case.update_wrongly(engine, change_files(case)), answers(engine) == first
     found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
     if case.hf["model_type"] == "mixtral":
-        found["layerwise"] = [run_layerwise(engine, case.tensors(1)), run_layerwise(engine, whole, victim)]
+        found["layerwise"] = [
+            run_layerwise(engine, case.tensors(1)),
+            run_layerwise(engine, whole, victim),
+        ]
     engine.shutdown()
     fresh = case.start("fresh", load_format="safetensors")
     found["fresh"] = answers(fresh) == first
@@ -60,8 +70,13 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
 
 
 def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
-    """Of tokens that samples have read: how many came with other experts than the engine chooses at once."""
-    numbers, prefilled, differ, read = {}, engine.samples.prefilled, 0, 0
+    """Of tokens that samples have read: how many came with other experts than the engine chooses at
+    once.
+    """
+    numbers = {}
+    prefilled = engine.samples.prefilled
+    differ = 0
+    read = 0
     for seed, prompt in enumerate([*PROMPTS, LONG]):
         tokens = list(prompt.token_ids)
         numbers[next(NUMBERS)] = tokens
@@ -70,9 +85,13 @@ def kept_routes(case: Case, engine: Engine) -> dict[str, Any]:
     prefilled = engine.samples.prefilled - prefilled
     for number, said in replies:
         tokens = [*numbers[number], *np.frombuffer(said["tokens"], np.int32).tolist()]
-        kept_SLK = np.frombuffer(said["experts"], np.uint8).reshape(len(tokens) - 1, *said["experts_shape"])
+        kept_SLK = np.frombuffer(said["experts"], np.uint8).reshape(
+            len(tokens) - 1, *said["experts_shape"]
+        )
         (watched,) = engine.values("routed_experts", [tokens], case.version)
-        wanted_SLK = np.frombuffer(watched, np.int32).reshape(len(tokens), *said["experts_shape"])[:-1]
+        wanted_SLK = np.frombuffer(watched, np.int32).reshape(len(tokens), *said["experts_shape"])[
+            :-1
+        ]
         differ += int((np.sort(kept_SLK) != np.sort(wanted_SLK)).any(-1).sum())
         read += kept_SLK[..., 0].size
     return {"answers": len(replies), "differ": differ, "read": read, "prefilled": prefilled}
@@ -85,8 +104,13 @@ def transformers_routes(case: Case, sequences: list[list[int]]) -> list[Any]:
     write_folder(folder, plain.tensors(1), case.hf)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        said = [model(torch.tensor([tokens]), output_router_logits=True).router_logits for tokens in sequences]
-    return [torch.stack([one.float().topk(2).indices for one in layers], 1).tolist() for layers in said]
+        said = [
+            model(torch.tensor([tokens]), output_router_logits=True).router_logits
+            for tokens in sequences
+        ]
+    return [
+        torch.stack([one.float().topk(2).indices for one in layers], 1).tolist() for layers in said
+    ]
 
 
 def run_layerwise(engine: Engine, tensors: dict[str, torch.Tensor], without: str = "") -> str:
@@ -145,7 +169,9 @@ def run_cache(case: Case) -> dict[str, Any]:
     found["said"].append(case.update(engine, coarse))
     found["coarser"] = answers(engine) != first
     name = next(iter(case.scales(1)))
-    found["missing"] = case.update(engine, {key: tensor for key, tensor in case.tensors(1).items() if key != name})
+    found["missing"] = case.update(
+        engine, {key: tensor for key, tensor in case.tensors(1).items() if key != name}
+    )
     found["unwritten"] = case.update_wrongly(engine, drop(name))
     case.version += 1
     found["said"].append(case.update(engine, case.tensors(1)))

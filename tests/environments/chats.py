@@ -1,7 +1,8 @@
-"""Chat templates and conversations for tests: a policy that says anything, and what must hold of every request and row.
+"""Chat templates and conversations for tests: a policy that says anything, and what must hold of
+every request and row.
 
-`python chats.py FOLDER COUNT [PART]` tries the published templates of templates.yaml that FOLDER/NAME.jinja holds, by
-their hash; PART is in the names of those to try.
+`python chats.py FOLDER COUNT [PART]` tries the published templates of templates.yaml that
+FOLDER/NAME.jinja holds, by their hash; PART is in the names of those to try.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from megatron_rl.environments.conversation import SENTINEL, Conversation, Turn
 from megatron_rl.sampler.client.interface import Completion
 
 APPENDS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or "
+    "[] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% "
+    "if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # what was thought before the user's last message is left out, and answers are trimmed
 DROPS_THINKING = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% set said = m.content %}"
-    "{% if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in said %}"
-    "{% set said = said.split('</think>')[-1] %}{% endif %}<|im_start|>{{ m.role }}\n{{ said | trim }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
+    "ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set said = "
+    "m.content %}{% if m.role == 'assistant' and loop.index0 < ns.last and '</think>' in said %}"
+    "{% set said = said.split('</think>')[-1] %}{% endif %}<|im_start|>{{ m.role }}\n{{ said | "
+    "trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif "
+    "%}"
 )
 # the number of messages stands before all of them: nothing stays as it was
 REWRITES = "{{ messages | length }}: " + APPENDS
@@ -47,7 +48,9 @@ NEVER_CLOSES = (
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 # thinking is opened for the model, and written otherwise where it was closed
-OPENS_THINKING = APPENDS.replace("assistant\n{% endif", "assistant\n<think>\n\n</think>\n\n{% endif")
+OPENS_THINKING = APPENDS.replace(
+    "assistant\n{% endif", "assistant\n<think>\n\n</think>\n\n{% endif"
+)
 # an answer is asked for whether it is to be or not
 ALWAYS_OPENS = APPENDS.replace("{% if add_generation_prompt %}", "{% if true %}")
 # an answer is closed by what no answer ends with
@@ -55,37 +58,70 @@ CLOSES_OTHERWISE = NEVER_CLOSES.replace("{{ m.content }} ", "{{ m.content }}<|im
 # what was asked for nothing more is ended twice
 ENDS_ALL = APPENDS.replace("{% endif", "{% else %}<|endoftext|>{% endif")
 # an answer that calls has no text
-CALLS_ALONE = APPENDS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
+CALLS_ALONE = APPENDS.replace(
+    "{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+)
 OWN = {
-    "appends": APPENDS, "drops thinking": DROPS_THINKING, "rewrites": REWRITES, "never closes": NEVER_CLOSES,
-    "opens thinking": OPENS_THINKING, "always opens": ALWAYS_OPENS, "closes otherwise": CLOSES_OTHERWISE,
-    "ends all": ENDS_ALL, "calls alone": CALLS_ALONE,
-}  # fmt: skip
+    "appends": APPENDS,
+    "drops thinking": DROPS_THINKING,
+    "rewrites": REWRITES,
+    "never closes": NEVER_CLOSES,
+    "opens thinking": OPENS_THINKING,
+    "always opens": ALWAYS_OPENS,
+    "closes otherwise": CLOSES_OTHERWISE,
+    "ends all": ENDS_ALL,
+    "calls alone": CALLS_ALONE,
+}
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
+    }
+]
 
 
 def folder_of(
-    folder: Path, template: str, special: Sequence[str] = SPECIAL, stops: Sequence[str] = SPECIAL[1:]
+    folder: Path,
+    template: str,
+    special: Sequence[str] = SPECIAL,
+    stops: Sequence[str] = SPECIAL[1:],
 ) -> Path:
-    """A model folder with this chat template, and a byte-level tokenizer that has its special tokens."""
+    """A model folder with this chat template, and a byte-level tokenizer that has its special
+    tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    text = ["the answer is not what they think it is: 12 + 30 = 42, <think> so </think> user assistant tool system"]
+    text = [
+        "the answer is not what they think it is: 12 + 30 = 42, <think> so </think> user "
+        "assistant tool system"
+    ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+    tokenizer.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in special]
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": stops[0]}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": special[0],
+        "eos_token": stops[0],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id(one) for one in stops]}))
+    (folder / "config.json").write_text(
+        json.dumps({"eos_token_id": [tokenizer.token_to_id(one) for one in stops]})
+    )
     return folder
 
 
-def completion(ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), finish: str = "stop") -> Completion:
+def completion(
+    ids: Sequence[int], spans: Sequence[tuple[int, int]] = (), finish: str = "stop"
+) -> Completion:
     told = list(spans) or [(0, len(ids))]
     return Completion(array("i", ids), array("f", [-1.0] * len(ids)), finish, told)
 
@@ -101,9 +137,12 @@ class Talk:
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.tokenizer, self.options, appends=self.appends)
-        self.asked: list[tuple[list[int], list[int]]] = []  # tokens of each request, and what was sampled for it
+        # tokens of each request, and what was sampled for it
+        self.asked: list[tuple[list[int], list[int]]] = []
 
-    def say(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> dict[str, Any]:
+    def say(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+    ) -> dict[str, Any]:
         """One turn; the message that the policy's answer is."""
         turn = self.conversation.request(messages, tools)
         ids = self.sampled()
@@ -120,34 +159,58 @@ class Talk:
         return message
 
     def check_added(self, turn: Turn) -> None:
-        """What stands between the answer before and this one is all that the template writes there."""
+        """What stands between the answer before and this one is all that the template writes
+        there.
+        """
         before = turn.parent
         if before is None or before.sampled is None:
             return
         place = len(before.messages)
         if "tool_calls" in turn.messages[place]:  # they stand behind the text
             return
-        marked = [*turn.messages[:place], {"role": "assistant", "content": SENTINEL}, *turn.messages[place + 1 :]]
-        text = self.tokenizer.render(marked, self.options, tools=turn.tools, opened=True).rpartition(SENTINEL)[2]
+        marked = [
+            *turn.messages[:place],
+            {"role": "assistant", "content": SENTINEL},
+            *turn.messages[place + 1 :],
+        ]
+        text = self.tokenizer.render(
+            marked, self.options, tools=turn.tools, opened=True
+        ).rpartition(SENTINEL)[2]
         stops = self.tokenizer.stop_token_ids
         found = min(
-            ((at, one) for one in stops if (at := text.find(self.tokenizer.decode_all([one]))) >= 0), default=None
+            (
+                (at, one)
+                for one in stops
+                if (at := text.find(self.tokenizer.decode_all([one]))) >= 0
+            ),
+            default=None,
         )
         if found is not None:
             text = text[found[0] :]
             if before.sampled.token_ids[-1] in stops:
                 text = text.removeprefix(self.tokenizer.decode_all([found[1]]))
-        assert self.tokenizer.decode_all(turn.added) == text, "something else was added than the template writes"
+        assert self.tokenizer.decode_all(turn.added) == text, (
+            "something else was added than the template writes"
+        )
 
     def sampled(self) -> list[int]:
-        """Anything a policy may write: words tokenized as nobody would, thinking, half characters; ended or cut."""
-        draw, ids = self.random, list[int]()
+        """Anything a policy may write: words tokenized as nobody would, thinking, half characters;
+        ended or cut.
+        """
+        draw = self.random
+        ids = list[int]()
         if draw.random() < 0.4:
             ids += self.tokenizer.encode("<think>\n" + " so" * draw.randrange(4) + "\n</think>\n\n")
         for _ in range(draw.randrange(1, 6)):
-            word = draw.choice(["the answer", " 42", "\n", "é", "日本", "<tool_call>{", " ", "user", "}"])
+            word = draw.choice(
+                ["the answer", " 42", "\n", "é", "日本", "<tool_call>{", " ", "user", "}"]
+            )
             whole = self.tokenizer.encode(word)
-            ids += whole if draw.random() < 0.5 else [one for piece in word for one in self.tokenizer.encode(piece)]
+            ids += (
+                whole
+                if draw.random() < 0.5
+                else [one for piece in word for one in self.tokenizer.encode(piece)]
+            )
         if draw.random() < 0.1:
             ids = ids[: draw.randrange(1, len(ids) + 1)]  # also in the middle of a character
         return ids + ([draw.choice(self.tokenizer.stop_token_ids)] if draw.random() < 0.8 else [])
@@ -158,31 +221,54 @@ class Talk:
         trained = Counter[tuple[int, int]]()
         for row in rows:
             whole = [*row.prompt, *row.token_ids]
-            assert len(row.token_ids) == len(row.mask) == len(row.turns) == len(row.logprobs) == len(row.versions)
+            assert (
+                len(row.token_ids)
+                == len(row.mask)
+                == len(row.turns)
+                == len(row.logprobs)
+                == len(row.versions)
+            )
             for turn in sorted(set(row.turns) - {-1}):
                 places = [place for place, number in enumerate(row.turns) if number == turn]
-                begin, before = places[0], len(row.prompt)
+                begin = places[0]
+                before = len(row.prompt)
                 tokens, ids = self.asked[turn]
                 assert whole[: before + begin] == tokens, (
                     f"turn {turn} stands behind other tokens than it was drawn behind"
                 )
-                assert list(row.token_ids[begin : begin + len(ids)]) == ids == [row.token_ids[one] for one in places]
+                assert (
+                    list(row.token_ids[begin : begin + len(ids)])
+                    == ids
+                    == [row.token_ids[one] for one in places]
+                )
                 trained.update((turn, place) for place, one in enumerate(places) if row.mask[one])
-            assert all(number >= 0 for number, kept in zip(row.turns, row.mask, strict=True) if kept)
-        every = Counter({(turn, place): 1 for turn, (_, ids) in enumerate(self.asked) for place in range(len(ids))})
+            assert all(
+                number >= 0 for number, kept in zip(row.turns, row.mask, strict=True) if kept
+            )
+        every = Counter(
+            {
+                (turn, place): 1
+                for turn, (_, ids) in enumerate(self.asked)
+                for place in range(len(ids))
+            }
+        )
         assert trained == every, "a sampled token is trained on not once"
         grows = 0
         for turn, (tokens, _) in enumerate(self.asked):
             behind = self.conversation.turns[turn].parent
             if behind is not None:
                 before = [*self.asked[behind.number][0], *self.asked[behind.number][1]]
-                assert tokens[: len(before)] == before, "a request does not begin with the exact tokens before it"
+                assert tokens[: len(before)] == before, (
+                    "a request does not begin with the exact tokens before it"
+                )
                 grows += 1
         return Counter(rows=len(rows), forks=len(rows) - 1, turns=len(self.asked), grows=grows)
 
 
 def play(talk: Talk, tools: bool = True) -> Counter[str]:
-    """A conversation as environments hold it, or, now and then, as an agent does that rewrites and goes back."""
+    """A conversation as environments hold it, or, now and then, as an agent does that rewrites and
+    goes back.
+    """
     draw = talk.random
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": "What is 12 + 30?"}]
     if draw.random() < 0.3:
@@ -194,9 +280,17 @@ def play(talk: Talk, tools: bool = True) -> Counter[str]:
         answer = talk.say(messages, TOOLS if tools else ())
         if agent and draw.random() < 0.2:
             answer = answer | {"content": answer["content"].strip()}
-        more: dict[str, Any] = {"role": "user", "content": draw.choice(["No. Again.", "é", "  ", "42\n"])}
+        more: dict[str, Any] = {
+            "role": "user",
+            "content": draw.choice(["No. Again.", "é", "  ", "42\n"]),
+        }
         if "tool_calls" in answer:
-            more = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": draw.choice(["42", "", "é"])}
+            more = {
+                "role": "tool",
+                "name": "add",
+                "tool_call_id": "call00000",
+                "content": draw.choice(["42", "", "é"]),
+            }
         messages = [*messages, answer, more]
         histories.append(messages)
     return talk.check()
@@ -212,7 +306,8 @@ class Published:
     special: Sequence[str]
     stops: Sequence[str]
     tools: bool = True  # it shows them
-    cases: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})  # options of the template
+    # options of the template
+    cases: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
 
     def read(self, folder: Path) -> str | None:
         """The template; None where the folder does not have it."""
@@ -221,7 +316,9 @@ class Published:
             return None
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != self.sha256:
-            raise SystemExit(f"{path} is another template: sha256 {found}, templates.yaml has {self.sha256}")
+            raise SystemExit(
+                f"{path} is another template: sha256 {found}, templates.yaml has {self.sha256}"
+            )
         return path.read_text()
 
 
@@ -230,9 +327,12 @@ def published() -> list[Published]:
     return [Published(name, **about) for name, about in listed.items()]
 
 
-def many(tokenizer: FolderTokenizer, count: int, options: Mapping[str, Any], tools: bool) -> tuple[Counter[str], ...]:
+def many(
+    tokenizer: FolderTokenizer, count: int, options: Mapping[str, Any], tools: bool
+) -> tuple[Counter[str], ...]:
     """What came out of so many conversations, and how often the template refused to go on."""
-    total, refused = Counter[str](conversations=count), Counter[str]()
+    total = Counter[str](conversations=count)
+    refused = Counter[str]()
     for seed in range(count):
         talk = Talk(tokenizer, random.Random(seed), options=options)
         try:

@@ -1,4 +1,6 @@
-"""Environments, tools and agents that behave, and that do not: what tests name in `environment.name`."""
+"""Environments, tools and agents that behave, and that do not: what tests name in
+`environment.name`.
+"""
 
 import json
 import os
@@ -12,15 +14,28 @@ from megatron_rl.environments.environment import Answer, Environment, Step
 
 
 class Guess(Environment):
-    """Ends with a right answer, or with the last try; what it is told to do before is the row's `how`."""
+    """Ends with a right answer, or with the last try; what it is told to do before is the row's
+    `how`.
+    """
 
     def __init__(self, tries: int = 3) -> None:
-        self.tries, self.turn = tries, 0
-        self.tools = (add, self.wait, self.die, self.flood, self.raises, self.nothing, self.odd, self.turns_so_far)
+        self.tries = tries
+        self.turn = 0
+        self.tools = (
+            add,
+            self.wait,
+            self.die,
+            self.flood,
+            self.raises,
+            self.nothing,
+            self.odd,
+            self.turns_so_far,
+        )
         self.tools += (self.interrupts,)
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        self.row, self.how = row, row.get("how", "")
+        self.row = row
+        self.how = row.get("how", "")
         if self.how == "reset raises":
             raise ValueError("no such task")
         if self.how == "reset hangs":
@@ -80,7 +95,8 @@ class Guess(Environment):
             case "memory":
                 bytearray(64 << 30)
         right = answer.content.strip() == str(self.row["answer"])
-        done, advantage = right or self.turn == self.tries, 2.0 if right else -1.0
+        done = right or self.turn == self.tries
+        advantage = 2.0 if right else -1.0
         numbers = {"tries": self.turn, "rate": float("nan")}  # of no tries, as such numbers are
         return Step("Not yet. Again.", float(right), done, numbers, advantage)
 
@@ -141,4 +157,9 @@ async def agent(base_url: str, row: Mapping[str, Any]) -> Any:
         message = made.choices[0].message
         said.append(message.content)
         messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "Again."}]
-    return {"reward": float(str(row["answer"]) in said), "answers": len(said), "rate": float("inf"), "note": "done"}
+    return {
+        "reward": float(str(row["answer"]) in said),
+        "answers": len(said),
+        "rate": float("inf"),
+        "note": "done",
+    }

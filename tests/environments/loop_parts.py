@@ -1,4 +1,6 @@
-"""Tools and an environment that answer by a script, for this project's loop and for others': they import neither."""
+"""Tools and an environment that answer by a script, for this project's loop and for others': they
+import neither.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def fail(text: str) -> str:
 
 TOOLS = (say, fail)
 for tool in TOOLS:
-    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
     function = {"name": tool.__name__, "description": tool.__doc__, "parameters": parameters}
     tool.schema = {"type": "function", "function": function}  # type: ignore[attr-defined]
 
@@ -42,7 +48,9 @@ class Tools:
 
 
 class Lines:
-    """An environment of SkyRL-Gym's that says the next messages of `extras["said"]` after each answer."""
+    """An environment of SkyRL-Gym's that says the next messages of `extras["said"]` after each
+    answer.
+    """
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
         self.said = list(extras["said"])
@@ -63,7 +71,9 @@ class Lines:
 def each(
     script: dict[str, Any], one: Callable[[int, Conversation], Awaitable[Any]], names: str
 ) -> list[dict[str, Any]]:
-    """What a loop has made of each conversation, one after the other, or how it failed. `names`: of its own fields."""
+    """What a loop has made of each conversation, one after the other, or how it failed. `names`: of
+    its own fields.
+    """
 
     async def told(number: int, conversation: Conversation) -> dict[str, Any]:
         try:
@@ -74,12 +84,17 @@ def each(
         return {ours: getattr(made, theirs) for ours, theirs in fields}
 
     async def all_of_them() -> list[dict[str, Any]]:
-        return [await told(number, conversation) for number, conversation in enumerate(script["conversations"])]
+        return [
+            await told(number, conversation)
+            for number, conversation in enumerate(script["conversations"])
+        ]
 
     return asyncio.run(all_of_them())
 
 
 def played(play: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """`python FILE SCRIPTS RESULT`: what a loop has made of each conversation of each script, as JSON."""
+    """`python FILE SCRIPTS RESULT`: what a loop has made of each conversation of each script, as
+    JSON.
+    """
     scripts, result = map(Path, sys.argv[1:])
     result.write_text(json.dumps([play(one) for one in json.loads(scripts.read_text())]))

@@ -1,4 +1,5 @@
-"""SkyRL's side of loops.py, in a process that imports nothing of this project: its SkyRLGymGenerator, by its defaults.
+"""SkyRL's side of loops.py, in a process that imports nothing of this project: its
+SkyRLGymGenerator, by its defaults.
 
 The answers stand in for the client of its inference engines.
 """
@@ -15,7 +16,10 @@ class Scripted:
 
     def __init__(self, script: dict[str, Any], tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.turns = [iter(zip(one["answers"], one["logprobs"], strict=True)) for one in script["conversations"]]
+        self.turns = [
+            iter(zip(one["answers"], one["logprobs"], strict=True))
+            for one in script["conversations"]
+        ]
         self.stops = tokenizer.convert_tokens_to_ids(script["stops"])
 
     async def generate(self, asked: Any, model: Any = None) -> dict[str, Any]:
@@ -47,15 +51,22 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
         skyrl_gym.register(id="lines", entry_point=Environment)
     tokenizer = AutoTokenizer.from_pretrained(script["folder"])
     config = GeneratorConfig(
-        max_turns=script["turns"], max_input_length=script["most_tokens"], chat_template_kwargs=script["options"]
+        max_turns=script["turns"],
+        max_input_length=script["most_tokens"],
+        chat_template_kwargs=script["options"],
     )
     generator = SkyRLGymGenerator(config, SkyRLGymConfig(), Scripted(script, tokenizer), tokenizer)
 
     def one(number: int, conversation: dict[str, Any]) -> Any:
         return generator.agent_loop(
-            conversation["prompt"], "lines", {"said": conversation["said"]}, script["most_tokens"],
-            script["most_tokens"], sampling_params={"logprobs": 1}, trajectory_id=TrajectoryID(str(number), 0),
-        )  # fmt: skip
+            conversation["prompt"],
+            "lines",
+            {"said": conversation["said"]},
+            script["most_tokens"],
+            script["most_tokens"],
+            sampling_params={"logprobs": 1},
+            trajectory_id=TrajectoryID(str(number), 0),
+        )
 
     return each(script, one, "prompt_ids response_ids loss_mask rollout_logprobs")
 

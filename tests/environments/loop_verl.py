@@ -1,4 +1,5 @@
-"""verl's side of loops.py, in a process that imports nothing of this project: its ToolAgentLoop, with its own defaults.
+"""verl's side of loops.py, in a process that imports nothing of this project: its ToolAgentLoop,
+with its own defaults.
 
 The answers stand in for LLMServerClient, which would ask its servers for them.
 """
@@ -28,7 +29,9 @@ def configured(script: dict[str, Any]) -> Any:
     import verl
     from hydra import compose, initialize_config_dir
 
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+    with initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None
+    ):
         config = compose("ppo_trainer")
     rollout = config.actor_rollout_ref.rollout
     rollout.prompt_length = rollout.response_length = script["most_tokens"]
@@ -46,16 +49,25 @@ def play(script: dict[str, Any]) -> list[dict[str, Any]]:
     from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    config, tokenizer = configured(script), AutoTokenizer.from_pretrained(script["folder"])
+    config = configured(script)
+    tokenizer = AutoTokenizer.from_pretrained(script["folder"])
     if not FUNCTION_TOOL_REGISTRY:
         for tool in TOOLS:
             function_tool(tool.__name__, schema=tool.schema)(tool)
     tools = ToolListWrap(list(FUNCTION_TOOL_REGISTRY.values()))
 
     def one(_: int, conversation: dict[str, Any]) -> Any:
-        wrapped, data = DictConfigWrap(config), DictConfigWrap(config.data)
+        wrapped = DictConfigWrap(config)
+        data = DictConfigWrap(config.data)
         loop = ToolAgentLoop(
-            wrapped, Scripted(conversation), tokenizer, None, RLHFDataset, data, script["model_type"], tools=tools
+            wrapped,
+            Scripted(conversation),
+            tokenizer,
+            None,
+            RLHFDataset,
+            data,
+            script["model_type"],
+            tools=tools,
         )
         return loop.run({}, raw_prompt=conversation["prompt"])
 

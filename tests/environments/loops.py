@@ -1,7 +1,9 @@
-"""The same conversations in this project's loop and in others': tokens, masks and logprobs of each, side by side.
+"""The same conversations in this project's loop and in others': tokens, masks and logprobs of each,
+side by side.
 
-`PYTHONPATH=tests python -m environments.loops FOLDER COUNT --verl PYTHON --skyrl PYTHON`: the published templates in
-FOLDER, COUNT conversations of each kind, and an interpreter that has the other project. Answers are drawn once, as ids.
+`PYTHONPATH=tests python -m environments.loops FOLDER COUNT --verl PYTHON --skyrl PYTHON`: the
+published templates in FOLDER, COUNT conversations of each kind, and an interpreter that has the
+other project. Answers are drawn once, as ids.
 """
 
 from __future__ import annotations
@@ -28,8 +30,16 @@ from megatron_rl.sampler.client.interface import Completion, WrittenCall
 from megatron_rl.types import Prompt, Rollout, SamplingParams, ToolFormat
 
 HERE = Path(__file__).parent
-TURNS, MOST_CALLS, MOST_TOKENS = 6, 16, 4096
-MODELS = {"qwen2.5": "qwen2", "qwen3": "qwen3", "llama": "llama", "mistral": "mistral", "ministral": "mistral"}
+TURNS = 6
+MOST_CALLS = 16
+MOST_TOKENS = 4096
+MODELS = {
+    "qwen2.5": "qwen2",
+    "qwen3": "qwen3",
+    "llama": "llama",
+    "mistral": "mistral",
+    "ministral": "mistral",
+}
 Draw = random.Random
 Answer = tuple[str, bool]  # its text, and whether it is ended by a stop
 
@@ -47,14 +57,18 @@ UNREAD = '<tool_call>\n{"name": "say", "arguments": {\n</tool_call>'
 WITH_TOOLS: dict[str, Callable[[Draw], list[Answer]]] = {
     "one call": lambda draw: calling(draw, call),
     "words before a call": lambda draw: calling(draw, lambda one: "So it is.\n" + call(one)),
-    "thinking before a call": lambda draw: calling(draw, lambda one: "<think>\nso\n</think>\n\n" + call(one)),
+    "thinking before a call": lambda draw: calling(
+        draw, lambda one: "<think>\nso\n</think>\n\n" + call(one)
+    ),
     "several calls": lambda draw: calling(draw, lambda one: call(one) + "\n" + call(one)),
     "calls until the last turn": lambda draw: [(call(draw), True)] * TURNS,
     "a cut answer": lambda draw: [(call(draw), True), ("It is", False)],
     "a cut answer with a whole call": lambda draw: [(call(draw), False)],
     "a tool that fails": lambda draw: calling(draw, lambda one: call(one, "fail")),
     "an unknown tool": lambda draw: calling(draw, lambda one: call(one, "nobody")),
-    "arguments that are no mapping": lambda draw: calling(draw, lambda one: call(one, arguments=[1])),
+    "arguments that are no mapping": lambda draw: calling(
+        draw, lambda one: call(one, arguments=[1])
+    ),
     "a call that cannot be read": lambda draw: [(UNREAD, True)],
     "one of two calls cannot be read": lambda draw: [(call(draw) + "\n" + UNREAD, True)],
     "a long result": lambda draw: [(call(draw, arguments={"text": "it is so " * 200}), True)],
@@ -102,9 +116,17 @@ def conversations(tokenizer: FolderTokenizer, count: int, tools: bool) -> Iterat
             lines, answers = ([], WITH_TOOLS[kind](draw)) if tools else WITHOUT_TOOLS[kind](draw)
             answers = [*answers, *[("So it is 42", True)] * TURNS]
             ids = [drawn(draw, tokenizer, one) for one in answers]
-            prompt = [{"role": "system", "content": "Think."}] * (draw.random() < 0.4) + [user("What is 12 + 30?")]
+            prompt = [{"role": "system", "content": "Think."}] * (draw.random() < 0.4) + [
+                user("What is 12 + 30?")
+            ]
             logprobs = [[-draw.randrange(1, 64) / 32 for _ in one] for one in ids]
-            yield {"kind": kind, "prompt": prompt, "said": lines, "answers": ids, "logprobs": logprobs}
+            yield {
+                "kind": kind,
+                "prompt": prompt,
+                "said": lines,
+                "answers": ids,
+                "logprobs": logprobs,
+            }
 
 
 class Scripted:
@@ -113,17 +135,29 @@ class Scripted:
     policy_version = 0
 
     def __init__(self, script: Mapping[str, Any], tokenizer: FolderTokenizer) -> None:
-        self.turns_of = [iter(zip(one["answers"], one["logprobs"], strict=True)) for one in script["conversations"]]
-        self.tokenizer, self.parser = tokenizer, ToolCallParser(script["folder"])
+        self.turns_of = [
+            iter(zip(one["answers"], one["logprobs"], strict=True))
+            for one in script["conversations"]
+        ]
+        self.tokenizer = tokenizer
+        self.parser = ToolCallParser(script["folder"])
         if script["tools"]:
-            self.parser.parsed([], [], "hermes", "[]")  # vLLM is imported before sessions wait for it
-            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what cannot be read is among the answers
+            # vLLM is imported before sessions wait for it
+            self.parser.parsed([], [], "hermes", "[]")
+            # what cannot be read is among the answers
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)
 
     def turns(self, params: SamplingParams, *, patient: bool) -> Scripted:
         return self
 
     async def ask(
-        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int,
+        key: str,
+        tools: ToolFormat | None = None,
     ) -> tuple[Completion, str]:
         ids, logprobs = next(self.turns_of[int(key)])
         stops = self.tokenizer.stop_token_ids
@@ -132,7 +166,9 @@ class Scripted:
         if tools is not None:
             about = self.parser.parsed(list(ids), list(stops), tools.parser, tools.schemas)
             about["calls"] = [WrittenCall(**one) for one in about["calls"]]
-        return Completion(array("i", ids), array("f", logprobs), ended, [(0, len(ids))], **about), ""
+        return Completion(
+            array("i", ids), array("f", logprobs), ended, [(0, len(ids))], **about
+        ), ""
 
     def close(self) -> None: ...
 
@@ -141,9 +177,11 @@ def play(script: Mapping[str, Any], history: str) -> list[list[dict[str, Any]]]:
     """The rows of each conversation, as this project's sessions make them."""
     tokenizer = FolderTokenizer(Path(script["folder"]))
     parts = HERE / "loop_parts.py"
-    name, settings = f"{parts}:Tools", {}
+    name = f"{parts}:Tools"
+    settings = {}
     if not script["tools"]:
-        name, settings = "megatron_rl.workshop.adapters.skyrl:Environment", {"target": f"{parts}:Lines"}
+        name = "megatron_rl.workshop.adapters.skyrl:Environment"
+        settings = {"target": f"{parts}:Lines"}
     section = EnvironmentSection(
         name=name, settings=settings, turns=TURNS, history=history, tool_parser="hermes", sessions=2
     )
@@ -165,12 +203,19 @@ def play(script: Mapping[str, Any], history: str) -> list[list[dict[str, Any]]]:
 
 
 def row_of(one: Rollout) -> dict[str, Any]:
-    row = {"prompt": one.prompt.token_ids, "tokens": one.token_ids, "mask": one.loss_mask, "logprobs": one.logprobs}
+    row = {
+        "prompt": one.prompt.token_ids,
+        "tokens": one.token_ids,
+        "mask": one.loss_mask,
+        "logprobs": one.logprobs,
+    }
     error = one.session.error if one.session else None
     return {"error": error} if error else {name: list(values) for name, values in row.items()}
 
 
-def difference(tokenizer: FolderTokenizer, ours: Sequence[Mapping[str, Any]], theirs: Mapping[str, Any]) -> str | None:
+def difference(
+    tokenizer: FolderTokenizer, ours: Sequence[Mapping[str, Any]], theirs: Mapping[str, Any]
+) -> str | None:
     """How one conversation differs; None: its prompt, tokens, mask and logprobs are the same."""
     for side, row in (("here", ours[0]), ("there", theirs)):
         if "error" in row:
@@ -178,7 +223,8 @@ def difference(tokenizer: FolderTokenizer, ours: Sequence[Mapping[str, Any]], th
     if len(ours) > 1:
         return f"here: {len(ours)} rows"
     for name in ("prompt", "tokens", "mask", "logprobs"):
-        here, there = list(ours[0][name]), list(theirs[name])
+        here = list(ours[0][name])
+        there = list(theirs[name])
         if here == there:
             continue
         apart = (at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b)
@@ -186,7 +232,8 @@ def difference(tokenizer: FolderTokenizer, ours: Sequence[Mapping[str, Any]], th
         if name not in ("prompt", "tokens"):
             return f"{name} at {place}: here {here[place : place + 8]}, there {there[place : place + 8]}"
         trained = [
-            [one for one, kept in zip(row["tokens"], row["mask"], strict=True) if kept] for row in (ours[0], theirs)
+            [one for one, kept in zip(row["tokens"], row["mask"], strict=True) if kept]
+            for row in (ours[0], theirs)
         ]
         same = "the answers are the same, " * (trained[0] == trained[1])
         shown = [tokenizer.decode_all(one[max(0, place - 8) : place + 24]) for one in (here, there)]
@@ -201,26 +248,43 @@ class Peer:
     tools: bool
 
     def play(self, scripts: Sequence[Mapping[str, Any]], place: Path) -> list[list[dict[str, Any]]]:
-        asked, result = place / "scripts.json", place / "result.json"
+        asked = place / "scripts.json"
+        result = place / "result.json"
         asked.write_text(json.dumps(scripts))
-        subprocess.run([self.python, str(HERE / f"loop_{self.name}.py"), str(asked), str(result)], check=True)
+        subprocess.run(
+            [self.python, str(HERE / f"loop_{self.name}.py"), str(asked), str(result)], check=True
+        )
         return json.loads(result.read_text())
 
 
 def scripted(one: Published, case: str, folder: Path, tools: bool, count: int) -> dict[str, Any]:
     return {
-        "name": f"{one.name} {case}".strip(), "folder": str(folder), "options": dict(one.cases[case]),
-        "stops": list(one.stops), "tools": tools, "turns": TURNS, "most_calls": MOST_CALLS, "most_tokens": MOST_TOKENS,
-        "model_type": next((model for name, model in MODELS.items() if name in one.name), "default"),
+        "name": f"{one.name} {case}".strip(),
+        "folder": str(folder),
+        "options": dict(one.cases[case]),
+        "stops": list(one.stops),
+        "tools": tools,
+        "turns": TURNS,
+        "most_calls": MOST_CALLS,
+        "most_tokens": MOST_TOKENS,
+        "model_type": next(
+            (model for name, model in MODELS.items() if name in one.name), "default"
+        ),
         "conversations": list(conversations(FolderTokenizer(folder), count, tools)),
-    }  # fmt: skip
+    }
 
 
-def compared(script: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]], history: str) -> Iterator[str]:
-    """A line for each kind of conversation: how many are the same, and how the first of the others differs."""
+def compared(
+    script: Mapping[str, Any], theirs: Sequence[Mapping[str, Any]], history: str
+) -> Iterator[str]:
+    """A line for each kind of conversation: how many are the same, and how the first of the others
+    differs.
+    """
     tokenizer = FolderTokenizer(Path(script["folder"]))
     found: dict[str, list[str | None]] = {}
-    for talk, here, there in zip(script["conversations"], play(script, history), theirs, strict=True):
+    for talk, here, there in zip(
+        script["conversations"], play(script, history), theirs, strict=True
+    ):
         found.setdefault(talk["kind"], []).append(difference(tokenizer, here, there))
     for kind, differs in found.items():
         first = next((text for text in differs if text is not None), "")
@@ -242,8 +306,12 @@ def main() -> None:
             for one, template in found.items():
                 if peer.python and template and (one.tools or not peer.tools):
                     folder = folder_of(Path(place) / one.name, template, one.special, one.stops)
-                    scripts += [scripted(one, case, folder, peer.tools, asked.count) for case in one.cases]
-            for script, theirs in zip(scripts, peer.play(scripts, Path(place)) if scripts else (), strict=True):
+                    scripts += [
+                        scripted(one, case, folder, peer.tools, asked.count) for case in one.cases
+                    ]
+            for script, theirs in zip(
+                scripts, peer.play(scripts, Path(place)) if scripts else (), strict=True
+            ):
                 for history in ("template", "append"):
                     print(f"\n{peer.name}, {script['name']}, history={history}")
                     for line in compared(script, theirs, history):

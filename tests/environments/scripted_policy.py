@@ -1,4 +1,6 @@
-"""A policy that says what it is told, in the place of a sampler: what sessions ask of it, and when."""
+"""A policy that says what it is told, in the place of a sampler: what sessions ask of it, and
+when.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class ScriptedPolicy:
     """Says `says(text of the request, seed)`; ends it with a stop."""
 
     def __init__(self, tokenizer: FolderTokenizer, says: Callable[[str, int], str]) -> None:
-        self.tokenizer, self.says = tokenizer, says
+        self.tokenizer = tokenizer
+        self.says = says
         self.asked: list[tuple[list[int], int, str]] = []  # tokens, most tokens, key
         self.open = self.most = 0
         self.version = self.policy_version = 0
@@ -38,7 +41,13 @@ class ScriptedPolicy:
         return self
 
     async def ask(
-        self, tokens: Sequence[int], *, max_tokens: int, seed: int, key: str, tools: ToolFormat | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        seed: int,
+        key: str,
+        tools: ToolFormat | None = None,
     ) -> tuple[Completion, str]:
         self.asked.append((list(tokens), max_tokens, key))
         self.open += 1
@@ -54,10 +63,15 @@ class ScriptedPolicy:
         ids = [*self.tokenizer.encode(text), self.tokenizer.stop_token_ids[0]]
         cut = ids[:max_tokens]
         text = text if cut == ids else self.tokenizer.decode_all(cut)
-        made = completion(cut, [(self.version, len(cut))], "stop" if len(cut) == len(ids) else "length")
+        made = completion(
+            cut, [(self.version, len(cut))], "stop" if len(cut) == len(ids) else "length"
+        )
         if tools is None:
             return made, "int8"
-        calls = [WrittenCall(one["name"], json.dumps(one["arguments"])) for one in map(json.loads, CALL.findall(text))]
+        calls = [
+            WrittenCall(one["name"], json.dumps(one["arguments"]))
+            for one in map(json.loads, CALL.findall(text))
+        ]
         content = text.partition("<tool_call>")[0] if calls else text
         return Completion(**{**vars(made), "content": content, "calls": calls}), "int8"
 
@@ -73,13 +87,22 @@ class Played:
     """Sessions of an environment of `hostile`, with a policy that says what it is told."""
 
     def __init__(
-        self, folder: Path, says: Callable[[str, int], str], name: str = f"{HERE}:Guess", **settings: Any
+        self,
+        folder: Path,
+        says: Callable[[str, int], str],
+        name: str = f"{HERE}:Guess",
+        **settings: Any,
     ) -> None:
         self.tokenizer = FolderTokenizer(folder_of(folder, settings.pop("template", APPENDS)))
         self.policy = ScriptedPolicy(self.tokenizer, says)
-        context, response = settings.pop("context", 4096), settings.pop("response", 256)
+        context = settings.pop("context", 4096)
+        response = settings.pop("response", 256)
         system = settings.pop("system", None)
-        given = {"tool_parser": "hermes", "tool_timeout_s": 60.0, "credit": Credit.outcome} | settings
+        given = {
+            "tool_parser": "hermes",
+            "tool_timeout_s": 60.0,
+            "credit": Credit.outcome,
+        } | settings
         self.section = EnvironmentSection(name=name, **given)
         rollout = RolloutSection(max_response_tokens=response, max_context_tokens=context)
         data = DataSection(system_prompt=system)

@@ -1,4 +1,6 @@
-"""The gateway for agents: OpenAI's own client against it, its key, its limits, and what it refuses."""
+"""The gateway for agents: OpenAI's own client against it, its key, its limits, and what it
+refuses.
+"""
 
 import json
 import logging
@@ -29,15 +31,23 @@ def counting(text: str, seed: int) -> str:
 
 
 def test_an_agent_with_openais_client_is_a_session(tmp_path: Path) -> None:
-    with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, credit=Credit.turns) as played:
+    with Played(
+        tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, credit=Credit.turns
+    ) as played:
         groups = played.play({}, {"answer": "43"}, samples=2)
     for group, reward in zip(groups, (1.0, 0.0), strict=True):
         for rollout in group:
             assert rollout.session is not None
-            assert (rollout.session.error, rollout.session.reward, rollout.session.rows) == (None, reward, 1)
+            assert (rollout.session.error, rollout.session.reward, rollout.session.rows) == (
+                None,
+                reward,
+                1,
+            )
             assert rollout.session.numbers == {"answers": 2.0}
             assert set(rollout.credit) == {0.0}, "no turn is worth another return than the session"
-            written = [one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept]
+            written = [
+                one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept
+            ]
             assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
 
 
@@ -45,7 +55,10 @@ def test_what_the_engines_fail_with_is_no_failure_of_the_agent(tmp_path: Path) -
     def gone(text: str, seed: int) -> str:
         raise SamplerError("no engine is left")
 
-    with Played(tmp_path, gone, f"{HERE}:agent") as played, pytest.raises(SamplerError, match="no engine is left"):
+    with (
+        Played(tmp_path, gone, f"{HERE}:agent") as played,
+        pytest.raises(SamplerError, match="no engine is left"),
+    ):
         played.play()
 
 
@@ -53,16 +66,22 @@ class Asked:
     """A session that is open at a gateway, and requests of it."""
 
     def __init__(self, played: Played) -> None:
-        self.played, sessions = played, played.sessions
+        self.played = played
+        sessions = played.sessions
         rules = sessions.answering(played.params, seed=1)._player.rules
         assert sessions._gateway is not None
         self.gateway = sessions._gateway
         self.policy = Policy(played.policy, played.tokenizer, rules, lambda turn: turn, "0")  # type: ignore[arg-type]
         self.name, self.url, self.key = self.gateway.begin(self.policy)
 
-    def __call__(self, body: Any, key: str | None = None, path: str = "chat/completions", url: str = "") -> Any:
+    def __call__(
+        self, body: Any, key: str | None = None, path: str = "chat/completions", url: str = ""
+    ) -> Any:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self.key if key is None else key}", "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Bearer {self.key if key is None else key}",
+            "Content-Type": "application/json",
+        }
         request = urllib.request.Request(f"{url or self.url}/{path}", content, headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
@@ -87,7 +106,13 @@ def asked(tmp_path: Path) -> Any:
 def test_the_gateway_is_closed_to_strangers_and_to_other_sessions(asked: Asked) -> None:
     other = Asked(asked.played)
     assert asked(HELLO)[0] == 200
-    for key, url in (("", ""), ("wrong", ""), (other.key, ""), (asked.key, other.url), (asked.key, other.url + "x")):
+    for key, url in (
+        ("", ""),
+        ("wrong", ""),
+        (other.key, ""),
+        (asked.key, other.url),
+        (asked.key, other.url + "x"),
+    ):
         status, said = asked(HELLO, key=key, url=url)
         assert (status, "wants the key of its session" in said["error"]["message"]) == (401, True)
     assert len(asked.policy.transcript.turns) == 1
@@ -101,13 +126,19 @@ def said(content: Any, **more: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "tools of others": ({**HELLO, "tools": [{"name": "add"}]}, "tools[0]: Object missing required field `function`"),
+    "tools of others": (
+        {**HELLO, "tools": [{"name": "add"}]},
+        "tools[0]: Object missing required field `function`",
+    ),
     "not JSON": (b"{", "the request is not JSON"),
     "half a pair": (said("\ud800"), "surrogates not allowed"),
     "a list": ([], "no JSON object"),
     "deep": (b"[" * 10_000, "is not JSON"),
     "no messages": ({}, "`messages`"),
-    "no role": ({"messages": [{"content": "x"}]}, "messages[0]: Object missing required field `role`"),
+    "no role": (
+        {"messages": [{"content": "x"}]},
+        "messages[0]: Object missing required field `role`",
+    ),
     "a text": ({"messages": ["function"]}, "messages[0]: Expected `object`, got `str`"),
     "odd": (said(7), "messages[0].content: Expected `str"),
     "an image": (said([{"type": "image_url"}]), "messages[0].content[0].type: "),
@@ -115,20 +146,44 @@ REFUSED = {
     "none": ({**HELLO, "max_tokens": -1}, "max_tokens: "),
     "true tokens": ({**HELLO, "max_completion_tokens": True}, "max_completion_tokens: "),
     "too long": (said("x " * 400), "rollout.max_context_tokens"),
-    "a long role": ({"messages": [{"role": "x" * 100_000, "content": ""}]}, "rollout.max_context_tokens"),
+    "a long role": (
+        {"messages": [{"role": "x" * 100_000, "content": ""}]},
+        "rollout.max_context_tokens",
+    ),
     "no stop": ({**HELLO, "stop": ""}, "stop: "),
 }
 CANNOT = [
-    ("stream", True), ("n", 2), ("n", True), ("n", 1.0), ("logprobs", True), ("best_of", 3), ("logit_bias", {"5": 1}),
-    ("tool_choice", "required"), ("tool_choice", {"function": {"name": "add"}}), ("functions", [{"name": "x"}]),
-    ("response_format", {"type": "json_object"}), ("model", "gpt-5"), ("guided_json", {}), ("echo", True),
-]  # fmt: skip
-IGNORED = {"temperature": 0.5, "seed": 1, "user": "x", "metadata": {}, "n": 1, "stream": False, "logprobs": None}
+    ("stream", True),
+    ("n", 2),
+    ("n", True),
+    ("n", 1.0),
+    ("logprobs", True),
+    ("best_of", 3),
+    ("logit_bias", {"5": 1}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"function": {"name": "add"}}),
+    ("functions", [{"name": "x"}]),
+    ("response_format", {"type": "json_object"}),
+    ("model", "gpt-5"),
+    ("guided_json", {}),
+    ("echo", True),
+]
+IGNORED = {
+    "temperature": 0.5,
+    "seed": 1,
+    "user": "x",
+    "metadata": {},
+    "n": 1,
+    "stream": False,
+    "logprobs": None,
+}
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *CANNOT], ids=str)
 def test_what_cannot_be_asked_is_refused_with_a_sentence(asked: Asked, case: Any) -> None:
-    body, why = REFUSED[case] if isinstance(case, str) else ({**HELLO, case[0]: case[1]}, f"{case[0]}: ")
+    body, why = (
+        REFUSED[case] if isinstance(case, str) else ({**HELLO, case[0]: case[1]}, f"{case[0]}: ")
+    )
     status, said = asked(body)
     assert (status, why in said["error"]["message"]) == (400, True), said
     full = said["error"]["code"] == "context_length_exceeded"
@@ -143,7 +198,8 @@ def left(asked: Asked, how: str, body: Any) -> None:
     content = json.dumps(body).encode()
     head = f"POST /{asked.name}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {asked.key}\r\n"
     policy, counts = asked.played.policy, asked.policy.transcript.counts
-    before, unread = len(policy.asked), counts["answers_unread"]
+    before = len(policy.asked)
+    unread = counts["answers_unread"]
     with socket.create_connection(("127.0.0.1", asked.gateway._port)) as client:
         client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         wait_for(lambda: len(policy.asked) > before)
@@ -154,16 +210,24 @@ def left(asked: Asked, how: str, body: Any) -> None:
     wait_for(lambda: counts["answers_unread"] > unread)
 
 
-@pytest.mark.fault("an agent's client times out and asks again", "one row: the answer that it has read")
+@pytest.mark.fault(
+    "an agent's client times out and asks again", "one row: the answer that it has read"
+)
 def test_an_answer_that_is_given_up_is_in_no_row(tmp_path: Path) -> None:
     with Played(tmp_path, counting, f"{HERE}:agent", session_timeout_s=60.0, turns=2) as played:
         played.policy.pauses = [600.0, 0.0, 600.0]
         ((rollout,),) = played.play({"timeout": 5.0, "retries": 2})
         assert rollout.session is not None
-        assert (rollout.session.error, rollout.session.reward, len(rollout.session.turns)) == (None, 1.0, 2)
+        assert (rollout.session.error, rollout.session.reward, len(rollout.session.turns)) == (
+            None,
+            1.0,
+            2,
+        )
         assert (rollout.session.rows, rollout.session.counts["answers_unread"]) == (1, 2)
         assert sorted(set(rollout.turns or ())) == [-1, 0, 1]
-        written = [one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept]
+        written = [
+            one for one, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept
+        ]
         assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
         assert len(played.policy.asked) == 4
 
@@ -177,7 +241,11 @@ def test_a_client_that_leaves_has_no_turn(asked: Asked, how: str) -> None:
     asked.played.policy.pauses = [pause_s]
     left(asked, how, said(words))
     _, reply = asked(said(words))
-    messages = [*said(words)["messages"], reply["choices"][0]["message"], {"role": "user", "content": words}]
+    messages = [
+        *said(words)["messages"],
+        reply["choices"][0]["message"],
+        {"role": "user", "content": words},
+    ]
     asked.played.policy.pauses = [pause_s]
     left(asked, how, {"messages": messages})
     assert asked({"messages": messages})[0] == 200
@@ -196,10 +264,13 @@ def test_the_turns_of_an_agent_are_bounded(tmp_path: Path) -> None:
         assert (asked.policy.transcript.end, len(asked.policy.transcript.turns)) == ("turns", 1)
 
 
-@pytest.mark.fault("an agent sends a conversation of megabytes", "other sessions are answered meanwhile")
+@pytest.mark.fault(
+    "an agent sends a conversation of megabytes", "other sessions are answered meanwhile"
+)
 def test_a_long_request_holds_no_other_session_up(tmp_path: Path) -> None:
     with Played(tmp_path, counting, f"{HERE}:agent", context=100_000) as played:
-        one, other = Asked(played), Asked(played)
+        one = Asked(played)
+        other = Asked(played)
         other(HELLO)
         long = in_thread("long", lambda: one(said("a " * 1_000_000)))
         time.sleep(0.2)
@@ -209,9 +280,13 @@ def test_a_long_request_holds_no_other_session_up(tmp_path: Path) -> None:
         assert long.result(300)[1]["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.fault("hundreds of connections without a key", "few stay, for seconds; sessions are answered")
+@pytest.mark.fault(
+    "hundreds of connections without a key", "few stay, for seconds; sessions are answered"
+)
 @pytest.mark.parametrize(("files", "most"), [(1 << 20, 128), (80, 10)])
-def test_strangers_are_few(asked: Asked, files: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_are_few(
+    asked: Asked, files: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(strangers, "descriptors", lambda: files)
     opened = half_open(asked.gateway._port, 300)
     wait_for(lambda: len(asked.gateway._server.connections) <= most)
@@ -230,7 +305,11 @@ def test_the_key_comes_before_the_body_and_oddities_leave_no_traceback(
 ) -> None:
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"
     with caplog.at_level(logging.WARNING):
-        for sent, status in ((head, b"401"), (head.replace(b"9", b"-9"), b"400"), (head + head, b"401")):
+        for sent, status in (
+            (head, b"401"),
+            (head.replace(b"9", b"-9"), b"400"),
+            (head + head, b"401"),
+        ):
             with socket.create_connection(("127.0.0.1", asked.gateway._port), 60) as client:
                 client.sendall(sent)
                 assert status in client.recv(100)
@@ -238,7 +317,12 @@ def test_the_key_comes_before_the_body_and_oddities_leave_no_traceback(
 
 
 STOPS = {  # what is sampled, the stops, what the agent gets, and what is sampled of it in the row
-    "a ReAct agent's": ("Act: add\nObservation: 42", ["\nObservation:"], "Act: add", "Act: add\nObservation:"),
+    "a ReAct agent's": (
+        "Act: add\nObservation: 42",
+        ["\nObservation:"],
+        "Act: add",
+        "Act: add\nObservation:",
+    ),
     "none of it": ("41", ["x"], "41", "41<|im_end|>"),
     "the first of two": ("a b c", ["c", "b"], "a ", "a b"),
     "the shorter of two": ("a bc", ["bc", "b"], "a ", "a b"),
@@ -247,7 +331,9 @@ STOPS = {  # what is sampled, the stops, what the agent gets, and what is sample
 
 
 @pytest.mark.parametrize("case", STOPS)
-def test_an_answer_ends_at_a_stop_and_goes_on_behind_its_exact_tokens(tmp_path: Path, case: str) -> None:
+def test_an_answer_ends_at_a_stop_and_goes_on_behind_its_exact_tokens(
+    tmp_path: Path, case: str
+) -> None:
     written, stop, content, kept = STOPS[case]
     with Played(tmp_path, lambda *_: written, f"{HERE}:agent") as played:
         asked = Asked(played)
@@ -255,13 +341,19 @@ def test_an_answer_ends_at_a_stop_and_goes_on_behind_its_exact_tokens(tmp_path: 
         made = client.chat.completions.create(model="policy", stop=stop, messages=HELLO["messages"])
         choice = made.choices[0]
         assert (choice.message.content, choice.finish_reason) == (content, "stop")
-        messages = [*HELLO["messages"], choice.message.model_dump(exclude_none=True), {"role": "user", "content": "?"}]
+        messages = [
+            *HELLO["messages"],
+            choice.message.model_dump(exclude_none=True),
+            {"role": "user", "content": "?"},
+        ]
         client.chat.completions.create(model="policy", messages=messages)
         (row,) = asked.policy.transcript.conversation.rows()
         ids = [one for one, turn in zip(row.token_ids, row.turns, strict=True) if turn == 0]
         assert played.tokenizer.decode_all(ids) == kept
         assert made.usage is not None and made.usage.completion_tokens == len(ids)
-        assert ids == [*played.tokenizer.encode(written), *played.tokenizer.stop_token_ids][: len(ids)]
+        assert (
+            ids == [*played.tokenizer.encode(written), *played.tokenizer.stop_token_ids][: len(ids)]
+        )
         tokens, _, _ = played.policy.asked[1]
         assert tokens == [*row.prompt, *row.token_ids][: len(tokens)]
 
@@ -288,12 +380,17 @@ def test_calls_that_are_cut_are_none(
 
 
 def test_tool_calls_go_out_and_come_back(asked: Asked) -> None:
-    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Add 12 and 30."}]}]
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "Add 12 and 30."}]}
+    ]
     _, reply = asked({"messages": messages, "tools": TOOLS})
     choice = reply["choices"][0]
     (made,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls"
-    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("add", {"a": 12, "b": 30})
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == (
+        "add",
+        {"a": 12, "b": 30},
+    )
     messages += [choice["message"], {"role": "tool", "tool_call_id": made["id"], "content": "42"}]
     assert asked({"messages": messages, "tools": TOOLS, "max_tokens": 8})[0] == 200
     (row,) = asked.policy.transcript.conversation.rows()  # it goes on behind the exact tokens
@@ -309,9 +406,18 @@ def test_requests_beside_each_other_have_usages_and_turns_of_their_own(asked: As
     wait_for(lambda: asked.played.policy.asked)
     _, second = asked(HELLO)
     tokens = [len(ids) for ids, _, _ in asked.played.policy.asked]
-    for (_, reply), length, answer in ((first.result(60), tokens[0], 1), ((200, second), tokens[1], 3)):
-        usage = {"prompt_tokens": length, "completion_tokens": answer, "total_tokens": length + answer}
+    for (_, reply), length, answer in (
+        (first.result(60), tokens[0], 1),
+        ((200, second), tokens[1], 3),
+    ):
+        usage = {
+            "prompt_tokens": length,
+            "completion_tokens": answer,
+            "total_tokens": length + answer,
+        }
         assert reply["usage"] == usage
     assert tokens[0] > tokens[1]
     written = asked.policy.transcript.turns
-    assert [(one.tokens, one.finish_reason) for one in written] == [(1, "length"), (3, "stop")], "as they were asked"
+    assert [(one.tokens, one.finish_reason) for one in written] == [(1, "length"), (3, "stop")], (
+        "as they were asked"
+    )

@@ -14,7 +14,9 @@ numbers = st.integers(0, 10**9).map(str)
 expressions = st.recursive(
     numbers,
     lambda inner: (
-        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda one: f"({one[0]}{one[1]} {one[2]})")
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(
+            lambda one: f"({one[0]}{one[1]} {one[2]})"
+        )
         | inner.map(lambda one: f"-{one}")
     ),
     max_leaves=6,
@@ -35,11 +37,24 @@ def test_whatever_it_is_given_it_answers_with_a_number_or_says_why_not(expressio
 @pytest.mark.parametrize(
     "expression",
     [
-        "", "1/2", "2**3", "1.5+1", "True+1", "1j", "x", "abs(1)", "'a'*3", "1 if 1 else 2", "[1]",
-        "9" * (MOST_DIGITS + 1), "*".join(["9" * 50] * 3),
-        "1+" * MOST_CHARACTERS + "1", "1;2", "__import__('os')",
+        "",
+        "1/2",
+        "2**3",
+        "1.5+1",
+        "True+1",
+        "1j",
+        "x",
+        "abs(1)",
+        "'a'*3",
+        "1 if 1 else 2",
+        "[1]",
+        "9" * (MOST_DIGITS + 1),
+        "*".join(["9" * 50] * 3),
+        "1+" * MOST_CHARACTERS + "1",
+        "1;2",
+        "__import__('os')",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_arithmetic_or_too_long_is_refused(expression: str) -> None:
     with pytest.raises(ValueError, match=r"number|expression"):
         calculate(expression)
@@ -54,7 +69,9 @@ def test_its_schema_names_one_text() -> None:
 @pytest.mark.parametrize(("said", "reward"), [(" 56088\n", 1.0), ("56089", 0.0), ("", 0.0)])
 def test_an_answer_is_judged_against_the_rows_own(said: str, reward: float) -> None:
     environment = Calculator()
-    assert environment.reset({"prompt": "123*456", "answer": "56088"}) == [{"role": "user", "content": "123*456"}]
+    assert environment.reset({"prompt": "123*456", "answer": "56088"}) == [
+        {"role": "user", "content": "123*456"}
+    ]
     step = environment.step(Answer(said, said))
     assert (step.done, step.reward) == (True, reward)
 

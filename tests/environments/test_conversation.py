@@ -1,4 +1,6 @@
-"""Exact tokens of conversations: requests grow by what was added, or fork; every sampled token is trained on once."""
+"""Exact tokens of conversations: requests grow by what was added, or fork; every sampled token is
+trained on once.
+"""
 
 import random
 from dataclasses import replace
@@ -27,7 +29,8 @@ from megatron_rl.environments.conversation import Conversation, Turn
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FolderTokenizer]:
     place = tmp_path_factory.mktemp("templates")
     return {
-        name: FolderTokenizer(folder_of(place / str(number), one)) for number, (name, one) in enumerate(OWN.items())
+        name: FolderTokenizer(folder_of(place / str(number), one))
+        for number, (name, one) in enumerate(OWN.items())
     }
 
 
@@ -49,7 +52,8 @@ def test_any_conversation_keeps_its_promises(
 
 def environment(talk: Talk, answers: list[str], role: str = "user", stopped: bool = True) -> None:
     """A conversation whose answers are these."""
-    conversation, tokenizer = talk.conversation, talk.tokenizer
+    conversation = talk.conversation
+    tokenizer = talk.tokenizer
     messages = [{"role": "user", "content": "What is 12 + 30?"}]
     for text in answers:
         turn = conversation.request(messages)
@@ -60,7 +64,11 @@ def environment(talk: Talk, answers: list[str], role: str = "user", stopped: boo
         messages = [*messages, answer, {"role": role, "content": "No."}]
 
 
-THOUGHTS = ["<think>\nso\n</think>\n\n42", "<think>\nso so\n</think>\n\n43", "<think>\nno\n</think>\n\n44"]
+THOUGHTS = [
+    "<think>\nso\n</think>\n\n42",
+    "<think>\nso so\n</think>\n\n43",
+    "<think>\nno\n</think>\n\n44",
+]
 
 
 def test_left_out_thinking_forks_and_the_rest_of_an_answer_stays_as_it_was_sampled(
@@ -97,10 +105,13 @@ def test_answers_are_closed_as_the_template_closes_them(
     assert text in talk.tokenizer.decode_all(talk.asked[1][0])
 
 
-def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(tokenizers: dict[str, FolderTokenizer]) -> None:
+def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
     for name in ("appends", "drops thinking"):
         talk = Talk(tokenizers[name], random.Random(0))
-        tokenizer, conversation = talk.tokenizer, talk.conversation
+        tokenizer = talk.tokenizer
+        conversation = talk.conversation
         odd = [one for piece in "the answer" for one in tokenizer.encode(piece)]
         assert odd != tokenizer.encode("the answer")
         ids = [*tokenizer.encode("<think>\nso\n</think>\n\n"), *odd, tokenizer.stop_token_ids[0]]
@@ -111,7 +122,9 @@ def test_an_answer_tokenized_as_nobody_would_is_never_tokenized_again(tokenizers
         assert " ".join(map(str, odd)) in " ".join(map(str, then.tokens)), name
 
 
-@pytest.mark.parametrize(("stop", "added"), [(True, "\n<|im_start|>user"), (False, "<|im_end|>\n<|im_start|>user")])
+@pytest.mark.parametrize(
+    ("stop", "added"), [(True, "\n<|im_start|>user"), (False, "<|im_end|>\n<|im_start|>user")]
+)
 def test_the_stop_that_was_sampled_is_the_templates(
     tokenizers: dict[str, FolderTokenizer], stop: bool, added: str
 ) -> None:
@@ -126,14 +139,24 @@ def test_the_stop_that_was_sampled_is_the_templates(
     assert tokenizer.decode_all(then.tokens).count("<|im_end|>") == 3
 
 
-def test_what_goes_on_with_no_answer_is_appended_to_none(tokenizers: dict[str, FolderTokenizer]) -> None:
-    conversation, tokenizer = Conversation(tokenizers["appends"], appends=True), tokenizers["appends"]
+def test_what_goes_on_with_no_answer_is_appended_to_none(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
+    conversation = Conversation(tokenizers["appends"], appends=True)
+    tokenizer = tokenizers["appends"]
     plan, judge = ([{"role": "user", "content": text}] for text in ("PLAN", "JUDGE"))
     for messages, text in ((plan, "40"), (plan, "41"), (judge, "42")):
         answer = {"role": "assistant", "content": text}
-        conversation.answered(conversation.request(messages), completion(tokenizer.encode(text)), answer)
-    said, more = {"role": "assistant", "content": "40"}, {"role": "user", "content": "No."}
-    asked = ([*plan, said, more], [{"role": "system", "content": "Be short."}, more, said, more], [*judge, more])
+        conversation.answered(
+            conversation.request(messages), completion(tokenizer.encode(text)), answer
+        )
+    said = {"role": "assistant", "content": "40"}
+    more = {"role": "user", "content": "No."}
+    asked = (
+        [*plan, said, more],
+        [{"role": "system", "content": "Be short."}, more, said, more],
+        [*judge, more],
+    )
     texts = [tokenizer.decode_all(conversation.request(messages).tokens) for messages in asked]
     assert texts == [tokenizer.render(messages, {}, tools=(), opened=True) for messages in asked]
 
@@ -151,13 +174,18 @@ def test_rows_know_the_version_of_each_token(tokenizers: dict[str, FolderTokeniz
     assert own == [3] + [4] * (len(ids) - 1) + [5]
 
 
-def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(tokenizers: dict[str, FolderTokenizer]) -> None:
+def test_rows_have_each_token_s_experts_as_of_the_turn_that_sampled_it(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
     """A later turn may have read the conversation anew, with other weights."""
     conversation = Conversation(tokenizers["appends"])
     first = conversation.request([{"role": "user", "content": "Hm?"}])
-    answer, ids = {"role": "assistant", "content": "the"}, tokenizers["appends"].encode("the answer")
+    answer = {"role": "assistant", "content": "the"}
+    ids = tokenizers["appends"].encode("the answer")
     read = len(first.tokens) + len(ids) - 1
-    conversation.answered(first, replace(completion(ids), experts_SLK=np.full((read, 2, 1), 1, np.uint8)), answer)
+    conversation.answered(
+        first, replace(completion(ids), experts_SLK=np.full((read, 2, 1), 1, np.uint8)), answer
+    )
     then = conversation.request([*first.messages, answer, {"role": "user", "content": "No."}])
     later = replace(completion([5]), experts_SLK=np.full((len(then.tokens), 2, 1), 2, np.uint8))
     conversation.answered(then, later, answer)

@@ -15,11 +15,15 @@ SAYS: dict[str, str] = {"action": "fine"}
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     settings = {"target": "environments.hostile_gymnasium:Environment"}
     folder = tmp_path_factory.mktemp("hostile")
-    with Played(folder, lambda *_: SAYS["action"], ADAPTER, settings=settings, turns=2, tool_parser=None) as sessions:
+    with Played(
+        folder, lambda *_: SAYS["action"], ADAPTER, settings=settings, turns=2, tool_parser=None
+    ) as sessions:
         yield sessions
 
 
-@pytest.mark.fault("an environment of another project returns hostile objects", "an error of its session")
+@pytest.mark.fault(
+    "an environment of another project returns hostile objects", "an error of its session"
+)
 @pytest.mark.parametrize("how", STEPS)
 def test_a_hostile_object_costs_its_own_session(played: Played, how: str) -> None:
     SAYS["action"] = how

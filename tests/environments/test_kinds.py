@@ -1,4 +1,6 @@
-"""Text, thinking and tool calls are told apart by single tokens and by spelled markers alike, as vLLM's parsers do."""
+"""Text, thinking and tool calls are told apart by single tokens and by spelled markers alike, as
+vLLM's parsers do.
+"""
 
 import json
 import random
@@ -21,12 +23,17 @@ WAYS = {"single": (*SPECIAL, *MARKERS), "spelled": SPECIAL, "mixed": (*SPECIAL, 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FolderTokenizer]:
     place = tmp_path_factory.mktemp("kinds")
-    found = {way: FolderTokenizer(folder_of(place / way, DROPS_THINKING, special)) for way, special in WAYS.items()}
+    found = {
+        way: FolderTokenizer(folder_of(place / way, DROPS_THINKING, special))
+        for way, special in WAYS.items()
+    }
     assert [len(one.encode("<tool_call>")) == 1 for one in found.values()] == [True, False, False]
     return found
 
 
-def parts(tokenizer: FolderTokenizer, kinds: TokenKinds, ids: list[int], request: str = "") -> list[tuple[int, str]]:
+def parts(
+    tokenizer: FolderTokenizer, kinds: TokenKinds, ids: list[int], request: str = ""
+) -> list[tuple[int, str]]:
     """Runs of one kind, and their text."""
     runs: list[tuple[int, list[int]]] = []
     for token, kind in zip(ids, kinds.of(request, completion(ids)), strict=True):
@@ -38,7 +45,10 @@ def parts(tokenizer: FolderTokenizer, kinds: TokenKinds, ids: list[int], request
 
 def written(draw: random.Random) -> list[tuple[int, str]]:
     def words() -> str:
-        return "".join(draw.choice(["the ", "42", "é", "日本", "\n", "{", "</", "🙂", "answer"]) for _ in range(6))
+        return "".join(
+            draw.choice(["the ", "42", "é", "日本", "\n", "{", "</", "🙂", "answer"])
+            for _ in range(6)
+        )
 
     found = [(draw.randrange(3), words()) for _ in range(draw.randrange(1, 6))]
     marks = {TEXT: ("", ""), THINKING: MARKERS[:2], CALL: MARKERS[2:]}
@@ -54,7 +64,9 @@ def written(draw: random.Random) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_token_is_of_the_part_that_it_was_written_in(tokenizers: dict[str, FolderTokenizer], way: str) -> None:
+def test_every_token_is_of_the_part_that_it_was_written_in(
+    tokenizers: dict[str, FolderTokenizer], way: str
+) -> None:
     tokenizer = tokenizers[way]
     kinds = TokenKinds(tokenizer, "hermes")
     for seed in range(200):
@@ -72,15 +84,23 @@ def test_what_is_cut_or_opened_by_the_request_reaches_to_its_end(
     cut = tokenizer.encode("so\n<tool_call>{")
     assert parts(tokenizer, kinds, cut) == [(TEXT, "so\n"), (CALL, "<tool_call>{")]
     opened = tokenizer.encode("so</think>42")
-    assert parts(tokenizer, kinds, opened, "assistant\n<think>\n") == [(THINKING, "so</think>"), (TEXT, "42")]
-    assert parts(tokenizer, kinds, opened, "assistant\n<think>\n\n</think>\n") == [(TEXT, "so</think>42")]
+    assert parts(tokenizer, kinds, opened, "assistant\n<think>\n") == [
+        (THINKING, "so</think>"),
+        (TEXT, "42"),
+    ]
+    assert parts(tokenizer, kinds, opened, "assistant\n<think>\n\n</think>\n") == [
+        (TEXT, "so</think>42")
+    ]
     none = TokenKinds(tokenizer, None)
     assert parts(tokenizer, none, cut) == [(TEXT, "so\n<tool_call>{")]
 
 
-def test_calls_that_nothing_marks_are_calls_where_nothing_else_was_said(tokenizers: dict[str, FolderTokenizer]) -> None:
+def test_calls_that_nothing_marks_are_calls_where_nothing_else_was_said(
+    tokenizers: dict[str, FolderTokenizer],
+) -> None:
     tokenizer = tokenizers["single"]
-    kinds, made = TokenKinds(tokenizer, "pythonic"), WrittenCall("add", "{}")
+    kinds = TokenKinds(tokenizer, "pythonic")
+    made = WrittenCall("add", "{}")
     ids = tokenizer.encode("<think>so</think>[add()]")
     thought = len(tokenizer.encode("<think>so</think>"))
     alone = replace(completion(ids), content="", calls=(made,))
@@ -95,22 +115,35 @@ def test_rows_of_sessions_have_the_kind_of_each_token(tmp_path: Path) -> None:
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
-    called = [token for token, kind in zip(rollout.token_ids, rollout.kinds, strict=True) if KINDS[kind] == "tool_call"]
+    called = [
+        token
+        for token, kind in zip(rollout.token_ids, rollout.kinds, strict=True)
+        if KINDS[kind] == "tool_call"
+    ]
     assert played.tokenizer.decode_all(called) == call("add", a=12, b=30)
-    assert all(kind == TEXT for kind, turn in zip(rollout.kinds, rollout.turns or (), strict=True) if turn != 0)
+    assert all(
+        kind == TEXT
+        for kind, turn in zip(rollout.kinds, rollout.turns or (), strict=True)
+        if turn != 0
+    )
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("way", WAYS)
-def test_vllms_parsers_read_the_same_parts(tokenizers: dict[str, FolderTokenizer], way: str, tmp_path: Path) -> None:
+def test_vllms_parsers_read_the_same_parts(
+    tokenizers: dict[str, FolderTokenizer], way: str, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
     from vllm.reasoning import ReasoningParserManager
 
     from megatron_rl.engine.tool_calls import ToolCallParser
 
-    folder, tokenizer = folder_of(tmp_path, APPENDS, WAYS[way]), tokenizers[way]
-    kinds, calls = TokenKinds(tokenizer, "hermes"), ToolCallParser(str(folder))
-    thought, said = "<think>so it is 日本</think>", "the answer\n"
+    folder = folder_of(tmp_path, APPENDS, WAYS[way])
+    tokenizer = tokenizers[way]
+    kinds = TokenKinds(tokenizer, "hermes")
+    calls = ToolCallParser(str(folder))
+    thought = "<think>so it is 日本</think>"
+    said = "the answer\n"
     asked = call("add", a=1)
     ids = tokenizer.encode(said + asked)
     found = calls.parsed(list(ids), [], "hermes", json.dumps(TOOLS))
@@ -118,7 +151,9 @@ def test_vllms_parsers_read_the_same_parts(tokenizers: dict[str, FolderTokenizer
     assert parts(tokenizer, kinds, ids) == [(TEXT, found["content"]), (CALL, asked)]
     if way == "spelled":
         return  # its parser of thinking wants single tokens
-    reasoning = ReasoningParserManager.get_reasoning_parser("deepseek_r1")(AutoTokenizer.from_pretrained(folder))
+    reasoning = ReasoningParserManager.get_reasoning_parser("deepseek_r1")(
+        AutoTokenizer.from_pretrained(folder)
+    )
     inner, content = reasoning.extract_reasoning(thought + said, None)
     found_parts = parts(tokenizer, kinds, tokenizer.encode(thought + said))
     assert found_parts == [(THINKING, f"<think>{inner}</think>"), (TEXT, content)]

@@ -1,4 +1,6 @@
-"""The comparison with other projects' loops: this project's is equal to itself, and a difference is named."""
+"""The comparison with other projects' loops: this project's is equal to itself, and a difference is
+named.
+"""
 
 from pathlib import Path
 

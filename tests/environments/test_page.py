@@ -1,4 +1,6 @@
-"""docs/environments.md: what a newcomer types is taken, and its commands run as they stand on the page."""
+"""docs/environments.md: what a newcomer types is taken, and its commands run as they stand on the
+page.
+"""
 
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def test_the_dry_run_takes_the_pages_recipe(place: Path, command: Command) -> No
     said = command.dry_run(*GIVEN, recipe="recipes/mine.yaml")
     assert "environment calculator.py:Arithmetic" in said
     assert "a tool's answer appends; a user's message appends" in said
-    refused = command.refused(*GIVEN, "environment.name=calculator.py:Arithmetics", recipe="recipes/mine.yaml")
+    refused = command.refused(
+        *GIVEN, "environment.name=calculator.py:Arithmetics", recipe="recipes/mine.yaml"
+    )
     assert "environment.name: 'calculator.py:Arithmetics' cannot be imported" in refused
     refused = command.refused(*GIVEN, "environment.turn=3", recipe="recipes/mine.yaml")
     assert "did you mean environment.turns?" in refused
@@ -46,7 +50,9 @@ def test_the_pages_class_is_an_environment(place: Path) -> None:
     assert tool["function"]["name"] == "calculate"
     made = load_environment(str(section.name)).make
     environment = made()
-    assert list(environment.reset({"prompt": "2*3=", "answer": "6"})) == [{"role": "user", "content": "2*3="}]
+    assert list(environment.reset({"prompt": "2*3=", "answer": "6"})) == [
+        {"role": "user", "content": "2*3="}
+    ]
     assert environment.tools[0]("2*3") == 6
 
 
@@ -54,21 +60,27 @@ def test_the_pages_class_is_an_environment(place: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(1200)
 def test_the_pages_commands_run_as_they_stand(tmp_path: Path) -> None:
-    place, said = written(tmp_path), dict[str, str]()
+    place = written(tmp_path)
+    said = dict[str, str]()
     for line in block(PAGE, "bash").splitlines():
         name = line.split()[1] + " --dry-run" * ("--dry-run" in line)
         said[name] = typed(place, line)
         if name == "train":
-            (tmp_path / "runs" / "mine" / "report.html").unlink()  # the report's command writes it again
+            # the report's command writes it again
+            (tmp_path / "runs" / "mine" / "report.html").unlink()
     assert list(said) == ["quickstart", "train --dry-run", "train", "report", "chat"]
     assert "environment calculator.py:Arithmetic" in said["train --dry-run"]
     lines = read_metrics(place / "runs" / "mine" / "metrics.jsonl")
     assert [line["progress/step"] for line in lines] == [0, 1, 2]
-    assert all(line["session/errors"] == 0 and line["session/turns_mean"] >= 1 for line in lines[1:])
+    assert all(
+        line["session/errors"] == 0 and line["session/turns_mean"] >= 1 for line in lines[1:]
+    )
     assert "turns, " in (place / "runs" / "mine" / "report.html").read_text()
     assert said["chat"]  # what a policy says that knows nothing
     noting = f"open({str(place / 'asked')!r}, 'a').close(); self.right = "
     (place / "calculator.py").write_text(block(PAGE, "python").replace("self.right = ", noting))
-    told = typed(place, "megatron-rl eval runs/mine --set data/tools/test.jsonl eval.sets.test.max_prompts=2")
+    told = typed(
+        place, "megatron-rl eval runs/mine --set data/tools/test.jsonl eval.sets.test.max_prompts=2"
+    )
     assert "test" in told
     assert (place / "asked").is_file(), "a set's prompts are sessions of the run's environment"

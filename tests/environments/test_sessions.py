@@ -1,5 +1,8 @@
-"""Sessions of environments and tools: rows, rewards, bounds, and every way in which an environment may fail."""
+"""Sessions of environments and tools: rows, rewards, bounds, and every way in which an environment
+may fail.
+"""
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from environments.scripted_policy import HERE, Played, call
 from helpers import refusal, wait_for
 
 from megatron_rl.config.schema import Credit, EnvironmentSection
+from megatron_rl.environments import pool
 from megatron_rl.environments.environment import Answer, Environment, Step, as_messages, as_step
 from megatron_rl.environments.pool import check_importable
 from megatron_rl.environments.sessions import SessionsEnded
@@ -31,7 +35,9 @@ def test_a_session_is_a_row_with_the_environments_reward(tmp_path: Path) -> None
     assert (session.reward, session.end, len(session.turns), session.rows) == (1.0, "done", 2, 1)
     assert rollout.format == "int8"  # of the engine
     assert session.numbers == {"tries": 2.0}
-    written = [token for token, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept]
+    written = [
+        token for token, kept in zip(rollout.token_ids, rollout.loss_mask, strict=True) if kept
+    ]
     assert played.tokenizer.decode_all(written) == "41<|im_end|>42<|im_end|>"
     assert "Not yet. Again.<|im_end|>\n<|im_start|>assistant\n42" in played.text(rollout)
     assert {played.policy.asked[turn][2] for turn in range(2)} == {"0"}  # one engine
@@ -43,7 +49,9 @@ def test_what_the_row_and_the_recipe_say_comes_first(tmp_path: Path) -> None:
     with Played(tmp_path, counting, system="Be brief.") as played:
         played.policy.policy_version = 7
         ((rollout,), (failed,)) = played.play({}, {"how": "reset raises"})
-    assert played.text(rollout).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is")
+    assert played.text(rollout).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is"
+    )
     assert (len(failed.token_ids), failed.policy_version) == (0, 7)  # it makes no batch look old
 
 
@@ -53,7 +61,11 @@ def test_tools_are_called_and_answered(tmp_path: Path) -> None:
 
     with Played(tmp_path, says) as played:
         ((rollout,),) = played.play()
-    assert (rollout.session.reward, rollout.session.counts["calls"], rollout.session.counts["calls_failed"]) == (
+    assert (
+        rollout.session.reward,
+        rollout.session.counts["calls"],
+        rollout.session.counts["calls_failed"],
+    ) == (
         1,
         1,
         0,
@@ -62,10 +74,12 @@ def test_tools_are_called_and_answered(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "an unknown tool": (call("divide", a=1), "there is no tool 'divide'"), "it says nothing": (call("nothing"), "null"),
+    "an unknown tool": (call("divide", a=1), "there is no tool 'divide'"),
+    "it says nothing": (call("nothing"), "null"),
     "a wrong type": (call("add", a="twelve"), "a: Input should be a valid integer"),
     "too much": (call("add", a=1, c=2), "c: Extra inputs are not permitted"),
-    "it raises": (call("raises"), "nothing there"), "half a pair": (call("add", a="\ud800"), "not a JSON object"),
+    "it raises": (call("raises"), "nothing there"),
+    "half a pair": (call("add", a="\ud800"), "not a JSON object"),
     "it hangs": (call("wait", seconds=600), "wait was stopped: it took too long"),
     "it floods": (call("flood"), "[cut: the first 512 tokens]"),
     "it returns what is no JSON": (call("odd"), "keys must be str"),
@@ -74,7 +88,7 @@ MISTAKES = {
     "no call": ("<tool_call>{add 1", "the tool call could not be read"),
     "no call of Qwen3-Coder's": ("<function=add{", "the tool call could not be read"),
     "seventeen": (call("add", a=1) * 17, "more than 16 calls"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -84,8 +98,11 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
     def says(text: str, seed: int) -> str:
         return "42" if "<|im_start|>tool" in text else said
 
-    limit_s, parser = 2.0 if mistake == "it hangs" else 60.0, "qwen3_coder" if "Coder" in mistake else "hermes"
-    with Played(tmp_path, says, response=2048, context=16384, tool_parser=parser, tool_timeout_s=limit_s) as played:
+    limit_s = 2.0 if mistake == "it hangs" else 60.0
+    parser = "qwen3_coder" if "Coder" in mistake else "hermes"
+    with Played(
+        tmp_path, says, response=2048, context=16384, tool_parser=parser, tool_timeout_s=limit_s
+    ) as played:
         ((rollout,),) = played.play()
         assert told in played.text(rollout)
         assert (rollout.session.reward, rollout.session.error) == (1.0, None)
@@ -95,29 +112,46 @@ def test_a_mistake_with_a_tool_is_something_to_answer(tmp_path: Path, mistake: s
 
 
 FAULTS = {
-    "reset raises": "no such task", "reset hangs": "not done within 3 s", "hangs": "not done within 3 s",
-    "hangs on": "no reply within 3 s: its process was killed", "swallows": "not done within 3 s", "dies": "died",
-    "raises": "RuntimeError: half a pair ?", "exits": "SystemExit", "nothing": "step returned NoneType",
-    "no message": "nothing to answer", "odd reward": "could not convert", "memory": "MemoryError",
-    "nan": "nan is no finite number", "huge": "1.7e+308 is no finite number",
-    "patches": "sent something else than a reply", "long calls": "environment.observation_tokens=512 takes",
-}  # fmt: skip
+    "reset raises": "no such task",
+    "reset hangs": "not done within 3 s",
+    "hangs": "not done within 3 s",
+    "hangs on": "no reply within 3 s: its process was killed",
+    "swallows": "not done within 3 s",
+    "dies": "died",
+    "raises": "RuntimeError: half a pair ?",
+    "exits": "SystemExit",
+    "nothing": "step returned NoneType",
+    "no message": "nothing to answer",
+    "odd reward": "could not convert",
+    "memory": "MemoryError",
+    "nan": "nan is no finite number",
+    "huge": "1.7e+308 is no finite number",
+    "patches": "sent something else than a reply",
+    "long calls": "environment.observation_tokens=512 takes",
+}
 
 
 def test_what_the_chat_template_does_not_take_ends_that_session_alone(tmp_path: Path) -> None:
     refuses = "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 or m.content == 'odd' %}"
     template = refuses + "{{ raise_exception('not this') }}{% endif %}{% endfor %}" + APPENDS
     twice = call("add", a=1) + call("add", a=2)
-    with Played(tmp_path, lambda text, seed: twice if "twice" in text else "42", template=template) as played:
+    with Played(
+        tmp_path, lambda text, seed: twice if "twice" in text else "42", template=template
+    ) as played:
         (two,), (odd,), (well,) = played.play({"prompt": "twice"}, {"prompt": "odd"}, {})
     assert (two.session.end, two.session.error, len(two.session.turns)) == ("refused", None, 1)
     assert sum(two.loss_mask) == len(two.token_ids) > 0
-    assert odd.session.error is not None and "does not take these messages: not this" in odd.session.error
+    assert (
+        odd.session.error is not None
+        and "does not take these messages: not this" in odd.session.error
+    )
     assert (well.session.end, well.session.reward) == ("done", 1.0)
 
 
 @pytest.mark.parametrize("limit_s", [3.0, 60.0])
-def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_path: Path, limit_s: float) -> None:
+def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(
+    tmp_path: Path, limit_s: float
+) -> None:
     hows = [how for how, said in FAULTS.items() if ("within 3 s" in said) == (limit_s == 3.0)]
     with Played(tmp_path, counting, tool_timeout_s=limit_s) as played:
         rows: list[dict[str, Any]] = [{"how": how} for how in hows]
@@ -132,14 +166,17 @@ def test_an_environment_that_fails_is_begun_again_once_and_hurts_no_other(tmp_pa
 
 
 def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
-    """Those at work, and those that wait for a conversation: each session is begun again once, and none is lost."""
+    """Those at work, and those that wait for a conversation: each session is begun again once, and
+    none is lost.
+    """
     asked = 0
 
     def says(text: str, seed: int) -> str:
         nonlocal asked
         asked += 1
         nursery = played.sessions.pool._nursery
-        if asked == 30 and nursery is not None:  # all sessions are in their second turn or before it
+        # all sessions are in their second turn or before it
+        if asked == 30 and nursery is not None:
             nursery.kill()
             nursery.wait()
         return counting(text, seed)
@@ -156,7 +193,9 @@ def test_all_environments_may_die_at_once(tmp_path: Path) -> None:
         nursery.kill()
         nursery.wait()
         for (rollout,) in played.play(*[{}] * 4):
-            assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0), "nothing was open"
+            assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0), (
+                "nothing was open"
+            )
 
 
 def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
@@ -165,6 +204,16 @@ def test_a_nursery_that_is_gone_costs_no_session_a_try(tmp_path: Path) -> None:
         control.close()
         for (rollout,) in played.play(*[{}] * 8):
             assert (rollout.session.error, rollout.session.counts["restarts"]) == (None, 0)
+
+
+@pytest.mark.fault("the environments' parent is stopped (SIGSTOP)", "no session is lost")
+def test_a_nursery_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "FORK_TIMEOUT_S", 1.0)
+    with Played(tmp_path, counting) as played:
+        played.play()
+        played.sessions.pool._nursery.send_signal(signal.SIGSTOP)
+        for (rollout,) in played.play(*[{}] * 8):
+            assert rollout.session.error is None
 
 
 def test_a_session_whose_process_dies_before_all_do_is_not_lost(tmp_path: Path) -> None:
@@ -186,13 +235,20 @@ def test_a_session_whose_process_dies_before_all_do_is_not_lost(tmp_path: Path) 
 def test_what_floods_forks_or_prints_harms_nothing(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))
     with Played(tmp_path, counting) as played:
-        groups = played.play(*({"how": how} for how in ("floods", "forks", "leaves a child", "prints")))
+        groups = played.play(
+            *({"how": how} for how in ("floods", "forks", "leaves a child", "prints"))
+        )
         for (rollout,) in groups:
-            assert (rollout.session.error, rollout.session.reward) == (None, 0.0 if rollout is groups[0][0] else 1.0)
+            assert (rollout.session.error, rollout.session.reward) == (
+                None,
+                0.0 if rollout is groups[0][0] else 1.0,
+            )
         assert groups[0][0].session.counts["observations_cut"] == 2
         pids = [one.pid for one in psutil.Process().children(recursive=True) if one not in others]
     assert len(pids) > 4
-    wait_for(lambda: not any(state_of(pid) not in ("", "Z") for pid in pids), "end of all processes")
+    wait_for(
+        lambda: not any(state_of(pid) not in ("", "Z") for pid in pids), "end of all processes"
+    )
 
 
 def test_long_roles_and_first_messages_are_not_rendered(tmp_path: Path) -> None:
@@ -231,12 +287,17 @@ def test_closing_ends_whoever_waits_for_sessions(tmp_path: Path) -> None:
 def test_the_number_of_turns_is_bounded(tmp_path: Path) -> None:
     with Played(tmp_path, lambda *_: call("add", a=1), turns=3) as played:
         ((rollout,),) = played.play()
-    assert (rollout.session.end, len(rollout.session.turns), rollout.session.reward) == ("turns", 3, None)
+    assert (rollout.session.end, len(rollout.session.turns), rollout.session.reward) == (
+        "turns",
+        3,
+        None,
+    )
 
 
 def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
     with Played(tmp_path, counting, sessions=6) as played:
-        played.policy.together, played.policy.pause_s = 6, 0.05
+        played.policy.together = 6
+        played.policy.pause_s = 0.05
         groups = played.play({}, {}, {}, samples=4)
         assert [[one.sample for one in group] for group in groups] == [[0, 1, 2, 3]] * 3
         assert played.policy.most == 6
@@ -244,23 +305,29 @@ def test_sessions_run_side_by_side_and_a_group_is_whole(tmp_path: Path) -> None:
         assert first == {"0", "1", "2"}
         pids = {one.pid for one in psutil.Process().children(recursive=True)}
         played.play({}, {}, {}, samples=4)
-        assert {one.pid for one in psutil.Process().children(recursive=True)} == pids  # processes are used again
+        # processes are used again
+        assert {one.pid for one in psutil.Process().children(recursive=True)} == pids
 
 
 @pytest.mark.parametrize("credit", ["turns", "environment"])
 def test_turns_have_their_own_credit(tmp_path: Path, credit: str) -> None:
     with Played(tmp_path, counting, credit=Credit(credit), discount=0.5) as played:
         ((rollout,),) = played.play()
-    by_turn = {turn: value for turn, value in zip(rollout.turns, rollout.credit, strict=True) if turn >= 0}
-    # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1; advantages as `hostile` says them
+    by_turn = {
+        turn: value for turn, value in zip(rollout.turns, rollout.credit, strict=True) if turn >= 0
+    }
+    # rewards 0 and 1: returns 0.5 and 1, of a session that is worth 1; advantages as `hostile` says
+    # them
     assert by_turn == ({0: -0.5, 1: 0.0} if credit == "turns" else {0: -1.0, 1: 2.0})
 
 
 def test_an_environment_that_cannot_be_is_refused_by_name() -> None:
     for name, why in {
-        f"{HERE}:Nothing": "cannot be imported", f"{HERE}:WithoutStep": "has no methods reset and step",
-        f"{HERE}:os": "neither a class nor", f"{HERE}:Guess": "unexpected keyword argument 'odd'",
-    }.items():  # fmt: skip
+        f"{HERE}:Nothing": "cannot be imported",
+        f"{HERE}:WithoutStep": "has no methods reset and step",
+        f"{HERE}:os": "neither a class nor",
+        f"{HERE}:Guess": "unexpected keyword argument 'odd'",
+    }.items():
         said = refusal(check_importable, EnvironmentSection(name=name, settings={"odd": 1}))
         assert said.startswith("environment.name: ")
         assert why in said
@@ -282,7 +349,13 @@ def test_tools_have_schemas_of_their_signatures() -> None:
 
 
 def test_a_step_may_be_a_tuple() -> None:
-    assert as_step(("Again.", 1, False)) == as_step(("Again.", 1, False, None)) == Step("Again.", 1.0, False)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert (
+        as_step(("Again.", 1, False))
+        == as_step(("Again.", 1, False, None))
+        == Step("Again.", 1.0, False)
+    )
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
     assert as_messages(parts) == [{"role": "user", "content": "ab"}]
     assert as_step(Environment().step(Answer("42", "42"))).done

@@ -1,4 +1,5 @@
-"""One pass of the learner over a conversation's row: each turn has the logprobs that the engine drew it with.
+"""One pass of the learner over a conversation's row: each turn has the logprobs that the engine
+drew it with.
 
 All of it happens in one process (`turn_cases.py`), in which the learner may change torch.
 """
@@ -12,7 +13,8 @@ from preloaded import found_by
 from megatron_rl.config.schema import Format, Forward
 
 pytestmark = pytest.mark.engine
-SESSIONS, TURNS = 3, 4
+SESSIONS = 3
+TURNS = 4
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def test_every_turn_is_within_the_probes_budget(
 
 
 def test_prefixes_are_kept_and_forks_make_rows(found: list[dict[str, Any]]) -> None:
-    cached, computed = found[0]["prefilled"], found[1]["prefilled"]
+    cached = found[0]["prefilled"]
+    computed = found[1]["prefilled"]
     assert cached < 0.6 * computed
     assert found[0]["rows"] == SESSIONS - 1 + TURNS, "one of the sessions forks at every turn"

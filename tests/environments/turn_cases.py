@@ -1,4 +1,5 @@
-"""Conversations with live engines, and what a learner's single pass over their rows says of each turn.
+"""Conversations with live engines, and what a learner's single pass over their rows says of each
+turn.
 
 Writes JSON. A process of its own, in which the learner may change torch.
 """
@@ -32,22 +33,39 @@ from megatron_rl.models.model import Model
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, SessionTurn
 
-CONTEXT, SESSIONS, TURNS, SEED = 320, 3, 4, 3
+CONTEXT = 320
+SESSIONS = 3
+TURNS = 4
+SEED = 3
 REWRITES = 2  # the session that changes what it has said, and so forks at every turn
 # format, workers of the engine, and whether it keeps prefixes
 CASES = [
-    (Format.none, 1, True), (Format.none, 1, False), (Format.none, 2, True),
-    (Format.int8, 1, True), (Format.int8, 1, False), (Format.int8, 2, True), (Format.fp8, 1, True),
-]  # fmt: skip
+    (Format.none, 1, True),
+    (Format.none, 1, False),
+    (Format.none, 2, True),
+    (Format.int8, 1, True),
+    (Format.int8, 1, False),
+    (Format.int8, 2, True),
+    (Format.fp8, 1, True),
+]
 
 
 def write_model(folder: Path) -> tuple[TinyModel, FolderTokenizer]:
     tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
     hf = Qwen3Config(
-        vocab_size=420, hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=list(tokenizer.stop_token_ids), architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+        vocab_size=420,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=list(tokenizer.stop_token_ids),
+        architectures=["Qwen3ForCausalLM"],
+    )
     hf.save_pretrained(folder)
     model = TinyModel(folder, hf)
     save_file(model.weights(SEED), folder / "model.safetensors", {"format": "pt"})
@@ -61,18 +79,27 @@ async def converse(live: Live, tokenizer: FolderTokenizer) -> list[Rollout]:
 
     async def session(number: int) -> list[Rollout]:
         policy = Policy(asking, tokenizer, rules, lambda turn: 100 * number + turn, str(number))
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 12 + 30? " + "it is not " * number}]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "What is 12 + 30? " + "it is not " * number}
+        ]
         for _ in range(TURNS):
             answered = await policy.answer(messages, ())
-            completion, said = answered.completion, answered.message
-            policy.transcript.turns.append(SessionTurn(len(completion.token_ids), completion.finish_reason))
+            completion = answered.completion
+            said = answered.message
+            policy.transcript.turns.append(
+                SessionTurn(len(completion.token_ids), completion.finish_reason)
+            )
             said["content"] += "!" * (number == REWRITES)
             messages = [*messages, said, {"role": "user", "content": "Not yet. Again."}]
         prompt = Prompt(number, (1,), "", {})
-        return rollouts(policy.transcript, prompt, number, 0, rules.section, live.sampler.policy_version)
+        return rollouts(
+            policy.transcript, prompt, number, 0, rules.section, live.sampler.policy_version
+        )
 
     with closing(asking):
-        return [row for rows in await asyncio.gather(*map(session, range(SESSIONS))) for row in rows]
+        return [
+            row for rows in await asyncio.gather(*map(session, range(SESSIONS))) for row in rows
+        ]
 
 
 def by_turn(batch: Batch, logprobs_BT: Any) -> Iterator[dict[str, Any]]:
@@ -86,8 +113,15 @@ def by_turn(batch: Batch, logprobs_BT: Any) -> Iterator[dict[str, Any]]:
 def case(folder: Path, format: Format, workers: int, cached: bool) -> dict[str, Any]:
     folder.mkdir()
     model, tokenizer = write_model(folder / "hf")
-    vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 100 << 20, "block_size": 32, "enable_prefix_caching": cached}
-    settings = replace(make_settings(format, vllm=vllm, tensor_parallel=workers), max_tokens=CONTEXT)
+    vllm = {
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 100 << 20,
+        "block_size": 32,
+        "enable_prefix_caching": cached,
+    }
+    settings = replace(
+        make_settings(format, vllm=vllm, tensor_parallel=workers), max_tokens=CONTEXT
+    )
     with startable(), Sampler(settings, model.folder, folder) as sampler:
         live = Live(sampler, model, format, folder)
         live.update(SEED)

@@ -9,7 +9,9 @@ import pytest
 from megatron_rl.evaluation import majority, mean_and_error, pass_at
 
 
-@pytest.mark.parametrize(("n", "right"), [(n, right) for n in (1, 2, 5, 8) for right in range(n + 1)])
+@pytest.mark.parametrize(
+    ("n", "right"), [(n, right) for n in (1, 2, 5, 8) for right in range(n + 1)]
+)
 def test_pass_at_k_is_the_mean_over_all_choices(n: int, right: int) -> None:
     verdicts = [True] * right + [False] * (n - right)
     for k in range(1, n + 1):

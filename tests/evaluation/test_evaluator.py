@@ -22,7 +22,9 @@ class Drawn(Script):
     def score(self, tasks: list[Task]) -> list[Score]:  # type: ignore[override]
         found = []
         for task in tasks:
-            verdict = {"y": Verdict.right, "?": Verdict.error, "-": Verdict.no_answer}.get(task.response, Verdict.wrong)
+            verdict = {"y": Verdict.right, "?": Verdict.error, "-": Verdict.no_answer}.get(
+                task.response, Verdict.wrong
+            )
             error = "late" if verdict == Verdict.error else None
             vote = task.response if verdict in (Verdict.right, Verdict.wrong) else None
             found.append(Score(float(verdict == Verdict.right), verdict, error, answer=vote))
@@ -57,7 +59,9 @@ def test_several_samples_of_a_named_set() -> None:
     assert found["eval/aime/pass@4"] == pytest.approx(0.75)
     assert found["eval/aime/maj@4"] == pytest.approx((1 + 0 + 1 + 0.5) / 4)
     assert found["eval/aime/no_answer_fraction"] == 4 / 16
-    assert {f"eval/aime/{name}_stderr" for name in ("accuracy", "pass@2", "pass@4", "maj@4")} <= found.keys()
+    assert {
+        f"eval/aime/{name}_stderr" for name in ("accuracy", "pass@2", "pass@4", "maj@4")
+    } <= found.keys()
     assert unknown(found) == []
     (about,) = held_out(setting)
     assert set(about.metrics()) <= found.keys()
@@ -82,16 +86,30 @@ def test_what_a_set_does_not_say_is_the_section_s_or_the_run_s() -> None:
         "eval": {
             "top_p": 0.7,
             "sets": {
-                "again": {"samples": 8, "temperature": 0.5, "reward": "math_verify", "max_response_tokens": 90},
+                "again": {
+                    "samples": 8,
+                    "temperature": 0.5,
+                    "reward": "math_verify",
+                    "max_response_tokens": 90,
+                },
                 "math": {"path": "math", "samples": 2},
             },
         },
     }
     plain, again, math = held_out(from_mapping(given))
     assert (plain.name, plain.samples, plain.temperature, plain.max_tokens) == ("", 1, 0.0, 70)
-    assert (again.path, again.temperature, again.top_p, again.max_tokens) == ("e.jsonl", 0.5, 0.7, 90)
+    assert (again.path, again.temperature, again.top_p, again.max_tokens) == (
+        "e.jsonl",
+        0.5,
+        0.7,
+        90,
+    )
     assert (again.reward.name, again.reward.wrong) == ("math_verify", -1)
-    assert (math.path, math.temperature, math.reward.name) == ("data/math500.parquet", 0.9, "math_dapo")
+    assert (math.path, math.temperature, math.reward.name) == (
+        "data/math500.parquet",
+        0.9,
+        "math_dapo",
+    )
     assert plain.ks == []
     assert again.ks == [2, 4, 8]
 

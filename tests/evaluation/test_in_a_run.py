@@ -1,4 +1,6 @@
-"""Two sets in one run, what the run leaves, and the commands that ask its models: one engine each."""
+"""Two sets in one run, what the run leaves, and the commands that ask its models: one engine
+each.
+"""
 
 import json
 import os
@@ -69,13 +71,21 @@ def test_each_set_has_its_numbers_at_start_every_step_and_at_the_end(place: Path
     for line in lines:
         assert line["eval/n"] == line["eval/again/n"] == 24
         assert line["eval/exact/n"] == 8
-        assert 0 < line["eval/again/accuracy"] <= line["eval/again/pass@2"] <= line["eval/again/pass@4"] <= 1
+        assert (
+            0
+            < line["eval/again/accuracy"]
+            <= line["eval/again/pass@2"]
+            <= line["eval/again/pass@4"]
+            <= 1
+        )
         assert 0 <= line["eval/again/maj@4"] <= 1
         assert line["eval/again/accuracy_stderr"] > 0
         assert line["eval/exact/accuracy"] < line["eval/again/accuracy"]
     assert json.loads((place / "runs/run/status.json").read_text())["unknown_metrics"] == []
     (figure,) = [
-        one.figure for one in sections([load_run(place / "runs/run")])["Learning"] if one.title.startswith("Held")
+        one.figure
+        for one in sections([load_run(place / "runs/run")])["Learning"]
+        if one.title.startswith("Held")
     ]
     assert {"accuracy", "again", "exact"} <= {trace.name for trace in figure.data}
     assert sum(trace.fill == "toself" for trace in figure.data) == 3
@@ -85,35 +95,65 @@ def test_each_set_has_its_numbers_at_start_every_step_and_at_the_end(place: Path
 def test_the_last_model_and_the_best_one_are_left(place: Path) -> None:
     home = place / "runs/run"
     lines = read_metrics(home / "metrics.jsonl")[1:]
-    best = max(lines, key=lambda line: (line["eval/again/accuracy"], -line["progress/step"]))["progress/step"]
+    best = max(lines, key=lambda line: (line["eval/again/accuracy"], -line["progress/step"]))[
+        "progress/step"
+    ]
     name = "model.layers.0.mlp.down_proj.weight"
     last, kept = (HfFolder(home / folder).get(name) for folder in ("model", "model-best"))
     assert (last == kept).all().item() == (best == 2)
     for folder in ("model", "model-best"):
-        assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(os.listdir(home / folder))
+        assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(
+            os.listdir(home / folder)
+        )
     assert "model-best/" in (home / "logs/attempt_1/driver.log").read_text()
 
 
 @pytest.mark.engine
-def test_the_command_repeats_the_run_s_numbers_and_writes_what_the_sanity_set_reads(place: Path) -> None:
+def test_the_command_repeats_the_run_s_numbers_and_writes_what_the_sanity_set_reads(
+    place: Path,
+) -> None:
     rows = [json.loads(line) for line in (place / "toy/test.jsonl").read_text().splitlines()]
     write_lines(place / "raw.jsonl", rows[:64])
-    assert prepare_data.main(["aime_2024", str(place / "raw.jsonl"), "-o", str(place / "prepared.parquet")]) == 0
-    words = ["eval.max_prompts=64", "--set", "again", "--set", "prepared.parquet", "--format", "bf16", "-o", "rates"]
-    done = asked(place, "eval", "runs/run", *words, "eval.sets.again.max_prompts=24", "eval.samples=4")
+    assert (
+        prepare_data.main(
+            ["aime_2024", str(place / "raw.jsonl"), "-o", str(place / "prepared.parquet")]
+        )
+        == 0
+    )
+    words = [
+        "eval.max_prompts=64",
+        "--set",
+        "again",
+        "--set",
+        "prepared.parquet",
+        "--format",
+        "bf16",
+        "-o",
+        "rates",
+    ]
+    done = asked(
+        place, "eval", "runs/run", *words, "eval.sets.again.max_prompts=24", "eval.samples=4"
+    )
     assert "avg@k" in done.stdout
     assert "64 of 64 prompts" in done.stderr
     found = json.loads((place / "rates/summary.json").read_text())
     last = read_metrics(place / "runs/run/metrics.jsonl")[-1]
     # the engine of the run had the same weights, the same seeds and the same format
-    assert found["metrics"]["eval/again/accuracy"] == pytest.approx(last["eval/again/accuracy"], abs=0.05)
+    assert found["metrics"]["eval/again/accuracy"] == pytest.approx(
+        last["eval/again/accuracy"], abs=0.05
+    )
 
     rates = [json.loads(line) for line in (place / "rates/prepared.jsonl").read_text().splitlines()]
     assert all(each["n"] == 4 == sum(each["verdicts"].values()) for each in rates)
     between = {each["prompt"] for each in rates if 0.2 <= each["pass_rate"] <= 0.8}
     assert 0 < len(between) < 64
     more = ["--pass-rates", str(place / "rates/prepared.jsonl"), "--keep-between", "0.2", "0.8"]
-    assert prepare_data.main(["aime_2024", str(place / "raw.jsonl"), *more, "-o", str(place / "sanity.parquet")]) == 0
+    assert (
+        prepare_data.main(
+            ["aime_2024", str(place / "raw.jsonl"), *more, "-o", str(place / "sanity.parquet")]
+        )
+        == 0
+    )
     assert set(pq.read_table(place / "sanity.parquet").column("prompt").to_pylist()) == between
 
 
@@ -140,12 +180,25 @@ def test_chat_on_a_pipe(place: Path) -> None:
 @pytest.mark.engine
 def test_where_learner_and_sampler_of_a_run_differ(place: Path) -> None:
     """FP8, which is the engine's alone: what differs enters in its linear layers."""
-    words = ["mismatch", "runs/run", "--format", "fp8", "--prompts", "toy/test.jsonl", "-n", "2", "--tokens", "16"]
+    words = [
+        "mismatch",
+        "runs/run",
+        "--format",
+        "fp8",
+        "--prompts",
+        "toy/test.jsonl",
+        "-n",
+        "2",
+        "--tokens",
+        "16",
+    ]
     done = asked(place, *words, "-o", "where", kind="megatron")
     found = json.loads((place / "where/mismatch.json").read_text())
     assert (found["format"], found["forward"], found["sequences"]) == ("fp8", "bf16", 2)
     assert found["kl"] > 0
-    linear = [point for point in found["points"] if point["kind"] in ("qkv", "o_proj", "gate_up", "down")]
+    linear = [
+        point for point in found["points"] if point["kind"] in ("qkv", "o_proj", "gate_up", "down")
+    ]
     assert sum(point["share"] for point in found["points"]) == pytest.approx(1)
     assert sum(point["share"] for point in linear) == pytest.approx(1, abs=0.05)
     assert all(point["point"] in done.stdout for point in found["points"])

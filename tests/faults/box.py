@@ -1,4 +1,6 @@
-"""A place for a run that something bad is about to happen to: a folder and a temporary folder of its own."""
+"""A place for a run that something bad is about to happen to: a folder and a temporary folder of
+its own.
+"""
 
 import json
 import os
@@ -20,10 +22,15 @@ MEGATRON_RL = (sys.executable, "-m", "megatron_rl.cli")
 PATIENCE_S = 600.0  # for whatever a run does next
 SMALL = (  # a step in a second, once the engines run
     *("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "rollout.max_gen_batches=1"),
-    *("learner.n_minibatches=1", "eval.every=0", "log.record_every=1", "sampler.vllm.max_num_seqs=64"),
+    *(
+        "learner.n_minibatches=1",
+        "eval.every=0",
+        "log.record_every=1",
+        "sampler.vllm.max_num_seqs=64",
+    ),
 )
-# answers of a model that knows nothing differ in it, so that every step has something to learn; steps of a second or so
-# leave time to be killed in
+# answers of a model that knows nothing differ in it, so that every step has something to learn;
+# steps of a second or so leave time to be killed in
 REWARD = """
 import time, zlib
 from pathlib import Path
@@ -45,7 +52,8 @@ class Box:
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
-    tmp: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="box-")))  # short, as sockets' names are
+    # short, as sockets' names are
+    tmp: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="box-")))
     _started: list[subprocess.Popen[str]] = field(default_factory=list)
     _trains: Any = None  # the run that was started last
 
@@ -56,7 +64,9 @@ class Box:
         self.close()
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """`megatron-rl WORDS`, in a session of its own; output in the file `screen`. `under`: words before it."""
+        """`megatron-rl WORDS`, in a session of its own; output in the file `screen`. `under`: words
+        before it.
+        """
         return self.launch([*options.pop("under", ()), *MEGATRON_RL, *words], **options)
 
     def launch(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -64,11 +74,15 @@ class Box:
         streams = {"stdout": screen, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         options = {"cwd": self.folder, **streams, **options}
         environment = os.environ | {"TMPDIR": str(self.tmp)} | self.env | options.pop("env", {})
-        process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **options)
+        process = subprocess.Popen(
+            command, env=environment, text=True, start_new_session=True, **options
+        )
         self._started.append(process)
         return process
 
-    def train(self, *overrides: str, recipe: str = "quickstart.yaml", **options: Any) -> subprocess.Popen[str]:
+    def train(
+        self, *overrides: str, recipe: str = "quickstart.yaml", **options: Any
+    ) -> subprocess.Popen[str]:
         words = ("train", str(ROOT / "recipes" / recipe), "run.name=run", *SMALL, *overrides)
         self._trains = self.start(*words, **options)
         return self._trains
@@ -91,11 +105,23 @@ class Box:
         wait_for(lambda: happened() or self._trains.poll() is not None, what, seconds)
         assert self._trains.poll() is None, self.screen
 
-    def rehearse(self, script: str, *settings: str, under: Sequence[str] = (), **environment: str) -> Any:
+    def rehearse(
+        self, script: str, *settings: str, under: Sequence[str] = (), **environment: str
+    ) -> Any:
         """A batch script as a job on nodes made for the occasion, with what is in this place."""
         toy = self.folder / "data" / "toy"
-        words = ["slurm/rehearse.sh", f"slurm/{script}.sbatch", "recipes/quickstart.yaml", "run.name=run", *SMALL]
-        words += [f"run.root={self.folder}/runs", f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
+        words = [
+            "slurm/rehearse.sh",
+            f"slurm/{script}.sbatch",
+            "recipes/quickstart.yaml",
+            "run.name=run",
+            *SMALL,
+        ]
+        words += [
+            f"run.root={self.folder}/runs",
+            f"data.train={toy}/train.jsonl",
+            f"data.eval={toy}/test.jsonl",
+        ]
         return self.launch([*under, *words, *settings], cwd=ROOT, env=environment)
 
     def reward(self, delay_s: float = 0.02) -> None:
@@ -124,7 +150,9 @@ class Box:
         return lines(self.run / "metrics.jsonl")
 
     def processes(self, words: str = "") -> list[psutil.Process]:
-        """Those below what was started here, orphans of its sessions included, whose command holds `words`."""
+        """Those below what was started here, orphans of its sessions included, whose command holds
+        `words`.
+        """
         found = []
         for process in psutil.process_iter(["cmdline", "environ"]):
             mine = (process.info["environ"] or {}).get("TMPDIR", "").startswith(str(self.tmp))
@@ -134,7 +162,9 @@ class Box:
 
     def rank(self, number: int) -> psutil.Process:
         ranks = self.processes("megatron_rl.rank")
-        return next(one for one in ranks if one.is_running() and one.environ().get("RANK") == str(number))
+        return next(
+            one for one in ranks if one.is_running() and one.environ().get("RANK") == str(number)
+        )
 
     def until_over(self, seconds: float = 300) -> None:
         """None of its processes is left."""

@@ -1,4 +1,6 @@
-"""The toy and its warm start are made once; every fault gets a folder of its own with links to them."""
+"""The toy and its warm start are made once; every fault gets a folder of its own with links to
+them.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/toy, and runs/toy_sft with a model that has learnt a little."""
     folder = tmp_path_factory.mktemp("toy")
     write_toy(folder / "data" / "toy")
-    settings = ["run.name=toy_sft", "run.steps=10", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=1"]
+    settings = [
+        "run.name=toy_sft",
+        "run.steps=10",
+        "rollout.prompts_per_step=64",
+        "rollout.samples_per_prompt=1",
+    ]
     with Box(folder) as box:
         assert box.train(*settings, recipe="toy_sft.yaml").wait(WARM_START_S) == 0, box.screen
     return folder

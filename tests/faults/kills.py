@@ -17,10 +17,22 @@ from helpers import wait_for
 from megatron_rl.checkpoint.checkpoints import steps
 
 STEPS = 12
-START_S, END_S = 400.0, 180.0
+START_S = 400.0
+END_S = 180.0
 RECIPE = (
-    *(f"run.steps={STEPS}", "run.if_exists=resume", "checkpoint.every=2", "checkpoint.keep_last=2", "eval.every=4"),
-    *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
+    *(
+        f"run.steps={STEPS}",
+        "run.if_exists=resume",
+        "checkpoint.every=2",
+        "checkpoint.keep_last=2",
+        "eval.every=4",
+    ),
+    *(
+        "eval.max_prompts=32",
+        "learner.n_minibatches=2",
+        "rollout.max_gen_batches=2",
+        "log.export=true",
+    ),
     "reward.name=chance:score",
 )
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
@@ -47,12 +59,16 @@ def moments(seed: int, count: int) -> list[Moment]:
 
 
 def strike(
-    box: Box, moment: Moment, goes_on: subprocess.Popen[str] | None, more: Sequence[str] = (), **at: str
+    box: Box,
+    moment: Moment,
+    goes_on: subprocess.Popen[str] | None,
+    more: Sequence[str] = (),
+    **at: str,
 ) -> subprocess.Popen[str] | None:
     """Kills a run at a moment, and waits until nothing is left of it.
 
-    `goes_on`: the run as the strike before has left it; None: it is started, or goes on from what it has kept. What
-    is REPLACED ends no run: that run is the one that goes on, and is returned.
+    `goes_on`: the run as the strike before has left it; None: it is started, or goes on from what
+    it has kept. What is REPLACED ends no run: that run is the one that goes on, and is returned.
     """
     begun = 0.0 if goes_on else time.time()
     process = goes_on or box.train(*RECIPE, *more, **at)
@@ -75,19 +91,32 @@ def strike(
 
 
 def unkept(box: Box, moment: Moment) -> list[str]:
-    """What a run that was asked to end has not done: say so, and keep the state after its last step."""
-    status, kept = box.status(), steps(box.run / "checkpoints")
+    """What a run that was asked to end has not done: say so, and keep the state after its last
+    step.
+    """
+    status = box.status()
+    kept = steps(box.run / "checkpoints")
     if moment.victim not in ("TERM", "USR1") or status["state"] == "finished":
         return []
-    found = [] if status["state"] == "stopped" else [f"the run is {status['state']}: {status.get('reason')}"]
+    found = (
+        []
+        if status["state"] == "stopped"
+        else [f"the run is {status['state']}: {status.get('reason')}"]
+    )
     if moment.line and (status.get("step") or 0) > max(kept, default=0):
-        found.append(f"checkpoints of steps {kept} after step {status.get('step')}: {status.get('reason')}")
+        found.append(
+            f"checkpoints of steps {kept} after step {status.get('step')}: {status.get('reason')}"
+        )
     return found
 
 
 def _step(box: Box, begun: float) -> int:
-    """The last step that the newest attempt has recorded; 0 before the first, and before one that began after that."""
-    logs = [log for log in box.run.glob("logs/attempt_*/driver.log") if log.stat().st_mtime >= begun]
+    """The last step that the newest attempt has recorded; 0 before the first, and before one that
+    began after that.
+    """
+    logs = [
+        log for log in box.run.glob("logs/attempt_*/driver.log") if log.stat().st_mtime >= begun
+    ]
     newest = max(logs, key=lambda log: int(log.parent.name[8:]), default=None)
     steps = re.findall(r"^step\s+(\d+)/", newest.read_text(), re.M) if newest else []
     return int(steps[-1]) if steps else 0
@@ -112,7 +141,9 @@ def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:
-    """What is not the same in two runs: lines of metrics (times aside), the ledger, the weights' bytes."""
+    """What is not the same in two runs: lines of metrics (times aside), the ledger, the weights'
+    bytes.
+    """
     found = []
     mine, theirs = (lines(each / "metrics.jsonl") for each in (run, undisturbed))
     if len(mine) != len(theirs):
@@ -131,7 +162,11 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
 
 def repeated(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What is the same in two runs that are the same: no times."""
-    return [key for key in sorted(one.keys() | other.keys()) if not key.startswith(UNEQUAL) and not key.endswith("_s")]
+    return [
+        key
+        for key in sorted(one.keys() | other.keys())
+        if not key.startswith(UNEQUAL) and not key.endswith("_s")
+    ]
 
 
 def whole(box: Box, most: int = 2) -> None:
@@ -142,14 +177,17 @@ def whole(box: Box, most: int = 2) -> None:
 
 def miscounted(run: Path, count: int = STEPS) -> list[str]:
     """Each prompt of the order is drawn by one step, and trained on by no other."""
-    found, expected, trained = [], 0, []
+    found = []
+    expected = 0
+    trained = []
     for line in lines(run / "ledger.jsonl"):
         first, end = line["drawn"]
         if first != expected:
             found.append(f"step {line['step']} drew from {first}, not from {expected}")
         if not all(first <= ordinal < end for ordinal in line["trained"]):
             found.append(f"step {line['step']} trained on what it had not drawn")
-        expected, trained = end, trained + line["trained"]
+        expected = end
+        trained = trained + line["trained"]
     if len(set(trained)) != len(trained):
         found.append("a prompt was trained on twice")
     steps = [line["step"] for line in lines(run / "ledger.jsonl")]
@@ -160,15 +198,19 @@ def miscounted(run: Path, count: int = STEPS) -> list[str]:
 
 def too_old(run: Path, most: int) -> list[str]:
     """Steps with an answer of a policy that more updates have gone by since than may."""
-    stale = {line["progress/step"]: line.get("rollout/staleness_max", 0) for line in lines(run / "metrics.jsonl")}
+    stale = {
+        line["progress/step"]: line.get("rollout/staleness_max", 0)
+        for line in lines(run / "metrics.jsonl")
+    }
     return [f"step {step}: {age} updates" for step, age in stale.items() if age > most]
 
 
 def flip_versions(box: Box, until: str, *overrides: str, resent: bool = False, **how: Any) -> None:
-    """A bit of every complete version of a run, as soon as it is there, until the screen says what comes of it; with
-    `resent` also of what is sent once more.
+    """A bit of every complete version of a run, as soon as it is there, until the screen says what
+    comes of it; with `resent` also of what is sent once more.
     """
-    folder, seen = box.folder / "sync", set[tuple[Path, int]]()
+    folder = box.folder / "sync"
+    seen = set[tuple[Path, int]]()
     folder.mkdir()
     process = box.begin(*overrides, f"sync.dir={folder}", **how)
     begun = time.monotonic()

@@ -10,10 +10,18 @@ from box import Box
 from megatron_rl.checkpoint.checkpoints import steps
 
 SECONDS = 600
-AHEAD = ("rollout.ahead=2", "rollout.in_flight=continue", "checkpoint.every=2", "checkpoint.keep_last=2")
+AHEAD = (
+    "rollout.ahead=2",
+    "rollout.in_flight=continue",
+    "checkpoint.every=2",
+    "checkpoint.keep_last=2",
+)
 
 
-@pytest.mark.fault("an engine or a server dies ahead of the learner", "it comes back, and no prompt is lost or doubled")
+@pytest.mark.fault(
+    "an engine or a server dies ahead of the learner",
+    "it comes back, and no prompt is lost or doubled",
+)
 @pytest.mark.parametrize("recipe", ["quickstart.yaml", "quickstart_fleet.yaml"])
 def test_a_killed_engine(box: Box, recipe: str) -> None:
     box.begin(*AHEAD, recipe=recipe, steps=4)
@@ -28,13 +36,16 @@ def test_a_killed_engine(box: Box, recipe: str) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.fault(
-    "each kind of process is killed (SIGKILL) ahead of the learner, then all", "resumed, no prompt is lost or doubled"
+    "each kind of process is killed (SIGKILL) ahead of the learner, then all",
+    "resumed, no prompt is lost or doubled",
 )
 def test_every_kind_of_process(box: Box) -> None:
     box.reward()
     more = ("rollout.ahead=1", "rollout.in_flight=continue")
     goes_on = None
-    for line, victim in enumerate(("engine", "reward worker", "rank 1", "launcher", "rank 0", "everything"), 2):
+    for line, victim in enumerate(
+        ("engine", "reward worker", "rank 1", "launcher", "rank 0", "everything"), 2
+    ):
         goes_on = kills.strike(box, kills.Moment(victim, line, 0.3), goes_on, more)
         assert bool(goes_on) == (victim in kills.REPLACED), box.screen
     assert box.train(*kills.RECIPE, *more).wait(SECONDS) == 0, box.screen
@@ -42,7 +53,10 @@ def test_every_kind_of_process(box: Box) -> None:
     assert not kills.too_old(box.run, 1)
 
 
-@pytest.mark.fault("an update is refused twice, ahead of the learner", "the run goes on while its batches are young")
+@pytest.mark.fault(
+    "an update is refused twice, ahead of the learner",
+    "the run goes on while its batches are young",
+)
 def test_a_refused_update(box: Box) -> None:
     kills.flip_versions(box, "is left out", *AHEAD, steps=4, resent=True)
     box.goes_on(5)
@@ -52,10 +66,12 @@ def test_a_refused_update(box: Box) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.fault(
-    "USR1, TERM or Ctrl-C ahead of the learner", "what was trained is kept, and the run goes on from there"
+    "USR1, TERM or Ctrl-C ahead of the learner",
+    "what was trained is kept, and the run goes on from there",
 )
 def test_asked_to_stop(box: Box) -> None:
-    step, resumed = 0, "run.if_exists=resume"
+    step = 0
+    resumed = "run.if_exists=resume"
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         after = step + 3
         run = box.begin(*AHEAD, resumed, steps=after + 1)
@@ -63,9 +79,12 @@ def test_asked_to_stop(box: Box) -> None:
         run.wait(SECONDS)
         box.until_over(60)
         assert box.status()["state"] == "stopped", box.status()
-        step, kept = box.status()["step"], max(steps(box.run / "checkpoints"))
+        step = box.status()["step"]
+        kept = max(steps(box.run / "checkpoints"))
         assert step >= after
-        assert kept - step in (0, 1), "an update that was under way is kept, its step ends when the run goes on"
+        assert kept - step in (0, 1), (
+            "an update that was under way is kept, its step ends when the run goes on"
+        )
         assert not kills.miscounted(box.run, kept)
     more = (resumed, f"run.steps={step + 3}", "run.resume_allow=[run.steps]")
     assert box.train(*AHEAD, *more).wait(SECONDS) == 0, box.screen

@@ -40,7 +40,9 @@ def ended(box: Box, launcher: subprocess.Popen[str], number: signal.Signals) -> 
     box.left_nothing()
 
 
-@pytest.mark.fault("USR1, TERM or Ctrl-C in the start of a run", "it ends within seconds, and its name is free")
+@pytest.mark.fault(
+    "USR1, TERM or Ctrl-C in the start of a run", "it ends within seconds, and its name is free"
+)
 @pytest.mark.parametrize("moment", ["a rank is there", "the engine starts", "it answers"])
 def test_the_start(box: Box, moment: str) -> None:
     for number in ASKS:
@@ -50,17 +52,26 @@ def test_the_start(box: Box, moment: str) -> None:
 
 def asked_in_the_start(box: Box, moment: str, number: signal.Signals) -> None:
     launcher = box.train(*SETTINGS)
-    wait_for(lambda: box.processes("megatron_rl.rank" if moment == "a rank is there" else "megatron_rl.engine.child"))
+    wait_for(
+        lambda: box.processes(
+            "megatron_rl.rank" if moment == "a rank is there" else "megatron_rl.engine.child"
+        )
+    )
     if moment == "it answers":
         log = box.run / "logs" / "attempt_1" / "sampler.log"
-        wait_for(lambda: log.exists() and "reset prefix cache" in log.read_text(), "an engine that answers")
+        wait_for(
+            lambda: log.exists() and "reset prefix cache" in log.read_text(),
+            "an engine that answers",
+        )
     launcher.send_signal(number)
     ended(box, launcher, number)
     assert box.steps() <= 1
     assert not checkpoints.steps(box.run / "checkpoints")
 
 
-@pytest.mark.fault("USR1 before the launcher can act on it", "it is kept, and the run ends in its start")
+@pytest.mark.fault(
+    "USR1 before the launcher can act on it", "it is kept, and the run ends in its start"
+)
 def test_at_once(box: Box) -> None:
     launcher = box.train(*SETTINGS)
     wait_for(lambda: box.processes("megatron_rl.cli"), "the launcher")
@@ -69,7 +80,9 @@ def test_at_once(box: Box) -> None:
     ended(box, launcher, signal.SIGUSR1)
 
 
-@pytest.mark.fault("USR1, TERM or Ctrl-C in a short step", "it is finished and kept, the model exported")
+@pytest.mark.fault(
+    "USR1, TERM or Ctrl-C in a short step", "it is finished and kept, the model exported"
+)
 @pytest.mark.parametrize("number", ASKS, ids=lambda number: number.name)
 def test_a_short_step(box: Box, number: signal.Signals) -> None:
     launcher = box.begin(*SETTINGS, "checkpoint.every=1", steps=4)
@@ -82,24 +95,36 @@ def test_a_short_step(box: Box, number: signal.Signals) -> None:
     assert (box.run / "model" / "model.safetensors.index.json").exists()
 
 
-@pytest.mark.fault("TERM or Ctrl-C while slow rewards are waited for", "the step is given up, the one before is kept")
+@pytest.mark.fault(
+    "TERM or Ctrl-C while slow rewards are waited for",
+    "the step is given up, the one before is kept",
+)
 @pytest.mark.parametrize("number", ASKS[1:], ids=lambda number: number.name)
 def test_a_long_step(box: Box, number: signal.Signals) -> None:
     (box.folder / "slow.py").write_text(SLOW)
-    settings = ("reward.name=slow:score", "reward.workers=1", "rollout.prompts_per_step=64")  # 256 s
+    # 256 s
+    settings = (
+        "reward.name=slow:score",
+        "reward.workers=1",
+        "rollout.prompts_per_step=64",
+    )
     launcher = box.begin(*SETTINGS, *settings, steps=2)
     (box.folder / "slow").touch()
     wait_for((box.folder / "begun").exists, "a slow reward")
     launcher.send_signal(number)
     wait_for(lambda: (box.status().get("stopping") or {}).get("said"), "that it is noticed")
     ended(box, launcher, number)
-    status, made = box.status(), box.steps() - 1
+    status = box.status()
+    made = box.steps() - 1
     assert f"of step {made + 1}" in status["reason"], status
     assert f"the state after step {made} is kept" in status["reason"]
     assert checkpoints.steps(box.run / "checkpoints") == [made]
 
 
-@pytest.mark.fault("USR1 reaches every process of a run", "the engine and the rewards go on until the step is finished")
+@pytest.mark.fault(
+    "USR1 reaches every process of a run",
+    "the engine and the rewards go on until the step is finished",
+)
 def test_usr1_to_everybody(box: Box) -> None:
     launcher = box.begin(*SETTINGS, steps=2)
     for process in box.processes():

@@ -1,4 +1,6 @@
-"""The converter is interrupted while it writes; what it has made starts a run, whose model is served quantized."""
+"""The converter is interrupted while it writes; what it has made starts a run, whose model is
+served quantized.
+"""
 
 import json
 import signal
@@ -25,18 +27,27 @@ def convert(*words: object) -> list[str]:
 
 def model(folder: Path, like: str | None = None) -> Path:
     """The toy's, or a small one of a card's family, with weights that know nothing."""
-    card = None if like is None else json.loads((ROOT / "conf" / "model" / f"{like}.json").read_text())
+    card = (
+        None if like is None else json.loads((ROOT / "conf" / "model" / f"{like}.json").read_text())
+    )
     write_toy(folder, like=card)
     hf_config = read_hf_config(folder / "model")
     sizes = hf_shapes(ModelShape.from_hf(hf_config))
-    write_folder(folder / "model", {name: 0.1 * torch.randn(size) for name, size in sizes.items()}, hf_config)
+    write_folder(
+        folder / "model", {name: 0.1 * torch.randn(size) for name, size in sizes.items()}, hf_config
+    )
     return folder / "model"
 
 
-@pytest.mark.fault("SIGINT, SIGTERM or SIGHUP of the converter", "two lines, and the same command begins anew")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.fault(
+    "SIGINT, SIGTERM or SIGHUP of the converter", "two lines, and the same command begins anew"
+)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
 def test_an_interrupted_import(tmp_path: Path, number: signal.Signals) -> None:
-    source, target = model(tmp_path / "toy"), tmp_path / "out"
+    source = model(tmp_path / "toy")
+    target = tmp_path / "out"
     running = subprocess.Popen(convert("import", source, target), stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: partial_of(target).exists() or running.poll() is not None, "the beginning")
@@ -54,17 +65,34 @@ def test_an_interrupted_import(tmp_path: Path, number: signal.Signals) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "toy"]
 
 
-@pytest.mark.fault("model.path is what the converter has imported", "the run starts from it, exports, and ends well")
+@pytest.mark.fault(
+    "model.path is what the converter has imported",
+    "the run starts from it, exports, and ends well",
+)
 def test_a_run_from_an_import(tmp_path: Path) -> None:
-    origin, imported = model(tmp_path / "data" / "toy"), tmp_path / "imported"
+    origin = model(tmp_path / "data" / "toy")
+    imported = tmp_path / "imported"
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
     with Box(tmp_path) as box:
         done = box.train("run.steps=1", f"model.path={imported}", "log.export=true").wait(600)
         assert done == 0, box.screen
     int8 = tmp_path / "int8"
-    subprocess.run(convert("quantize", box.run, int8, "--format", "int8"), check=True, timeout=300, cwd=tmp_path)
+    subprocess.run(
+        convert("quantize", box.run, int8, "--format", "int8"),
+        check=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
     (tmp_path / "texts.txt").write_text("1+2=3\n12+30=42\n")
-    words = ("verify", box.run, int8, "--logprobs", tmp_path / "texts.txt", "--report", tmp_path / "parity.json")
+    words = (
+        "verify",
+        box.run,
+        int8,
+        "--logprobs",
+        tmp_path / "texts.txt",
+        "--report",
+        tmp_path / "parity.json",
+    )
     subprocess.run(convert(*words), check=True, timeout=900, cwd=tmp_path)
     exported = {path.name for path in (box.run / "model").iterdir()}
     of_a_tokenizer = {"tokenizer.json", "tokenizer_config.json"}
@@ -73,23 +101,40 @@ def test_a_run_from_an_import(tmp_path: Path) -> None:
 
 LAYOUTS = {
     "PP2": ("Qwen3-8B", ["learner.pipeline_parallel=2"]),
-    "EP2": ("Qwen3-30B-A3B", ["learner.data_parallel=2", "learner.expert_parallel=2", "quantization=none"]),
+    "EP2": (
+        "Qwen3-30B-A3B",
+        ["learner.data_parallel=2", "learner.expert_parallel=2", "quantization=none"],
+    ),
 }
 
 
-@pytest.mark.fault("an import is trained under another layout", "its checkpoint exports to what the run itself exports")
+@pytest.mark.fault(
+    "an import is trained under another layout",
+    "its checkpoint exports to what the run itself exports",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_import_under_another_layout(tmp_path: Path, layout: str) -> None:
     like, words = LAYOUTS[layout]
-    origin, imported = model(tmp_path / "data" / "toy", like), tmp_path / "imported"
+    origin = model(tmp_path / "data" / "toy", like)
+    imported = tmp_path / "imported"
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
     with Box(tmp_path) as box:
-        ended = ("run.steps=1", "checkpoint.every=1", "rollout.samples_per_prompt=1", "model.init=pretrained")
+        ended = (
+            "run.steps=1",
+            "checkpoint.every=1",
+            "rollout.samples_per_prompt=1",
+            "model.init=pretrained",
+        )
         words = ["learner.tensor_parallel=1", *words]
         trained = box.train(*ended, f"model.path={imported}", *words, recipe="toy_sft.yaml")
         assert trained.wait(900) == 0, box.screen
     subprocess.run(convert("export", f"{box.run}@1", tmp_path / "out"), check=True, timeout=300)
-    ours, its, before = (HfFolder(folder) for folder in (tmp_path / "out", box.run / "model", origin))
+    ours, its, before = (
+        HfFolder(folder) for folder in (tmp_path / "out", box.run / "model", origin)
+    )
     assert sorted(ours.names) == sorted(its.names) == sorted(before.names)
     assert all(torch.equal(ours.read(name), its.read(name)) for name in ours.names)
-    assert any(not torch.equal(ours.read(name), before.read(name).to(ours.read(name))) for name in ours.names)
+    assert any(
+        not torch.equal(ours.read(name), before.read(name).to(ours.read(name)))
+        for name in ours.names
+    )

@@ -1,4 +1,6 @@
-"""However a whole run ends: status.json is true, the last line on the screen is the reason, the one above says why."""
+"""However a whole run ends: status.json is true, the last line on the screen is the reason, the one
+above says why.
+"""
 
 import json
 import shutil
@@ -57,7 +59,10 @@ def test_a_killed_rank(box: Box, rank: int) -> None:
     assert cause(box)[:2] == ("dead_process", f"rank {rank}")
 
 
-@pytest.mark.fault("the engine, or a worker of it, is killed", "another takes its place; after three, the run says why")
+@pytest.mark.fault(
+    "the engine, or a worker of it, is killed",
+    "another takes its place; after three, the run says why",
+)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_engine(box: Box, workers: int) -> None:
     process = box.begin(f"sampler.tensor_parallel={workers}", ALONE)
@@ -93,7 +98,12 @@ def leaves(row, answer_key, response):
 WRONG = {
     "reward": (("reward.name=broken:later",), ("reward", "the reward workers", "rollout")),
     "non_finite": (
-        ("reward.name=chance:score", "optim.lr=1e30", "optim.warmup_steps=0", "learner.n_minibatches=4"),
+        (
+            "reward.name=chance:score",
+            "optim.lr=1e30",
+            "optim.warmup_steps=0",
+            "learner.n_minibatches=4",
+        ),
         ("non_finite", "rank 0", "update"),
     ),
     "probe": (("sync.probe_budget=1e-9",), ("probe", "the sampler's engine", "sync")),
@@ -101,7 +111,8 @@ WRONG = {
 
 
 @pytest.mark.fault(
-    "rewards crash, a loss is no number, a probe is beyond its budget", "the cause is named with its phase"
+    "rewards crash, a loss is no number, a probe is beyond its budget",
+    "the cause is named with its phase",
 )
 @pytest.mark.parametrize("what", WRONG)
 def test_why(box: Box, what: str) -> None:
@@ -112,11 +123,15 @@ def test_why(box: Box, what: str) -> None:
     if box.steps():
         assert cause(box) == expected
     else:  # nothing to report on
-        assert tuple(box.status()["cause"][name] for name in ("class", "process", "phase")) == expected
+        assert (
+            tuple(box.status()["cause"][name] for name in ("class", "process", "phase")) == expected
+        )
     assert last_line(box).startswith("failed: ")
 
 
-@pytest.mark.fault("an alarm is to end a whole run", "it ends after that step, whole, and says which alarm it was")
+@pytest.mark.fault(
+    "an alarm is to end a whole run", "it ends after that step, whole, and says which alarm it was"
+)
 def test_an_alarm_that_stops(box: Box) -> None:
     process = box.train("run.steps=100000", ALONE, "log.alarms={ess: {stop: 1.0}}")
     assert process.wait(PATIENCE_S) == 0, box.screen
@@ -127,7 +142,8 @@ def test_an_alarm_that_stops(box: Box) -> None:
 
 
 @pytest.mark.fault(
-    "reward workers of a whole run are killed, which left programs behind, then W&B's", "it goes on; all end with it"
+    "reward workers of a whole run are killed, which left programs behind, then W&B's",
+    "it goes on; all end with it",
 )
 def test_a_killed_reward_worker(box: Box) -> None:
     (box.folder / "broken.py").write_text(REWARDS)
@@ -147,13 +163,18 @@ def test_a_killed_reward_worker(box: Box) -> None:
     box.until_over(60)
 
 
-@pytest.mark.fault("the disk of a whole run is full, and has room again", "the run goes on, and says what is missing")
+@pytest.mark.fault(
+    "the disk of a whole run is full, and has room again",
+    "the run goes on, and says what is missing",
+)
 def test_a_full_disk(box: Box) -> None:
     with file_system(box.folder / "small", "16m") as folder:
         if not folder.is_mount():
             pytest.skip("needs the right to mount")
         run = folder / "run"
-        process = box.begin(f"run.root={folder}", "checkpoint.every=2", "checkpoint.keep_last=1", steps=0)
+        process = box.begin(
+            f"run.root={folder}", "checkpoint.every=2", "checkpoint.keep_last=1", steps=0
+        )
         box.until((run / "metrics.jsonl").exists, "the first lines")
         with (folder / "filler").open("wb", buffering=0) as filler:
             filler.write(b"x" * shutil.disk_usage(folder).free)
@@ -175,7 +196,9 @@ def test_a_full_disk(box: Box) -> None:
         assert steps == [*range(len(steps))]
 
 
-@pytest.mark.fault("a second start has the name of a whole run that goes on", "it is refused, the first goes on")
+@pytest.mark.fault(
+    "a second start has the name of a whole run that goes on", "it is refused, the first goes on"
+)
 def test_a_second_start(box: Box) -> None:
     process = box.begin()
     other = Box(box.folder)
@@ -189,7 +212,9 @@ def test_a_second_start(box: Box) -> None:
     assert "SIGTERM" in box.status()["reason"]
 
 
-@pytest.mark.fault("five whole runs are started at once under one name", "one runs to its end, the others are told")
+@pytest.mark.fault(
+    "five whole runs are started at once under one name", "one runs to its end, the others are told"
+)
 @pytest.mark.parametrize("mode", ["refuse", "archive", "resume"])
 def test_five_starts_at_once(box: Box, mode: str) -> None:
     starts = []
@@ -202,4 +227,6 @@ def test_five_starts_at_once(box: Box, mode: str) -> None:
     for code, text in zip(codes, said, strict=True):
         assert code == 0 or ("error: run.name: run directory" in text and "Traceback" not in text)
     assert box.status()["state"] == "finished"
-    assert [path.name for path in (box.folder / "runs").iterdir() if path.name.startswith("run")] == ["run"]
+    assert [
+        path.name for path in (box.folder / "runs").iterdir() if path.name.startswith("run")
+    ] == ["run"]

@@ -1,4 +1,6 @@
-"""An engine whose thread hangs behind a door that answers; one of two workers of which one dies in mid-update."""
+"""An engine whose thread hangs behind a door that answers; one of two workers of which one dies in
+mid-update.
+"""
 
 import os
 import sys
@@ -14,18 +16,25 @@ from megatron_rl.sampler.sampler import Sampler
 
 
 @pytest.mark.fault(
-    "the thread that owns a server's engine waits for ever", "three looks; the other server answers; it starts again"
+    "the thread that owns a server's engine waits for ever",
+    "three looks; the other server answers; it starts again",
 )
 def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    marker, notes = tmp_path / "deaf", list[str]()
+    marker = tmp_path / "deaf"
+    notes = list[str]()
     monkeypatch.setenv("MEGATRON_RL_TESTS_DEAF", str(marker))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    model, settings = make_model(tmp_path / "hf", True), make_settings(fleet=FleetSection(replicas=2))
+    model = make_model(tmp_path / "hf", True)
+    settings = make_settings(fleet=FleetSection(replicas=2))
     extension = "faulty_receiver.FaultyExtension"
-    with Sampler(settings, model.folder, tmp_path, note=notes.append, worker_extension=extension) as fleet:
+    with Sampler(
+        settings, model.folder, tmp_path, note=notes.append, worker_extension=extension
+    ) as fleet:
 
         def noted(what: str) -> bool:
-            assert len(fleet.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(PROMPTS)
+            assert len(fleet.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(
+                PROMPTS
+            )
             return any(what in note for note in notes)
 
         marker.touch()
@@ -37,7 +46,10 @@ def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.engine
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
-@pytest.mark.fault("one of an engine's two workers is killed in mid-update", "both start again, with the new weights")
+@pytest.mark.fault(
+    "one of an engine's two workers is killed in mid-update",
+    "both start again, with the new weights",
+)
 def test_both_workers_start_again(tmp_path: Path) -> None:
     live = make_live(tmp_path, Format.int8, tied=True, tensor_parallel=2, request_timeout_s=60)
     try:

@@ -14,7 +14,9 @@ from helpers import half_open, http_status, wait_for
 from megatron_rl.processes.process import free_port, state_of
 
 pytestmark = pytest.mark.timeout(1800)
-START_S, STEP_S = 600, 300  # two engines may compile one after the other
+# two engines may compile one after the other
+START_S = 600
+STEP_S = 300
 KEY = "0123456789abcdef" * 2
 RECIPE = str(ROOT / "recipes" / "quickstart_fleet.yaml")
 
@@ -25,23 +27,33 @@ def engines(box: Box) -> list[psutil.Process]:
 
 
 def workers(server: psutil.Process) -> list[psutil.Process]:
-    """Those of a larger engine. They write over their environment, by which the box knows its processes."""
-    return [one for one in server.children(recursive=True) if "Worker_TP" in " ".join(one.cmdline())]
+    """Those of a larger engine. They write over their environment, by which the box knows its
+    processes.
+    """
+    return [
+        one for one in server.children(recursive=True) if "Worker_TP" in " ".join(one.cmdline())
+    ]
 
 
 def running_fleet(box: Box, *more: str) -> subprocess.Popen[str]:
-    return box.begin("sampler.request_timeout_s=600", *more, recipe="quickstart_fleet.yaml", steps=2)
+    return box.begin(
+        "sampler.request_timeout_s=600", *more, recipe="quickstart_fleet.yaml", steps=2
+    )
 
 
 @pytest.mark.fault(
-    "a worker of a fleet's server is stopped (SIGSTOP)", "three looks; the other server answers; it starts again"
+    "a worker of a fleet's server is stopped (SIGSTOP)",
+    "three looks; the other server answers; it starts again",
 )
 def test_a_stopped_engine(box: Box) -> None:
     run = running_fleet(box, "sampler.tensor_parallel=2")
     victim = workers(engines(box)[0])[0]
     victim.suspend()
     before = box.steps()
-    wait_for(lambda: "is out: did not answer 3 times in a row" in box.screen, "the screen says that it is out")
+    wait_for(
+        lambda: "is out: did not answer 3 times in a row" in box.screen,
+        "the screen says that it is out",
+    )
     assert "is slow to answer" in box.screen
     assert "is stopped" in box.screen
     box.until_steps(before + 2)  # the other server answers
@@ -70,14 +82,22 @@ def ends_well(box: Box, run: subprocess.Popen[str]) -> None:
 
 
 def serve(box: Box, *words: str, port: int | None = None) -> tuple[subprocess.Popen[str], int]:
-    """Who started a server, with room for 1024 files, and the port of the server, once it is ready."""
+    """Who started a server, with room for 1024 files, and the port of the server, once it is
+    ready.
+    """
     port = port or free_port()
     box.env["MEGATRON_RL_FLEET_KEY"] = KEY
     limit = "import resource, subprocess, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); "
     starter = [sys.executable, "-c", limit + "sys.exit(subprocess.call(sys.argv[1:]))"]
     with served(box).open("w") as log:
-        process = box.launch([*starter, *MEGATRON_RL, "serve", RECIPE, "--port", str(port), *words], stdout=log)
-    wait_for(lambda: "ready: " in served(box).read_text() or process.poll() is not None, "it is ready", START_S)
+        process = box.launch(
+            [*starter, *MEGATRON_RL, "serve", RECIPE, "--port", str(port), *words], stdout=log
+        )
+    wait_for(
+        lambda: "ready: " in served(box).read_text() or process.poll() is not None,
+        "it is ready",
+        START_S,
+    )
     assert process.poll() is None, served(box).read_text()
     return process, port
 
@@ -86,16 +106,34 @@ def served(box: Box) -> Path:
     return box.folder / "serve.log"
 
 
-@pytest.mark.fault("1200 half-open connections to a server of 1024 files, and no key", "its owner alone is answered")
+@pytest.mark.fault(
+    "1200 half-open connections to a server of 1024 files, and no key",
+    "its owner alone is answered",
+)
 def test_half_open_connections(box: Box) -> None:
     _, port = serve(box, "--format", "int8")
     assert "Route:" not in served(box).read_text()
     held = half_open(port, 1200)
     assert [http_status(port, KEY) for _ in range(20)] == [200] * 20
-    others = ("/engine", "/v1/models", "/metrics", "/docs", "/openapi.json", "/collective_rpc", "/", "/nothing")
-    refused = {http_status(port, key, path) for key in ("", "wrong", KEY[:-1]) for path in ("/health", *others)}
+    others = (
+        "/engine",
+        "/v1/models",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/collective_rpc",
+        "/",
+        "/nothing",
+    )
+    refused = {
+        http_status(port, key, path)
+        for key in ("", "wrong", KEY[:-1])
+        for path in ("/health", *others)
+    }
     assert refused == {401}
-    assert {http_status(port, KEY, path) for path in others} == {404}, "there is /health, and the talk at /engine"
+    assert {http_status(port, KEY, path) for path in others} == {404}, (
+        "there is /health, and the talk at /engine"
+    )
     for one in held:
         one.close()
 
@@ -121,7 +159,9 @@ def test_a_killed_serve(box: Box) -> None:
 
 
 def all_gone(processes: list[psutil.Process]) -> None:
-    wait_for(lambda: all(state_of(one.pid) in ("", "Z") for one in processes), "all of it is gone", 60)
+    wait_for(
+        lambda: all(state_of(one.pid) in ("", "Z") for one in processes), "all of it is gone", 60
+    )
 
 
 @pytest.mark.fault(

@@ -1,11 +1,15 @@
-"""A run that is left alone ends; after a rank's death it goes on by itself; with other rows of data it does not."""
+"""A run that is left alone ends; after a rank's death it goes on by itself; with other rows of data
+it does not.
+"""
 
 import pytest
 from box import PATIENCE_S, Box
 from helpers import wait_for
 
 
-@pytest.mark.fault("a run is left alone", "it finishes, no process and no folder of its own is left")
+@pytest.mark.fault(
+    "a run is left alone", "it finishes, no process and no folder of its own is left"
+)
 def test_a_run_is_left_alone(box: Box) -> None:
     """What the other files of this folder rely on."""
     assert box.train("run.steps=2").wait(PATIENCE_S) == 0, box.screen
@@ -14,7 +18,9 @@ def test_a_run_is_left_alone(box: Box) -> None:
     box.left_nothing()
 
 
-@pytest.mark.fault("a rank is killed, with --attempts 3", "the run goes on from its checkpoint and finishes")
+@pytest.mark.fault(
+    "a rank is killed, with --attempts 3", "the run goes on from its checkpoint and finishes"
+)
 def test_a_run_goes_on_by_itself(box: Box) -> None:
     process = box.train("run.steps=8", "checkpoint.every=2", "--attempts", "3")
     saved = lambda: list((box.run / "checkpoints").glob("step_*"))  # noqa: E731
@@ -32,17 +38,23 @@ def test_a_run_goes_on_by_itself(box: Box) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.fault("the data file is shuffled or cut before a run goes on", "refused unless asked for")
+@pytest.mark.fault(
+    "the data file is shuffled or cut before a run goes on", "refused unless asked for"
+)
 def test_other_rows(box: Box) -> None:
     rows = (box.folder / "data" / "toy" / "train.jsonl").read_text().splitlines(keepends=True)
-    train, more = box.folder / "mine.jsonl", ("run.if_exists=resume", "checkpoint.every=1", "data.train=mine.jsonl")
+    train = box.folder / "mine.jsonl"
+    more = ("run.if_exists=resume", "checkpoint.every=1", "data.train=mine.jsonl")
     train.write_text("".join(rows))
     assert box.train("run.steps=2", *more).wait(PATIENCE_S) == 0, box.screen
     lines = box.metrics()
     for other in (rows[::-1], rows[:-1]):
         train.write_text("".join(other))
         assert box.train("run.steps=3", *more).wait(PATIENCE_S) not in (0, None), box.screen
-        assert "data.train: prompts or answers in mine.jsonl are not those that the run has drawn from" in box.screen
+        assert (
+            "data.train: prompts or answers in mine.jsonl are not those that the run has drawn from"
+            in box.screen
+        )
         assert "(data)" in box.screen
         assert box.metrics() == lines
     allowed = ("run.steps=3", "run.resume_allow=[data.train]", *more)

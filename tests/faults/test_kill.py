@@ -1,6 +1,8 @@
-"""A run that is killed again and again ends as one that was left alone: `make kill-test` (KILLS=30, SEED=1).
+"""A run that is killed again and again ends as one that was left alone: `make kill-test` (KILLS=30,
+SEED=1).
 
-With AHEAD=2 its rollouts are ahead of the learner: then its prompts are counted, and how old its answers were.
+With AHEAD=2 its rollouts are ahead of the learner: then its prompts are counted, and how old its
+answers were.
 """
 
 import os
@@ -11,7 +13,8 @@ import kills
 import pytest
 from box import Box
 
-KILLS, SEED = int(os.environ.get("KILLS", "4")), int(os.environ.get("SEED", "1"))
+KILLS = int(os.environ.get("KILLS", "4"))
+SEED = int(os.environ.get("SEED", "1"))
 EACH = 5  # kills of one run
 AHEAD = int(os.environ.get("AHEAD", "0"))
 MORE = (f"rollout.ahead={AHEAD}", "rollout.in_flight=continue") if AHEAD else ()
@@ -33,7 +36,8 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path | N
 
 @pytest.mark.timeout(3600)
 @pytest.mark.fault(
-    "a run is killed at random moments and goes on", "its records and weights are those of one left alone"
+    "a run is killed at random moments and goes on",
+    "its records and weights are those of one left alone",
 )
 @pytest.mark.parametrize("chain", range(-(-KILLS // EACH)))
 def test_a_killed_run_goes_on(box: Box, undisturbed: Path | None, chain: int) -> None:
@@ -45,7 +49,10 @@ def test_a_killed_run_goes_on(box: Box, undisturbed: Path | None, chain: int) ->
         state = box.status().get("state") if (box.run / "status.json").exists() else "none"
         assert state == "none" or goes_on or not kills.unkept(box, moment)
         said = box.screen.strip().splitlines()[-1:]
-        print(f"{moment}: {'the run goes on' if goes_on else state}, {box.steps()} lines; {said}", flush=True)
+        print(
+            f"{moment}: {'the run goes on' if goes_on else state}, {box.steps()} lines; {said}",
+            flush=True,
+        )
     status = goes_on.wait(kills.START_S) if goes_on else None
     if status != 0:
         assert box.train(*kills.RECIPE, *MORE).wait(kills.START_S) == 0, box.screen

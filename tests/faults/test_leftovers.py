@@ -1,4 +1,6 @@
-"""What is left of a run, in the temporary folder and in shared memory: nothing, or nothing after the next start."""
+"""What is left of a run, in the temporary folder and in shared memory: nothing, or nothing after
+the next start.
+"""
 
 import ctypes
 import os
@@ -18,12 +20,18 @@ FLEET = ("sampler.fleet.replicas=2", "run.steps=2")
 
 @pytest.fixture(scope="module", autouse=True)
 def own_shared_memory() -> None:
-    """Others may work on this machine: from here on this process and its children have a /dev/shm of their own."""
+    """Others may work on this machine: from here on this process and its children have a /dev/shm
+    of their own.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    new_mounts, private = 0x20000, 0x40000 | 0x4000  # of everything below
+    # of everything below
+    new_mounts = 0x20000
+    private = 0x40000 | 0x4000
     if os.geteuid() != 0 or libc.unshare(new_mounts) or libc.mount(None, b"/", None, private, None):
         pytest.skip("needs root")
-    assert libc.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"tmpfs", bytes(SHARED), b"tmpfs", 0, None) == 0, os.strerror(
+        ctypes.get_errno()
+    )
 
 
 def shared() -> list[str]:
@@ -47,7 +55,9 @@ def test_a_clean_end_of_a_fleet(box: Box) -> None:
     left_nothing(box)
 
 
-@pytest.mark.fault("kill -9 of the launcher in mid-run", "nobody lives on, and the next start clears the folders")
+@pytest.mark.fault(
+    "kill -9 of the launcher in mid-run", "nobody lives on, and the next start clears the folders"
+)
 def test_a_killed_launcher(box: Box) -> None:
     box.begin(steps=2).kill()
     box.until_over()
@@ -55,7 +65,9 @@ def test_a_killed_launcher(box: Box) -> None:
     left_nothing(box)
 
 
-@pytest.mark.fault("kill -9 of rank 0 in mid-run", "the launcher clears the folders, those in shared memory too")
+@pytest.mark.fault(
+    "kill -9 of rank 0 in mid-run", "the launcher clears the folders, those in shared memory too"
+)
 @pytest.mark.parametrize(
     "settings", [("log.wandb=offline", "sampler.tensor_parallel=2"), ("sampler.fleet.replicas=1",)]
 )
@@ -77,10 +89,14 @@ def test_a_launcher_killed_while_ranks_start(box: Box, after_s: float) -> None:
     box.until_over()
 
 
-@pytest.mark.fault("kill -9 of `megatron-rl serve`", "its server ends, and the next start clears its folder")
+@pytest.mark.fault(
+    "kill -9 of `megatron-rl serve`", "its server ends, and the next start clears its folder"
+)
 def test_a_killed_server(box: Box) -> None:
     box.env["MEGATRON_RL_FLEET_KEY"] = "k" * 40
-    serve = box.start("serve", str(ROOT / "recipes" / "quickstart.yaml"), "--port", str(free_port()))
+    serve = box.start(
+        "serve", str(ROOT / "recipes" / "quickstart.yaml"), "--port", str(free_port())
+    )
     wait_for(lambda: box.processes("megatron_rl.engine.server"), "the server")
     wait_for(lambda: "ready: " in box.screen, "its engine")
     serve.kill()

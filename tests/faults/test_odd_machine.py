@@ -1,5 +1,5 @@
-"""What a shell may give a run: few files, little address space, variables of nonsense, folders of strangers and without
-room.
+"""What a shell may give a run: few files, little address space, variables of nonsense, folders of
+strangers and without room.
 """
 
 import os
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def refused(box: Box, *said: str, under: Sequence[str] = ()) -> None:
-    """The run ends by itself, with these words and no traceback before the ranks' own; nothing is left."""
+    """The run ends by itself, with these words and no traceback before the ranks' own; nothing is
+    left.
+    """
     assert box.train("run.steps=2", under=under).wait(PATIENCE_S) not in (0, None), box.screen
     last = box.screen.rstrip().splitlines()[-1]
     assert last.startswith(("error: ", "failed: ")), box.screen
@@ -24,20 +26,32 @@ def refused(box: Box, *said: str, under: Sequence[str] = ()) -> None:
     box.until_over(60)
 
 
-@pytest.mark.fault("`ulimit -n 64`, `ulimit -v` of 1 GiB", "the run ends by itself, and says what it lacks")
-@pytest.mark.parametrize(("limit", "said"), [("--nofile=64", "(open_files)"), ("--as=1073741824", "(host_memory)")])
+@pytest.mark.fault(
+    "`ulimit -n 64`, `ulimit -v` of 1 GiB", "the run ends by itself, and says what it lacks"
+)
+@pytest.mark.parametrize(
+    ("limit", "said"), [("--nofile=64", "(open_files)"), ("--as=1073741824", "(host_memory)")]
+)
 def test_limits(box: Box, limit: str, said: str) -> None:
     if shutil.which("prlimit") is None:
         pytest.skip("needs util-linux's prlimit")
     refused(box, said, under=("prlimit", limit, "--"))
 
 
-NONSENSE = {"HOME": "/proc/none", "LANG": "xx_YY.nonsense", "LC_ALL": "none", "TZ": "No/Where", "TERM": "none"}
+NONSENSE = {
+    "HOME": "/proc/none",
+    "LANG": "xx_YY.nonsense",
+    "LC_ALL": "none",
+    "TZ": "No/Where",
+    "TERM": "none",
+}
 NONSENSE |= {"OMP_NUM_THREADS": "many", "COLUMNS": "-5", "TMPDIR": "/proc/none"}
 NONSENSE |= {"XDG_CACHE_HOME": str(cache_home())}  # it has what is compiled
 
 
-@pytest.mark.fault("HOME, TMPDIR, LANG, TZ, OMP_NUM_THREADS, ... of nonsense", "the run finishes without them")
+@pytest.mark.fault(
+    "HOME, TMPDIR, LANG, TZ, OMP_NUM_THREADS, ... of nonsense", "the run finishes without them"
+)
 def test_variables_of_nonsense(box: Box) -> None:
     box.env |= NONSENSE
     assert box.train("run.steps=2").wait(PATIENCE_S) == 0, box.screen
@@ -45,7 +59,10 @@ def test_variables_of_nonsense(box: Box) -> None:
     assert box.steps() == 3
 
 
-@pytest.mark.fault("another user's folder is in the place of the compiled code", "the run is refused before it starts")
+@pytest.mark.fault(
+    "another user's folder is in the place of the compiled code",
+    "the run is refused before it starts",
+)
 def test_a_cache_of_another_user(box: Box) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to make another user's folder")
@@ -61,7 +78,9 @@ def test_a_cache_of_another_user(box: Box) -> None:
 def tiny(box: Box, request: pytest.FixtureRequest) -> Iterator[Box]:
     if os.geteuid() != 0:
         pytest.skip("needs root to mount")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", str(box.tmp)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", str(box.tmp)], check=True
+    )
     try:
         yield box
     finally:
@@ -70,7 +89,9 @@ def tiny(box: Box, request: pytest.FixtureRequest) -> Iterator[Box]:
 
 
 @pytest.mark.fault("a temporary folder of a few KiB", "the run ends, with a sentence that names it")
-@pytest.mark.parametrize("tiny", [8, 12], indirect=True)  # no room for the engine's files; for the ranks' meeting
+@pytest.mark.parametrize(
+    "tiny", [8, 12], indirect=True
+)  # no room for the engine's files; for the ranks' meeting
 def test_a_run_ends_where_nothing_can_be_written(tiny: Box) -> None:
     launcher = tiny.train("run.steps=3", "learner.tensor_parallel=2")
     assert launcher.wait(PATIENCE_S) not in (0, None), tiny.screen

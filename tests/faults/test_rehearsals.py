@@ -1,4 +1,5 @@
-"""The batch scripts on pretended nodes, and what happens to jobs: each run ends as one that was left alone.
+"""The batch scripts on pretended nodes, and what happens to jobs: each run ends as one that was
+left alone.
 
 `make rehearse`; a case takes two to four minutes on two cores.
 """
@@ -18,7 +19,13 @@ pytestmark = [needs_slurm, pytest.mark.timeout(1500)]
 END_S = 1200
 STEPS = 6
 RUN = (
-    *(f"run.steps={STEPS}", "checkpoint.every=2", "log.export=true", "model.init=random", "reward.name=chance:score"),
+    *(
+        f"run.steps={STEPS}",
+        "checkpoint.every=2",
+        "log.export=true",
+        "model.init=random",
+        "reward.name=chance:score",
+    ),
     "reward.workers=1",
 )
 SLOW = 0.15
@@ -43,7 +50,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             write_toy(folder / "data" / "toy")
             with Box(folder) as box:
                 box.reward(0)
-                status = box.train("model.path=data/toy/model", f"quantization={quantization}", *RUN).wait(END_S)
+                status = box.train(
+                    "model.path=data/toy/model", f"quantization={quantization}", *RUN
+                ).wait(END_S)
             assert status == 0, box.screen
             made[quantization] = box.run
         return made[quantization]
@@ -51,7 +60,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return run
 
 
-def rehearse(box: Box, script: str, *settings: str, event: str = "", **environment: str) -> tuple[int, str]:
+def rehearse(
+    box: Box, script: str, *settings: str, event: str = "", **environment: str
+) -> tuple[int, str]:
     """Exit status, and what the rehearsal and its job said."""
     around = {"REHEARSE_NODES": "2", "REHEARSE_EVENT": event, **environment}
     job = box.rehearse(script, f"model.path={box.folder}/data/toy/model", *RUN, *settings, **around)
@@ -64,9 +75,13 @@ def rehearse(box: Box, script: str, *settings: str, event: str = "", **environme
     return status, box.screen
 
 
-@pytest.mark.fault("a job on two nodes is asked to stop", "its step ends, it is queued again; as if left alone")
+@pytest.mark.fault(
+    "a job on two nodes is asked to stop", "its step ends, it is queued again; as if left alone"
+)
 @pytest.mark.parametrize(("script", "quantization"), [("dapo_int8", "int8"), ("dapo_fp8", "fp8")])
-def test_usr1(place: Box, undisturbed: Callable[[str], Path], script: str, quantization: str) -> None:
+def test_usr1(
+    place: Box, undisturbed: Callable[[str], Path], script: str, quantization: str
+) -> None:
     status, said = rehearse(place, script, f"quantization={quantization}", event="usr1")
     assert status == 0, said
     assert "is queued again: the run" in said
@@ -74,7 +89,8 @@ def test_usr1(place: Box, undisturbed: Callable[[str], Path], script: str, quant
 
 
 @pytest.mark.fault(
-    "a job on two nodes loses a rank, SIGKILL", "it is queued again from its checkpoint; as if left alone"
+    "a job on two nodes loses a rank, SIGKILL",
+    "it is queued again from its checkpoint; as if left alone",
 )
 def test_a_killed_rank(place: Box, undisturbed: Callable[[str], Path]) -> None:
     status, said = rehearse(place, "dapo_int8", event="rank", REHEARSE_AFTER="5")
@@ -90,7 +106,10 @@ def test_requeue(place: Box, undisturbed: Callable[[str], Path]) -> None:
     _ended_as(place, undisturbed("int8"), before="stopped")
 
 
-@pytest.mark.fault("the daemon of a job's node dies", "Slurm queues the job again, and it goes on; as if left alone")
+@pytest.mark.fault(
+    "the daemon of a job's node dies",
+    "Slurm queues the job again, and it goes on; as if left alone",
+)
 def test_a_lost_node(place: Box, undisturbed: Callable[[str], Path]) -> None:
     place.reward(SLOW)
     status, said = rehearse(place, "dapo_int8", event="daemon")
@@ -98,7 +117,9 @@ def test_a_lost_node(place: Box, undisturbed: Callable[[str], Path]) -> None:
     _ended_as(place, undisturbed("int8"))
 
 
-@pytest.mark.fault("scancel of a running job", "what stands is saved; submitted again it goes on, as if left alone")
+@pytest.mark.fault(
+    "scancel of a running job", "what stands is saved; submitted again it goes on, as if left alone"
+)
 def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
     status, said = rehearse(place, "dapo_int8", event="scancel")
     assert status != 0
@@ -112,7 +133,9 @@ def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
     _ended_as(place, undisturbed("int8"), restarts=None, before="stopped")
 
 
-@pytest.mark.fault("a job reaches its time limit", "it is queued again and goes on; as if left alone")
+@pytest.mark.fault(
+    "a job reaches its time limit", "it is queued again and goes on; as if left alone"
+)
 def test_time_limit(place: Box, undisturbed: Callable[[str], Path]) -> None:
     place.reward(SLOW)
     status, said = rehearse(place, "dapo_int8", event="limit", REHEARSE_SIGNAL_S="100")
@@ -121,7 +144,10 @@ def test_time_limit(place: Box, undisturbed: Callable[[str], Path]) -> None:
     _ended_as(place, undisturbed("int8"), before="stopped")
 
 
-@pytest.mark.fault("a job of learner and servers is asked to stop", "it is queued again; every prompt is drawn once")
+@pytest.mark.fault(
+    "a job of learner and servers is asked to stop",
+    "it is queued again; every prompt is drawn once",
+)
 def test_usr1_beside_servers(place: Box) -> None:
     status, said = rehearse(place, "dapo_split", *_servers(place), event="usr1")
     assert status == 0, said
@@ -130,7 +156,9 @@ def test_usr1_beside_servers(place: Box) -> None:
     assert place.status()["restarts"] == "1"
 
 
-@pytest.mark.fault("a server of a job dies, SIGKILL", "its node starts it again, and the run goes on")
+@pytest.mark.fault(
+    "a server of a job dies, SIGKILL", "its node starts it again, and the run goes on"
+)
 def test_a_killed_server(place: Box) -> None:
     status, said = rehearse(place, "dapo_split", *_servers(place), event="server")
     assert status == 0, said
@@ -138,7 +166,10 @@ def test_a_killed_server(place: Box) -> None:
     _counted(place)
 
 
-@pytest.mark.fault("a node cannot write the run's folder", "it is named before models load, and left out on request")
+@pytest.mark.fault(
+    "a node cannot write the run's folder",
+    "it is named before models load, and left out on request",
+)
 def test_a_bad_node(place: Box) -> None:
     (place.folder / "runs").mkdir()
     bad = {"CLUSTER_READONLY": f"n2:{place.folder}/runs", "REHEARSE_SPARE": "1"}
@@ -161,10 +192,22 @@ exit 1
 """
 
 
-@pytest.mark.fault("corrections are compared under Slurm", "a job for each, and a last one that writes the report")
+@pytest.mark.fault(
+    "corrections are compared under Slurm", "a job for each, and a last one that writes the report"
+)
 def test_a_comparison(place: Box) -> None:
-    toy, runs = place.folder / "data" / "toy", place.folder / "runs"
-    words = ["recipes/quickstart.yaml", "--corrections", "none", "tis", "--steps", "1", "--root", str(runs)]
+    toy = place.folder / "data" / "toy"
+    runs = place.folder / "runs"
+    words = [
+        "recipes/quickstart.yaml",
+        "--corrections",
+        "none",
+        "tis",
+        "--steps",
+        "1",
+        "--root",
+        str(runs),
+    ]
     words += [
         "--slurm",
         "slurm/dapo_int8.sbatch",
@@ -172,7 +215,11 @@ def test_a_comparison(place: Box) -> None:
         *SMALL,
         *RUN,
     ]
-    words += [f"model.path={toy}/model", f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
+    words += [
+        f"model.path={toy}/model",
+        f"data.train={toy}/train.jsonl",
+        f"data.eval={toy}/test.jsonl",
+    ]
     words += ["cluster=1n8g", "run.device=cpu", "sampler.vllm.gpu_memory_utilization=0.3"]
     own = {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"}
     done = place.launch(["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=own).wait(END_S)
@@ -188,7 +235,9 @@ def _servers(box: Box) -> list[str]:
     return ["sampler.fleet.servers=2", f"sync.dir={box.folder}/sync"]
 
 
-def _ended_as(box: Box, undisturbed: Path, restarts: str | None = "1", before: str | None = None) -> None:
+def _ended_as(
+    box: Box, undisturbed: Path, restarts: str | None = "1", before: str | None = None
+) -> None:
     status = box.status()
     assert (status["state"], status.get("restarts") or None) == ("finished", restarts)
     assert before in (None, status["before"]["state"])

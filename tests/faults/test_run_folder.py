@@ -7,7 +7,11 @@ import pytest
 from box import PATIENCE_S, Box
 
 pytestmark = pytest.mark.timeout(1800)
-AS_OTHERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # root, to whom modes of files apply
+# root, to whom modes of files apply
+AS_OTHERS = (
+    "setpriv",
+    "--bounding-set=-dac_override,-dac_read_search",
+)
 
 
 def ended(box: Box, process: subprocess.Popen[str]) -> str:
@@ -20,7 +24,10 @@ def ended(box: Box, process: subprocess.Popen[str]) -> str:
     return last
 
 
-@pytest.mark.fault("the folder of a whole run is removed in mid-run", "the run ends with a sentence, and makes none")
+@pytest.mark.fault(
+    "the folder of a whole run is removed in mid-run",
+    "the run ends with a sentence, and makes none",
+)
 def test_it_is_removed(box: Box) -> None:
     process = box.begin("checkpoint.every=2")
     shutil.rmtree(box.run, ignore_errors=True)
@@ -30,7 +37,8 @@ def test_it_is_removed(box: Box) -> None:
 
 
 @pytest.mark.fault(
-    "a whole run's folder can only be read from a step on", "the run ends with a sentence, and goes on later"
+    "a whole run's folder can only be read from a step on",
+    "the run ends with a sentence, and goes on later",
 )
 def test_it_can_only_be_read(box: Box) -> None:
     if shutil.which("setpriv") is None:

@@ -1,4 +1,6 @@
-"""Where a whole run's keys are: in the environment of the launcher and of rank 0, and nowhere else."""
+"""Where a whole run's keys are: in the environment of the launcher and of rank 0, and nowhere
+else.
+"""
 
 import os
 import signal
@@ -11,7 +13,14 @@ from box import PATIENCE_S, Box
 
 pytestmark = pytest.mark.timeout(1200)
 CANARY = "canary6f1e0"
-NAMES = ("WANDB_API_KEY", "HF_TOKEN", "MEGATRON_RL_FLEET_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "DB_PASSWORD")
+NAMES = (
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "MEGATRON_RL_FLEET_KEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "OPENAI_API_KEY",
+    "DB_PASSWORD",
+)
 KEYS = {name: f"{CANARY}{number:x}".ljust(40, "0") for number, name in enumerate(NAMES)}
 
 
@@ -27,19 +36,27 @@ def holders(folder: Path) -> list[str]:
 
 
 def told(process: psutil.Process) -> tuple[bool, set[str]]:
-    """Whether a process shows a canary in its arguments, and the names of the keys in its environment."""
+    """Whether a process shows a canary in its arguments, and the names of the keys in its
+    environment.
+    """
     return CANARY in " ".join(process.cmdline()), {
         name for name, value in process.environ().items() if value.startswith(CANARY)
     }
 
 
 @pytest.mark.fault(
-    "keys and passwords in the environment of a whole run", "no file, argument or other process holds them"
+    "keys and passwords in the environment of a whole run",
+    "no file, argument or other process holds them",
 )
 def test_keys_stay_where_they_are(box: Box) -> None:
     box.env |= KEYS
     box.env["WANDB_DIR"] = str(box.folder)
-    settings = ("log.wandb=offline", "checkpoint.every=2", "sampler.fleet.replicas=1", "sampler.fleet.formats=[int8]")
+    settings = (
+        "log.wandb=offline",
+        "checkpoint.every=2",
+        "sampler.fleet.replicas=1",
+        "sampler.fleet.formats=[int8]",
+    )
     process = box.begin(*settings, recipe="quickstart_fleet.yaml")
     seen: dict[str, set[str]] = {}
     for one in {*box.processes(), *psutil.Process(process.pid).children(recursive=True)}:
@@ -49,7 +66,9 @@ def test_keys_stay_where_they_are(box: Box) -> None:
             continue
         assert not shown, one.cmdline()
         words = one.cmdline()
-        kind = "rank " + one.environ()["RANK"] if "megatron_rl.rank" in words else " ".join(words[:4])
+        kind = (
+            "rank " + one.environ()["RANK"] if "megatron_rl.rank" in words else " ".join(words[:4])
+        )
         seen[kind] = seen.get(kind, set()) | keys
     assert seen.pop("rank 0") <= {"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"}
     launcher = next(kind for kind in seen if "megatron_rl.cli" in kind)

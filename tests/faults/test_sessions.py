@@ -1,4 +1,6 @@
-"""Runs of conversations with what happens to runs: kills between turns, updates between them, attempts that go on."""
+"""Runs of conversations with what happens to runs: kills between turns, updates between them,
+attempts that go on.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +26,17 @@ class Talk(Environment):
         return Step("7*8", zlib.crc32(answer.text.encode()) % 7 / 6, self.turn == 3)
 """
 RECIPE = (
-    *("environment.name=talk:Talk", "model.path=data/tools/model", "model.init=random", "learner.tensor_parallel=2"),
-    *("rollout.max_response_tokens=24", "rollout.max_context_tokens=128", "reward.overlong_filter=false"),
+    *(
+        "environment.name=talk:Talk",
+        "model.path=data/tools/model",
+        "model.init=random",
+        "learner.tensor_parallel=2",
+    ),
+    *(
+        "rollout.max_response_tokens=24",
+        "rollout.max_context_tokens=128",
+        "reward.overlong_filter=false",
+    ),
 )
 
 
@@ -39,11 +50,22 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 
 def begin(box: Box, *overrides: str) -> None:
-    box.begin(*RECIPE, "checkpoint.every=2", "checkpoint.keep_last=2", *overrides, recipe="tools.yaml", steps=4)
+    box.begin(
+        *RECIPE,
+        "checkpoint.every=2",
+        "checkpoint.keep_last=2",
+        *overrides,
+        recipe="tools.yaml",
+        steps=4,
+    )
 
 
-@pytest.mark.fault("an engine or the environments die between two turns", "they come back; no session is lost")
-@pytest.mark.parametrize("more", [(), ("rollout.ahead=2", "rollout.in_flight=continue")], ids=["in step", "ahead"])
+@pytest.mark.fault(
+    "an engine or the environments die between two turns", "they come back; no session is lost"
+)
+@pytest.mark.parametrize(
+    "more", [(), ("rollout.ahead=2", "rollout.in_flight=continue")], ids=["in step", "ahead"]
+)
 def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
     begin(box, *more)
     for words in ("megatron_rl.engine.child", "environments.worker", "megatron_rl.engine.child"):
@@ -57,31 +79,44 @@ def test_killed_between_two_turns(box: Box, more: tuple[str, ...]) -> None:
     kills.whole(box)
 
 
-@pytest.mark.fault("weights are updated between the turns of a session", "each token knows its version; it goes on")
+@pytest.mark.fault(
+    "weights are updated between the turns of a session", "each token knows its version; it goes on"
+)
 def test_updated_between_two_turns(box: Box) -> None:
     begin(box, "rollout.ahead=2", "rollout.in_flight=continue", "environment.sessions=16")
     box.goes_on(9)
     files = sorted((box.run / "rollouts").glob("step_*.parquet"))
     rows = [row for path in files for row in read_rollouts(path).to_pylist()]
-    assert any(len(set(row["versions"] or ())) > 1 for row in rows), "updates came in the middle of sessions"
+    assert any(len(set(row["versions"] or ())) > 1 for row in rows), (
+        "updates came in the middle of sessions"
+    )
     assert not kills.too_old(box.run, 2)
     for line in box.metrics()[1:]:
         assert 0 <= line["rollout_corr/k3_kl"] < 0.1
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.fault("a run of sessions is killed at random moments and goes on", "as one left alone, but for rounding")
+@pytest.mark.fault(
+    "a run of sessions is killed at random moments and goes on",
+    "as one left alone, but for rounding",
+)
 def test_a_killed_run_goes_on(box: Box, tmp_path_factory: pytest.TempPathFactory) -> None:
     with Box(tmp_path_factory.mktemp("undisturbed")) as other:
         for name in ("data", "talk.py", "chance.py"):
             (other.folder / name).symlink_to(box.folder / name)
-        assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, other.screen
+        assert other.train(*RECIPE, *kills.RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, (
+            other.screen
+        )
     for victim, line in (("everything", 3), ("rank 1", 5), ("launcher", 8)):
-        assert kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml") is None
+        assert (
+            kills.strike(box, kills.Moment(victim, line, 0.3), None, RECIPE, recipe="tools.yaml")
+            is None
+        )
     assert box.train(*kills.RECIPE, *RECIPE, recipe="tools.yaml").wait(PATIENCE_S) == 0, box.screen
     assert not kills.miscounted(box.run)
     assert (box.run / "ledger.jsonl").read_text() == (other.run / "ledger.jsonl").read_text()
     for mine, theirs in zip(box.metrics(), other.metrics(), strict=True):
-        for key in kills.repeated(mine, theirs):  # turns meet in other batches, which round otherwise
+        # turns meet in other batches, which round otherwise
+        for key in kills.repeated(mine, theirs):
             if not key.endswith("tool_seconds_mean"):
                 assert mine[key] == pytest.approx(theirs[key], rel=0.01, abs=1e-4, nan_ok=True), key

@@ -1,4 +1,6 @@
-"""What a scheduler sends, on a cluster made for the occasion; a rank that is killed there; Ctrl-C of the rehearsal."""
+"""What a scheduler sends, on a cluster made for the occasion; a rank that is killed there; Ctrl-C
+of the rehearsal.
+"""
 
 import os
 import re
@@ -16,7 +18,11 @@ from megatron_rl.runs.status import known_status
 
 pytestmark = needs_slurm
 END_S = 400
-LISTENING = ("env", "--default-signal=INT")  # what is started in the background ignores it, and no shell undoes that
+# what is started in the background ignores it, and no shell undoes that
+LISTENING = (
+    "env",
+    "--default-signal=INT",
+)
 
 
 class Rehearsal:
@@ -43,8 +49,12 @@ class Rehearsal:
         return next((line.split()[1] for line in steps if line.startswith("learner ")), "")
 
     def _slurm(self, *command: str) -> subprocess.CompletedProcess[str]:
-        (conf,) = {one.environ()["SLURM_CONF"] for one in self.daemons() if "slurmctld" in one.name()}
-        return subprocess.run(command, env=os.environ | {"SLURM_CONF": conf}, capture_output=True, text=True)
+        (conf,) = {
+            one.environ()["SLURM_CONF"] for one in self.daemons() if "slurmctld" in one.name()
+        }
+        return subprocess.run(
+            command, env=os.environ | {"SLURM_CONF": conf}, capture_output=True, text=True
+        )
 
     def daemons(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -58,7 +68,9 @@ class Rehearsal:
     def ended_in_the_start(self) -> None:
         """There was nothing to save."""
         self.process.wait(END_S)
-        assert not (self.box.run / "status.json").exists() or self.box.status()["state"] == "stopped", self.box.screen
+        assert (
+            not (self.box.run / "status.json").exists() or self.box.status()["state"] == "stopped"
+        ), self.box.screen
         self.left_nothing()
 
     def left_nothing(self) -> None:
@@ -77,10 +89,12 @@ def rehearsal(box: Box) -> Iterator[Rehearsal]:
 
 
 @pytest.mark.fault(
-    "scancel sends USR1 to every process of a step", "the step is finished, the model exported, status 0"
+    "scancel sends USR1 to every process of a step",
+    "the step is finished, the model exported, status 0",
 )
 def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
-    # how long a save takes is known from one that was made: before that, nothing is begun that may not end in time
+    # how long a save takes is known from one that was made: before that, nothing is begun that may
+    # not end in time
     wait_for(lambda: checkpoints.steps(rehearsal.box.run / "checkpoints"), "a checkpoint")
     saved = rehearsal.box.steps()
     wait_for(lambda: rehearsal.box.steps() >= saved + 2, "steps after it")
@@ -88,18 +102,31 @@ def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
     rehearsal.ended_well()
 
 
-@pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept; the run ends before its first step")
+@pytest.mark.fault(
+    "scancel sends USR1 as soon as there is a step",
+    "it is kept; the run ends before its first step",
+)
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
     wait_for(lambda: rehearsal.job, "the job")
-    wait_for(lambda: f"job {rehearsal.job}, start 1" in rehearsal.box.screen, "the prologue's last word")
-    wait_for(lambda: (step := rehearsal.step()) and rehearsal.scancel(step), "a step that can be signalled")
+    wait_for(
+        lambda: f"job {rehearsal.job}, start 1" in rehearsal.box.screen, "the prologue's last word"
+    )
+    wait_for(
+        lambda: (step := rehearsal.step()) and rehearsal.scancel(step),
+        "a step that can be signalled",
+    )
     rehearsal.ended_in_the_start()
 
 
-@pytest.mark.fault("USR1 reaches a batch script that still checks the recipe", "the job ends, and is not queued again")
+@pytest.mark.fault(
+    "USR1 reaches a batch script that still checks the recipe",
+    "the job ends, and is not queued again",
+)
 def test_usr1_in_the_prologue(rehearsal: Rehearsal) -> None:
     wait_for(lambda: rehearsal.job, "the job")
-    wait_for(lambda: rehearsal.scancel("--batch", rehearsal.job), "a batch script that can be signalled")
+    wait_for(
+        lambda: rehearsal.scancel("--batch", rehearsal.job), "a batch script that can be signalled"
+    )
     rehearsal.ended_in_the_start()
 
 
@@ -117,16 +144,25 @@ def test_an_interrupted_rehearsal_leaves_nothing(rehearsal: Rehearsal) -> None:
 
 
 def task(rank: int, runs: str) -> psutil.Process:
-    """By the words of its command: what srun starts has not the environment by which a box knows its processes."""
+    """By the words of its command: what srun starts has not the environment by which a box knows
+    its processes.
+    """
     for process in psutil.process_iter(["cmdline", "environ", "name"]):
-        words, environ = " ".join(process.info["cmdline"] or []), process.info["environ"] or {}
-        mine = f"run.root={runs}" in words and "--ranks slurm" in words and process.info["name"] != "srun"
+        words = " ".join(process.info["cmdline"] or [])
+        environ = process.info["environ"] or {}
+        mine = (
+            f"run.root={runs}" in words
+            and "--ranks slurm" in words
+            and process.info["name"] != "srun"
+        )
         if mine and environ.get("SLURM_PROCID") == str(rank):
             return process
     raise AssertionError(f"no rank {rank}")
 
 
-@pytest.mark.fault("a rank is killed under srun", "the run is known to have failed, not to go on or be interrupted")
+@pytest.mark.fault(
+    "a rank is killed under srun", "the run is known to have failed, not to go on or be interrupted"
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(rehearsal: Rehearsal, rank: int) -> None:
     box = rehearsal.box

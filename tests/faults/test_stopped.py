@@ -1,4 +1,6 @@
-"""Each kind of process of a whole run is stopped (SIGSTOP) and continued: it is named, and the run ends well."""
+"""Each kind of process of a whole run is stopped (SIGSTOP) and continued: it is named, and the run
+ends well.
+"""
 
 import itertools
 import os
@@ -17,9 +19,15 @@ from test_fleet import engines, running_fleet
 from megatron_rl.sampler.supervisor import MAX_RESTARTS
 
 pytestmark = pytest.mark.timeout(1800)
-START_S, STEP_S = 600, 300
+START_S = 600
+STEP_S = 300
 NAMED_S = 60  # the promise
-RECIPE = ("model.init=random", "model.path=data/toy/model", "reward.name=chance:score", "checkpoint.minutes=0")
+RECIPE = (
+    "model.init=random",
+    "model.path=data/toy/model",
+    "reward.name=chance:score",
+    "checkpoint.minutes=0",
+)
 RECIPE += ("sync.probe_budget=1000",)
 # In the place of a defect of a rank: from a moment on, its updates do not return.
 SLEEPS = """
@@ -70,18 +78,25 @@ KINDS = ["rank 1", "rank 0", "engine", "reward worker 0", "the launcher"]
 TRIES = int(os.environ.get("TRIES", "1"))  # of each kind
 
 
-@pytest.mark.fault("any process of a whole run is stopped and continued", "named within 60 s; the run ends well")
-@pytest.mark.parametrize("more", [(), ("rollout.ahead=1", "rollout.in_flight=continue")], ids=["in turn", "ahead"])
+@pytest.mark.fault(
+    "any process of a whole run is stopped and continued", "named within 60 s; the run ends well"
+)
+@pytest.mark.parametrize(
+    "more", [(), ("rollout.ahead=1", "rollout.in_flight=continue")], ids=["in turn", "ahead"]
+)
 def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
     process = begun(box, *more)
     for attempt, kind in itertools.product(range(TRIES), KINDS):
-        one, start = victim(box, kind, process.pid), time.monotonic()
+        one = victim(box, kind, process.pid)
+        start = time.monotonic()
         one.suspend()
         name = f"stuck    {kind} (process {one.pid} on "
         wait_for(lambda name=name, n=attempt: log(box).count(name) > n, f"{kind} is named", NAMED_S)
         print(f"{kind}: named after {time.monotonic() - start:.0f} s", flush=True)
         stuck = lambda: (box.status().get("stuck") or {}).get("process")  # noqa: E731
-        wait_for(lambda stuck=stuck, kind=kind: stuck() == kind, f"status.json names {kind}", NAMED_S)
+        wait_for(
+            lambda stuck=stuck, kind=kind: stuck() == kind, f"status.json names {kind}", NAMED_S
+        )
         one.resume()
         box.goes_on()
         wait_for(lambda: box.status().get("stuck") is None, "nobody is stuck any more", NAMED_S)
@@ -90,7 +105,10 @@ def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
     assert not kills.miscounted(box.run, box.status()["step"])
 
 
-@pytest.mark.fault("a server of a whole run's fleet is stopped", "it is named; it is started again; the run ends well")
+@pytest.mark.fault(
+    "a server of a whole run's fleet is stopped",
+    "it is named; it is started again; the run ends well",
+)
 def test_a_stopped_server(box: Box) -> None:
     process = running_fleet(box)
     server = engines(box)[0]
@@ -102,7 +120,9 @@ def test_a_stopped_server(box: Box) -> None:
     ends_well(box, process)
 
 
-@pytest.mark.fault("a rank of a whole run hangs in an update", "it alone is named, with its stack; the run ends")
+@pytest.mark.fault(
+    "a rank of a whole run hangs in an update", "it alone is named, with its stack; the run ends"
+)
 def test_a_stuck_rank(box: Box) -> None:
     (box.folder / "sitecustomize.py").write_text(SLEEPS)
     marker = box.folder / "sleep now"
@@ -118,7 +138,9 @@ def test_a_stuck_rank(box: Box) -> None:
     ended(box, "rank 1", "run.hang_timeout_s")
 
 
-@pytest.mark.fault("a rank of a whole run stays stopped", "the run ends in time: it is named last; nothing is left")
+@pytest.mark.fault(
+    "a rank of a whole run stays stopped", "the run ends in time: it is named last; nothing is left"
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
     process = begun(box, "run.hang_timeout_s=20", "sampler.request_timeout_s=20")
@@ -129,7 +151,8 @@ def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
 
 @pytest.mark.fault(
     "the engine of a whole run stays stopped",
-    "ended after sampler.request_timeout_s and started again; after three times the run ends, and says why",
+    "ended after sampler.request_timeout_s and started again; after three times the run ends, "
+    "and says why",
 )
 def test_an_engine_that_stays_stopped(box: Box) -> None:
     process = begun(box, "sampler.request_timeout_s=15")

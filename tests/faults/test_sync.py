@@ -16,20 +16,29 @@ def test_a_flipped_bit_ends_no_run(box: Box, recipe: str) -> None:
     assert "corrupt tensor" in box.screen
 
 
-@pytest.mark.fault("packs hold no response token, links of strangers lie in sync.dir", "the run ends well")
+@pytest.mark.fault(
+    "packs hold no response token, links of strangers lie in sync.dir", "the run ends well"
+)
 def test_empty_packs_and_odd_files(box: Box) -> None:
     folder = box.folder / "sync"
     folder.mkdir()
     for name, target in (("self", "megatron-rl-sync-self"), ("none", "nowhere"), ("root", "/")):
         (folder / f"megatron-rl-sync-{name}").symlink_to(target)
-    settings = ("run.steps=2", f"sync.dir={folder}", "quantization.smoothing=0.5", "learner.tokens_per_microbatch=6")
+    settings = (
+        "run.steps=2",
+        f"sync.dir={folder}",
+        "quantization.smoothing=0.5",
+        "learner.tokens_per_microbatch=6",
+    )
     assert box.train(*settings).wait(PATIENCE_S) == 0, box.screen
     assert box.status()["state"] == "finished"
     assert len(list(folder.iterdir())) == 3
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.fault("an engine is killed while it gets patches of weights", "it returns with those of the last sync")
+@pytest.mark.fault(
+    "an engine is killed while it gets patches of weights", "it returns with those of the last sync"
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_killed_between_patches(box: Box, ranks: int) -> None:
     """An engine of two ranks reads shards of its own; the probe looks at each version."""

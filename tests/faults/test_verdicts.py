@@ -1,4 +1,6 @@
-"""Every case of `tests/rewards/verdict_cases.py` under math-verify, whose parser takes a minute for them."""
+"""Every case of `tests/rewards/verdict_cases.py` under math-verify, whose parser takes a minute for
+them.
+"""
 
 import pytest
 from test_verifiers import differing

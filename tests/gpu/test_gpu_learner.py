@@ -1,8 +1,9 @@
-"""The learner on CUDA devices: Transformer Engine's layers against transformers, on every layout, and in FP8. Seen on
-one H100 (docs/gpu.md); what needs several GPUs has not run.
+"""The learner on CUDA devices: Transformer Engine's layers against transformers, on every layout,
+and in FP8. Seen on one H100 (docs/gpu.md); what needs several GPUs has not run.
 
-The ranks and their jobs are those of tests/learner, in BF16, as attention over packs has no kernel in FP32. What BF16
-does to a model is what it does to transformers', and what FP8 does, what this project expects of a sampler's weights.
+The ranks and their jobs are those of tests/learner, in BF16, as attention over packs has no kernel
+in FP32. What BF16 does to a model is what it does to transformers', and what FP8 does, what this
+project expects of a sampler's weights.
 """
 
 import subprocess
@@ -16,14 +17,26 @@ import torch
 
 # counted without a CUDA context: the ranks are forks, and take the devices themselves
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
-WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole tiles of FP8 at TP2
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
+]
+# whole tiles of FP8 at TP2
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+}
 DENSE = {**cases.QWEN3, **WIDE}
 EXPERTS = {**cases.QWEN3_MOE, **WIDE, "moe_intermediate_size": 256}
 MODELS = {
-    "qwen3": DENSE, "qwen2": {**cases.QWEN2, **WIDE}, "llama": {**cases.LLAMA, **WIDE}, "qwen3_moe": EXPERTS,
+    "qwen3": DENSE,
+    "qwen2": {**cases.QWEN2, **WIDE},
+    "llama": {**cases.LLAMA, **WIDE},
+    "qwen3_moe": EXPERTS,
     "mixtral": {**cases.MIXTRAL, **WIDE},
-}  # fmt: skip
+}
 # ranks -> layouts
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {name: cases.LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "dp2")},
@@ -36,27 +49,56 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {name: cases.EXPERT_LAYOUTS[name] for name in ("ep2", "tp2_sp", "tp2_ep2")},
     4: {"ep2_tp2": {**cases.WHOLE_EXPERTS, "data_parallel": 2}},
 }
-BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # the second update sends each as it fills
+# the second update sends each as it fills
+BUCKETS = {
+    "overlap_grad_reduce": True,
+    "bucket_size": 20_000,
+}
 WIDE_HEAD = {"kind": "wide", "head": "fp32"}  # logits that nothing rounds
 SCALES = ("tensorwise", "blockwise")
 PLACES = [(ranks, name, "dense") for ranks, layouts in LAYOUTS.items() for name in layouts]
-PLACES += [(ranks, f"experts_{name}", "experts") for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
+PLACES += [
+    (ranks, f"experts_{name}", "experts")
+    for ranks, layouts in EXPERT_LAYOUTS.items()
+    for name in layouts
+]
 STEPS = 2
-EXPECTED = [(model, format) for model in ("qwen3", "qwen2", "qwen3_moe") for format in ("int8", "fp8")]
+EXPECTED = [
+    (model, format) for model in ("qwen3", "qwen2", "qwen3_moe") for format in ("int8", "fp8")
+]
 
 
-def _job(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any) -> dict[str, Any]:
-    return {"name": name, "hf": hf, "layout": layout or {}, "precision": "bf16", "steps": STEPS, **rest}
+def _job(
+    name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "hf": hf,
+        "layout": layout or {},
+        "precision": "bf16",
+        "steps": STEPS,
+        **rest,
+    }
 
 
 def _fp8(scales: str, **layout: Any) -> dict[str, Any]:
-    megatron = {"fp8": "e4m3", "fp8_recipe": scales, "sequence_parallel": layout.get("tensor_parallel", 1) > 1}
+    megatron = {
+        "fp8": "e4m3",
+        "fp8_recipe": scales,
+        "sequence_parallel": layout.get("tensor_parallel", 1) > 1,
+    }
     return _job(f"fp8_{scales}", DENSE, {**layout, "megatron": megatron})
 
 
 def _once(scored: bool, **layout: Any) -> dict[str, Any]:
     """The only update on a batch, after a pass of its own or by its own forward pass."""
-    once = {"name": f"once_{scored}", "kind": "one_update", "hf": DENSE, "layout": layout, "precision": "bf16"}
+    once = {
+        "name": f"once_{scored}",
+        "kind": "one_update",
+        "hf": DENSE,
+        "layout": layout,
+        "precision": "bf16",
+    }
     return {**once, "scored": scored, "smoothing": 0.5}
 
 
@@ -68,7 +110,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = [
-        *(_job(f"folder_{family}", hf, folder=str(folders[family]), steps=0) for family, hf in MODELS.items()),
+        *(
+            _job(f"folder_{family}", hf, folder=str(folders[family]), steps=0)
+            for family, hf in MODELS.items()
+        ),
         _job("dense", DENSE),
         _job("experts", EXPERTS),
         _job("unpacked", DENSE, {"tokens_per_microbatch": 1}),
@@ -77,7 +122,10 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         *(_once(scored) for scored in (True, False)),
         *(_fp8(scales) for scales in SCALES),
         _job("offload", DENSE, kind="aside", offload="optimizer"),
-        *(_job(f"expected_{model}_{format}", MODELS[model], kind="noise", format=format) for model, format in EXPECTED),
+        *(
+            _job(f"expected_{model}_{format}", MODELS[model], kind="noise", format=format)
+            for model, format in EXPECTED
+        ),
     ]
     return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"), timeout=600)
 
@@ -89,20 +137,33 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     for ranks, layouts in LAYOUTS.items():
         if ranks <= GPUS:
             jobs = [_job(name, DENSE, layout) for name, layout in layouts.items()]
-            jobs += [_job(f"experts_{name}", EXPERTS, layout) for name, layout in EXPERT_LAYOUTS[ranks].items()]
+            jobs += [
+                _job(f"experts_{name}", EXPERTS, layout)
+                for name, layout in EXPERT_LAYOUTS[ranks].items()
+            ]
             if ranks == 2:
                 jobs.append(_job("dp2_buckets", DENSE, layouts["dp2"], optim=BUCKETS))
                 jobs.append(_job("wide", DENSE, layouts["tp2_sp"], **WIDE_HEAD))
                 jobs.append(_once(False, **layouts["dp2"]))
-                jobs += [{**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"} for scales in SCALES]
-                jobs += [{**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"} for scales in SCALES]
-            found[ranks] = cases.run_ranks(ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600)
+                jobs += [
+                    {**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"}
+                    for scales in SCALES
+                ]
+                jobs += [
+                    {**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"}
+                    for scales in SCALES
+                ]
+            found[ranks] = cases.run_ranks(
+                ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600
+            )
     return found
 
 
 @pytest.fixture(scope="module")
 def in_bf16(folders: dict[str, Path]) -> dict[str, float]:
-    """How far each model is from itself in FP32, on average: 0.07 to 0.41, as its weights are random and large."""
+    """How far each model is from itself in FP32, on average: 0.07 to 0.41, as its weights are
+    random and large.
+    """
     found = {}
     for family, folder in folders.items():
         with torch.no_grad():
@@ -121,7 +182,9 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, mean: float) -> None:
 
 
 def _same(found: dict[str, Any], wanted: dict[str, Any], in_bf16: float) -> None:
-    """As close as two ways to round. Packs and single rows agreed to the last bit, their second gradients to 5.7%."""
+    """As close as two ways to round. Packs and single rows agreed to the last bit, their second
+    gradients to 5.7%.
+    """
     _close(cases.matrix(found), cases.matrix(wanted), 2 * in_bf16)
     for here, there in zip(found["steps"], wanted["steps"], strict=True):
         assert here["loss/total"] == pytest.approx(there["loss/total"], rel=0.05, abs=0.02)
@@ -132,7 +195,9 @@ def _same(found: dict[str, Any], wanted: dict[str, Any], in_bf16: float) -> None
 def test_a_rank_s_imports_make_no_context() -> None:
     """The engine comes first; and a rank has one GPU, where an import takes them all."""
     said = "import torch, megatron_rl.rank, megatron_rl.train, megatron_rl.learner.learner as it; "
-    subprocess.run([sys.executable, "-c", said + "assert it and not torch.cuda.is_initialized()"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", said + "assert it and not torch.cuda.is_initialized()"], check=True
+    )
 
 
 def test_triton_s_kernels_compute_what_torch_computes() -> None:
@@ -141,12 +206,16 @@ def test_triton_s_kernels_compute_what_torch_computes() -> None:
 
 
 def test_an_optimizer_that_makes_room_is_the_same_to_the_last_bit(one: dict[str, Any]) -> None:
-    """In a checkpoint that is taken meanwhile, which the job compares with one before; and it learns on."""
+    """In a checkpoint that is taken meanwhile, which the job compares with one before; and it
+    learns on.
+    """
     assert len({*one["offload"]["kept"][0]}) == len(one["offload"]["steps"]) == 3
 
 
 @pytest.mark.parametrize(("model", "format"), EXPECTED)
-def test_what_a_format_does_is_expected_and_nothing_of_it_stays(model: str, format: str, one: dict[str, Any]) -> None:
+def test_what_a_format_does_is_expected_and_nothing_of_it_stays(
+    model: str, format: str, one: dict[str, Any]
+) -> None:
     """Hosts measured 1.5 to 12 times the noise without outliers; a wrong scale makes hundreds."""
     found = one[f"expected_{model}_{format}"]
     assert found["noise"] < found["expected"] < 40 * found["noise"]
@@ -158,10 +227,16 @@ def test_logprobs_are_those_of_transformers(
     family: str, one: dict[str, Any], folders: dict[str, Path], in_bf16: dict[str, float]
 ) -> None:
     """An H100 was at 0.82 to 1.17 times of what BF16 does to transformers'."""
-    _close(cases.matrix(one[f"folder_{family}"]), cases.transformers_logprobs(folders[family]), 1.5 * in_bf16[family])
+    _close(
+        cases.matrix(one[f"folder_{family}"]),
+        cases.transformers_logprobs(folders[family]),
+        1.5 * in_bf16[family],
+    )
 
 
-def test_packs_of_one_row_and_recomputing_change_nothing(one: dict[str, Any], in_bf16: dict[str, float]) -> None:
+def test_packs_of_one_row_and_recomputing_change_nothing(
+    one: dict[str, Any], in_bf16: dict[str, float]
+) -> None:
     _same(one["dense"], one["unpacked"], in_bf16["qwen3"])
     _same(one["recompute"], one["dense"], in_bf16["qwen3"])
     assert cases.matrix(one["recompute"]).equal(cases.matrix(one["dense"]))
@@ -180,14 +255,23 @@ def test_an_update_scores_by_its_own_forward_pass(
     found = one["once_False"] if ranks == 1 else _of(more, ranks)["once_False"]
     wanted = one["once_True"] if ranks == 1 else one["once_False"]
     assert found["seconds"] > 0 and found["metrics"]["optim/updates"] == 1
-    assert found["metrics"]["optim/grad_norm"] == pytest.approx(wanted["metrics"]["optim/grad_norm"], rel=0.05)
+    assert found["metrics"]["optim/grad_norm"] == pytest.approx(
+        wanted["metrics"]["optim/grad_norm"], rel=0.05
+    )
     for key, bound in (("prox", 0.02), ("after", 0.05)):
-        assert float((cases.matrix(found, key) - cases.matrix(wanted, key)).abs().mean()) < bound, key
+        assert float((cases.matrix(found, key) - cases.matrix(wanted, key)).abs().mean()) < bound, (
+            key
+        )
 
 
 @pytest.mark.parametrize(("ranks", "name", "model"), PLACES)
 def test_a_step_is_the_same_on_every_layout(
-    ranks: int, name: str, model: str, one: dict[str, Any], more: dict[int, dict[str, Any]], in_bf16: dict[str, float]
+    ranks: int,
+    name: str,
+    model: str,
+    one: dict[str, Any],
+    more: dict[int, dict[str, Any]],
+    in_bf16: dict[str, float],
 ) -> None:
     _same(_of(more, ranks)[name], one[model], in_bf16["qwen3" if model == "dense" else "qwen3_moe"])
 
@@ -212,10 +296,15 @@ def test_logits_in_fp32_are_the_products_of_what_goes_in(
 
 @pytest.mark.parametrize("scales", SCALES)
 def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
-    """An H100 was at 1.02 (blocks) and 1.20 times of what is expected of FP8 weights in a sampler."""
-    found, wanted = one[f"fp8_{scales}"], one["dense"]
+    """An H100 was at 1.02 (blocks) and 1.20 times of what is expected of FP8 weights in a
+    sampler.
+    """
+    found = one[f"fp8_{scales}"]
+    wanted = one["dense"]
     _close(cases.matrix(found), cases.matrix(wanted), 2 * one["expected_qwen3_fp8"]["expected"])
-    assert found["steps"][0]["optim/grad_norm"] == pytest.approx(wanted["steps"][0]["optim/grad_norm"], rel=0.5)
+    assert found["steps"][0]["optim/grad_norm"] == pytest.approx(
+        wanted["steps"][0]["optim/grad_norm"], rel=0.5
+    )
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2_sp"])
@@ -223,7 +312,8 @@ def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
 def test_a_step_in_fp8_on_two_ranks(
     scales: str, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
 ) -> None:
-    found, wanted = _of(more, 2)[f"fp8_{scales}_{layout}"], one[f"fp8_{scales}"]
+    found = _of(more, 2)[f"fp8_{scales}_{layout}"]
+    wanted = one[f"fp8_{scales}"]
     _close(cases.matrix(found), cases.matrix(wanted), one["expected_qwen3_fp8"]["expected"])
 
 

@@ -1,8 +1,9 @@
-"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one H100
-(docs/gpu.md), one test at a time: an engine measures the memory that others take and give back meanwhile.
+"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Seen on one
+H100 (docs/gpu.md), one test at a time: an engine measures the memory that others take and give back
+meanwhile.
 
-One process plays a learner of one rank (on the first GPU), the engine is the embedded one. Every transport must
-bring the same answers as files do.
+One process plays a learner of one rank (on the first GPU), the engine is the embedded one. Every
+transport must bring the same answers as files do.
 """
 
 import json
@@ -48,20 +49,26 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks")
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks"
+)
 
 DENSE = hf_config("qwen3", architectures=["Qwen3ForCausalLM"], **SIZES)
 EXPERTS = hf_config(
-    "qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, num_experts_per_tok=2,
+    "qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    norm_topk_prob=True,
+    num_experts_per_tok=2,
     **SIZES | {"moe_intermediate_size": 256},
-)  # fmt: skip
+)
 
 
 class Weights:
     """A learner of one rank whose weights are drawn anew by seed."""
 
     def __init__(self, hf: dict[str, Any]) -> None:
-        self.model, self.groups = Model.of(hf, Layout()), ShardGroups()
+        self.model = Model.of(hf, Layout())
+        self.groups = ShardGroups()
         self.draw(0)
 
     def draw(self, seed: int) -> None:
@@ -98,17 +105,25 @@ class Run:
         return self.answers()
 
     def answers(self) -> list[tuple]:
-        rollouts: list[Rollout] = self.sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)
-        return [(one.token_ids, tuple(round(value, 3) for value in one.logprobs)) for one in rollouts]
+        rollouts: list[Rollout] = self.sampler.generate(
+            PROMPTS, SAMPLING, seed=1, first_group=0, step=0
+        )
+        return [
+            (one.token_ids, tuple(round(value, 3) for value in one.logprobs)) for one in rollouts
+        ]
 
     def close(self) -> None:
         self.sync.close()
         self.sampler.close()
 
 
-def make_config(transport: Transport = Transport.file, format: Format = Format.fp8, **changes: Any) -> Config:
+def make_config(
+    transport: Transport = Transport.file, format: Format = Format.fp8, **changes: Any
+) -> Config:
     vllm = {"max_num_seqs": 16, "gpu_memory_utilization": 0.2, "enforce_eager": True}
-    config = tiny_engine.make_config(format, devices="1" if transport == Transport.nccl else "0", vllm=vllm)
+    config = tiny_engine.make_config(
+        format, devices="1" if transport == Transport.nccl else "0", vllm=vllm
+    )
     there = {"run": RunSection(device=Device.cuda), "sync": SyncSection(transport=transport)}
     return replace(config, **there | changes)
 
@@ -129,7 +144,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("transport", [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus)])
 @pytest.mark.parametrize("staged", [True, False])
-def test_every_transport_brings_what_files_bring(transport: Transport, staged: bool, runs: Any) -> None:
+def test_every_transport_brings_what_files_bring(
+    transport: Transport, staged: bool, runs: Any
+) -> None:
     files = runs(make_config())
     wanted = [files.push(seed) for seed in (1, 2)]
     files.close()
@@ -179,9 +196,12 @@ def test_a_diverged_learner_leaves_the_version_before(runs: Any) -> None:
 
 @pytest.mark.parametrize("sleep", [Sleep.offload, Sleep.discard])
 @pytest.mark.parametrize("format", [Format.none, Format.fp8])
-def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(sleep: Sleep, format: Format, runs: Any) -> None:
+def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(
+    sleep: Sleep, format: Format, runs: Any
+) -> None:
     run = runs(make_config(Transport.ipc, format))
-    first, second = run.push(1), run.push(2)
+    first = run.push(1)
+    second = run.push(2)
     assert first != second
     schedule = SleepSchedule(run.sampler, sleep)
     free = torch.cuda.mem_get_info()[0]
@@ -196,8 +216,11 @@ def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(sleep: Sleep, for
 
 
 def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
-    """What the plan reckons with, on any device: start alone, asleep beside an update, awake beside the rest."""
-    config, share = make_config(Transport.ipc), 0.5
+    """What the plan reckons with, on any device: start alone, asleep beside an update, awake beside
+    the rest.
+    """
+    config = make_config(Transport.ipc)
+    share = 0.5
     vllm = {**config.sampler.vllm, "gpu_memory_utilization": share}
     torch.ones(1, device="cuda")  # this process's own context comes first
     free, total = torch.cuda.mem_get_info()
@@ -209,7 +232,8 @@ def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
     assert free - torch.cuda.mem_get_info()[0] <= ASLEEP
     update = torch.empty(int(free - ASLEEP - share * total / 2), dtype=torch.uint8, device="cuda")
     with pytest.raises(SamplerError, match="less than desired GPU memory utilization"):
-        runs(replace(config, sampler=replace(config.sampler, vllm=vllm)))  # started now it would have no place
+        # started now it would have no place
+        runs(replace(config, sampler=replace(config.sampler, vllm=vllm)))
     del update
     torch.cuda.empty_cache()
     kept = torch.empty(int(free - share * total - ASLEEP), dtype=torch.uint8, device="cuda")
@@ -222,8 +246,14 @@ def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
 @pytest.mark.parametrize(
     ("quantization", "hf"),
     [
-        (QuantizationSection(format=Format.fp8, kv_cache=KvCache.fp8), DENSE),  # the cache's scales are the version's
-        *((QuantizationSection(format=format), EXPERTS) for format in (Format.none, Format.int8, Format.fp8)),
+        (
+            QuantizationSection(format=Format.fp8, kv_cache=KvCache.fp8),
+            DENSE,
+        ),  # the cache's scales are the version's
+        *(
+            (QuantizationSection(format=format), EXPERTS)
+            for format in (Format.none, Format.int8, Format.fp8)
+        ),
     ],
 )
 def test_updates_reach_every_expert_and_the_cache(
@@ -232,6 +262,7 @@ def test_updates_reach_every_expert_and_the_cache(
     if quantization.format == Format.int8 and torch.cuda.get_device_capability()[0] >= 10:
         pytest.skip("INT8 has no kernel here")
     run = runs(make_config(quantization=quantization), hf)
-    first, second = run.push(1), run.push(2)
+    first = run.push(1)
+    second = run.push(2)
     assert first != second
     assert run.push(1) == first

@@ -1,5 +1,5 @@
-"""The GPU set without a GPU. Each file here runs in a process of its own (.ci/gpu-set): what pretends to be a device
-changes torch for all of a process.
+"""The GPU set without a GPU. Each file here runs in a process of its own (.ci/gpu-set): what
+pretends to be a device changes torch for all of a process.
 """
 
 from importlib import metadata
@@ -14,7 +14,6 @@ def pytest_configure(config: pytest.Config) -> None:
     except metadata.PackageNotFoundError:
         raise pytest.UsageError("tests/gpu_set is for the gpu set: make check-gpu-set") from None
     pretended.load_driver()
-    pretended.pretend(
-        pytest.MonkeyPatch(), pretended.H100
-    )  # modules of vLLM ask for the device while they are imported
+    # modules of vLLM ask for the device while they are imported
+    pretended.pretend(pytest.MonkeyPatch(), pretended.H100)
     pretended.vllm_platform()

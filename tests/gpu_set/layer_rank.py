@@ -1,6 +1,8 @@
-"""One learner rank with Transformer Engine's layers and no GPU: `python layer_rank.py RANK RANKS STORE` prints JSON.
+"""One learner rank with Transformer Engine's layers and no GPU: `python layer_rank.py RANK RANKS
+STORE` prints JSON.
 
-Weights lie in host memory; what is looked at is how the model, its optimizer and its sync are put together.
+Weights lie in host memory; what is looked at is how the model, its optimizer and its sync are put
+together.
 """
 
 import json
@@ -44,11 +46,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"tie_word_embeddings": False, **pretended.EXPERTS["qwen3_moe"]},
     "mixtral": {"tie_word_embeddings": False, **pretended.EXPERTS["mixtral"]},
 }
-MEETINGS, STORE = count(), sys.argv[3]
+MEETINGS = count()
+STORE = sys.argv[3]
 
 
 def section(tp: int, **megatron: Any) -> LearnerSection:
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     given = {"sequence_parallel": tp > 1, "use_cpu_initialization": True, **recompute, **megatron}
     return LearnerSection(tensor_parallel=tp, megatron=given)
 
@@ -57,19 +64,29 @@ def learner_of(family: str, learner: LearnerSection, quantization: QuantizationS
     leave()  # the learner before
     os.environ[RENDEZVOUS] = f"file://{STORE}_{next(MEETINGS)}"
     config = Config(learner=learner, quantization=quantization)
-    model = Model.of({"model_type": family, **SIZES, **FAMILIES[family]}, Layout.from_config(learner))
+    model = Model.of(
+        {"model_type": family, **SIZES, **FAMILIES[family]}, Layout.from_config(learner)
+    )
     return Learner(model, Sections.of(config))
 
 
 def parameters(learner: Learner) -> dict[str, Any]:
     """Names, shapes and marks of a rank's weights, against the mapping table."""
-    shape, layout = learner.shape, learner.layout
-    found, problems = set(), []
+    shape = learner.shape
+    layout = learner.layout
+    found = set()
+    problems = []
     for name, parameter in learner.modules[0].named_parameters():
-        param = find(global_name(name, 0, learner.place.ep * len(layout.local_experts(shape.experts, 0))), shape)
+        param = find(
+            global_name(name, 0, learner.place.ep * len(layout.local_experts(shape.experts, 0))),
+            shape,
+        )
         found.add(param.megatron)
         if tuple(parameter.shape) != param.local_shape(layout):
-            problems.append(f"{name}: shape {tuple(parameter.shape)}, the table says {param.local_shape(layout)}")
+            problems.append(
+                f"{name}: shape {tuple(parameter.shape)}, the table says "
+                f"{param.local_shape(layout)}"
+            )
         split = param.row.split is not Split.replicated
         if (split or param.row.expert) and not param_is_not_tensor_parallel_duplicate(parameter):
             problems.append(f"{name}: the gradient's norm takes it for a copy")
@@ -78,7 +95,12 @@ def parameters(learner: Learner) -> dict[str, Any]:
             problems.append(f"{name}: its gradient is not summed over sequence-parallel ranks")
     wanted = {param.megatron for param in stage_params(shape, layout, learner.place)}
     kinds = sorted({type(module).__name__ for module in learner.modules[0].modules()})
-    return {"problems": problems, "missing": sorted(wanted - found), "extra": sorted(found - wanted), "kinds": kinds}
+    return {
+        "problems": problems,
+        "missing": sorted(wanted - found),
+        "extra": sorted(found - wanted),
+        "kinds": kinds,
+    }
 
 
 def sync(learner: Learner, quantization: QuantizationSection) -> dict[str, Any]:
@@ -90,13 +112,22 @@ def sync(learner: Learner, quantization: QuantizationSection) -> dict[str, Any]:
 
 
 def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[float]]:
-    """What layers put out that imitate an engine, and what they would without: relative errors, by kind of layer.
+    """What layers put out that imitate an engine, and what they would without: relative errors, by
+    kind of layer.
 
-    Against weights that were quantized whole, multiplied in FP64 by inputs that an engine of `slices` ranks rounds.
+    Against weights that were quantized whole, multiplied in FP64 by inputs that an engine of
+    `slices` ranks rounds.
     """
-    get, place, layout = random_tensors(learner.model, 3), learner.place, learner.layout
-    engine, errors = Rounding(format, (), slices), dict[str, list[float]]()
-    first = place.ep * len(layout.local_experts(learner.shape.experts, 0)) if learner.shape.experts else 0
+    get = random_tensors(learner.model, 3)
+    place = learner.place
+    layout = learner.layout
+    engine = Rounding(format, (), slices)
+    errors = dict[str, list[float]]()
+    first = (
+        place.ep * len(layout.local_experts(learner.shape.experts, 0))
+        if learner.shape.experts
+        else 0
+    )
 
     def rounded(name: str) -> torch.Tensor:
         made = quantize(get(name).bfloat16(), format)
@@ -106,7 +137,9 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
         largest = 127 if format == Format.int8 else 448
         scale = x_MK.double().abs().amax(1, keepdim=True) / largest
         codes = x_MK.double() / scale
-        return (codes.round() if format == Format.int8 else codes.to(torch.float8_e4m3fn).double()) * scale
+        return (
+            codes.round() if format == Format.int8 else codes.to(torch.float8_e4m3fn).double()
+        ) * scale
 
     with fake_quantized(learner.numbered_modules, learner.model, learner.groups, engine, None):
         for name, layer in learner.modules[0].named_modules():
@@ -118,20 +151,30 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
             params = [find(global_name(one, 0, first), learner.shape) for one in names]
             ranks, mine = params[0].tensor_parallel(layout, place)
             draw = torch.Generator().manual_seed(5)
-            row, width = params[0].row.split is Split.row, params[0].shapes[0][1]
+            row = params[0].row.split is Split.row
+            width = params[0].shapes[0][1]
             x_MK = torch.randn(14, width, generator=draw).bfloat16()
             scattered = bool(layer.sequence_parallel) and not grouped
-            given = x_MK.chunk(ranks, 1)[mine] if row else x_MK.chunk(ranks)[mine] if scattered else x_MK
+            given = (
+                x_MK.chunk(ranks, 1)[mine]
+                if row
+                else x_MK.chunk(ranks)[mine]
+                if scattered
+                else x_MK
+            )
             if layer.use_bias:
                 layer.bias.data.normal_(0, 0.1, generator=draw)
             out, _ = layer(given.contiguous().unsqueeze(1), *([sizes] if grouped else []))
-            read = fused_norm(layer, x_MK).bfloat16() if hasattr(layer, "layer_norm_weight") else x_MK
+            read = (
+                fused_norm(layer, x_MK).bfloat16() if hasattr(layer, "layer_norm_weight") else x_MK
+            )
             parts = [coded(part) for part in read.chunk(slices if row else 1, 1)]
             for what, inputs in (("imitated", torch.cat(parts, 1)), ("plain", read.double())):
                 wanted = []
                 for param, some in zip(params, inputs.split(sizes), strict=True):
                     hf = rounded if what == "imitated" else lambda one: get(one).bfloat16().float()
-                    own, some = local_shard(param.megatron, learner.shape, layout, place, hf), some
+                    own = local_shard(param.megatron, learner.shape, layout, place, hf)
+                    some = some
                     if row and not grouped:  # the ranks' sum
                         own = torch.cat([hf(one) for one in param.hf])
                     elif row:
@@ -146,7 +189,9 @@ def imitated(learner: Learner, format: Format, slices: int) -> dict[str, list[fl
 
 
 def fp8(learner: Learner) -> dict[str, Any]:
-    """megatron-core's scales of this recipe, and packs that Transformer Engine accepts on this rank."""
+    """megatron-core's scales of this recipe, and packs that Transformer Engine accepts on this
+    rank.
+    """
     from learner_cases import make_batch
     from megatron.core import fp8_utils
     from transformer_engine.pytorch.utils import assert_dim_for_fp8_exec
@@ -164,7 +209,9 @@ def replicas(learner: Learner) -> dict[str, Any]:
     """How gradients of replicas are added up, and the weights that no bucket would send."""
     wrapped = learner.chunks[0]
     sent = {
-        id(one) for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups) for one in group.params
+        id(one)
+        for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups)
+        for one in group.params
     }
     left = [name for name, parameter in learner.named_parameters() if id(parameter) not in sent]
     return {"overlap": wrapped.ddp_config.overlap_grad_reduce, "left": left}
@@ -195,11 +242,17 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
             kinds = {type(one.optimizer).__name__ for one in made.optimizer.chained_optimizers}
             found[family]["optimizer"] = sorted(kinds)
         for recipe in (None, *limits.FP8_TOKENS):
-            made = learner_of("qwen3", section(ranks, fp8="e4m3", fp8_recipe=recipe), QuantizationSection())
+            made = learner_of(
+                "qwen3", section(ranks, fp8="e4m3", fp8_recipe=recipe), QuantizationSection()
+            )
             found[f"fp8 {recipe}"] = fp8(made)
         for family in ("qwen3", "qwen3_moe"):
-            section_of = LearnerSection(data_parallel=ranks, megatron={"use_cpu_initialization": True})
-            found[f"replicas {family}"] = replicas(learner_of(family, section_of, QuantizationSection()))
+            section_of = LearnerSection(
+                data_parallel=ranks, megatron={"use_cpu_initialization": True}
+            )
+            found[f"replicas {family}"] = replicas(
+                learner_of(family, section_of, QuantizationSection())
+            )
     leave()
     return found
 

@@ -1,4 +1,6 @@
-"""A GPU as torch and vLLM would describe it, on a machine without one. Nothing can be computed there."""
+"""A GPU as torch and vLLM would describe it, on a machine without one. Nothing can be computed
+there.
+"""
 
 import ctypes
 import functools
@@ -16,16 +18,40 @@ import torch
 STUB = Path(__file__).parents[2] / "build" / "gpu_set" / "libcuda.so.1"
 # of a model that CUDA kernels take: whole tiles, whole heads
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "vocab_size": 128,
+    "dtype": "bfloat16",
+}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, of any function
-CONSTRUCTORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+CONSTRUCTORS = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +75,9 @@ B200 = Device("NVIDIA B200", 10, 0, 180 << 30, multi_processor_count=148)
 
 @functools.cache
 def load_driver() -> str:
-    """A driver for what links against one; where there is none, one that answers "no device". Its library."""
+    """A driver for what links against one; where there is none, one that answers "no device". Its
+    library.
+    """
     try:
         ctypes.CDLL(STUB.name)
         return STUB.name
@@ -63,20 +91,30 @@ def load_driver() -> str:
 
 def environment(*helpers: Path) -> dict[str, str]:
     """For a process that needs the driver from its first import on."""
-    return {**os.environ, "LD_PRELOAD": load_driver(), "PYTHONPATH": os.pathsep.join(map(str, helpers))}
+    return {
+        **os.environ,
+        "LD_PRELOAD": load_driver(),
+        "PYTHONPATH": os.pathsep.join(map(str, helpers)),
+    }
 
 
 def _compile() -> None:
     """From C: every function of the driver that the set's libraries name without bringing it."""
     places = [find_spec(name) for name in ("nccl", "transformer_engine", "vllm")]
-    folders = [folder for place in places if place for folder in place.submodule_search_locations or ()]
+    folders = [
+        folder for place in places if place for folder in place.submodule_search_locations or ()
+    ]
     libraries = [str(path) for folder in folders for path in Path(folder).rglob("*.so*")]
-    listed = subprocess.run(["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True
+    ).stdout
     named = {line.split()[-1].partition("@")[0] for line in listed.splitlines() if line.strip()}
     wanted = {"cuInit"} | {name for name in named if name.startswith("cu") and name[2:3].isupper()}
     STUB.parent.mkdir(parents=True, exist_ok=True)
     source = STUB.with_name("libcuda.c")
-    source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(wanted)))
+    source.write_text(
+        "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(wanted))
+    )
     flags = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{STUB.name}"]
     subprocess.run(["cc", *flags, str(source), "-o", str(STUB)], check=True)
 
@@ -109,14 +147,17 @@ def tensors_on_host(patch: pytest.MonkeyPatch) -> None:
 
         return construct
 
-    with torch.device("cpu"):  # remembers, at its first use, which functions are constructors: the true ones
+    # remembers, at its first use, which functions are constructors: the true ones
+    with torch.device("cpu"):
         torch.empty(0)
     for name in CONSTRUCTORS:
         patch.setattr(torch, name, placed(getattr(torch, name)))
 
 
 def vllm_platform() -> None:
-    """For all of this process, before anything of vLLM is imported: a CUDA platform whose properties torch tells."""
+    """For all of this process, before anything of vLLM is imported: a CUDA platform whose
+    properties torch tells.
+    """
     import vllm.platforms
     from vllm.platforms import cuda
 

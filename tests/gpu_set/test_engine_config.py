@@ -1,4 +1,6 @@
-"""What vLLM makes of every recipe's engine, on a pretended H100 and B200: nothing is computed, all is decided."""
+"""What vLLM makes of every recipe's engine, on a pretended H100 and B200: nothing is computed, all
+is decided.
+"""
 
 import json
 import shutil
@@ -17,7 +19,11 @@ from megatron_rl.config import cluster, load
 from megatron_rl.config.schema import Config, Sleep, Transport
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    write_engine_folder,
+)
 from megatron_rl.workshop.planner.phases import SHARE, largest_share
 from megatron_rl.workshop.planner.plan import plan
 
@@ -31,7 +37,9 @@ def engine_config(config: Config, folder: Path, device: Device, patch: pytest.Mo
     pretended.pretend(patch, device)
     model = folder / "model"
     model.mkdir()
-    shutil.copy(ROOT / "conf" / "model" / f"{Path(config.model.path).name}.json", model / "config.json")
+    shutil.copy(
+        ROOT / "conf" / "model" / f"{Path(config.model.path).name}.json", model / "config.json"
+    )
     settings = EngineSettings.from_config(config)
     settings = settings.with_format(settings.formats[0])
     engine = write_engine_folder(model, folder / "engine", settings.quantization)
@@ -40,13 +48,17 @@ def engine_config(config: Config, folder: Path, device: Device, patch: pytest.Mo
 
 @pytest.mark.parametrize("device", [H100, B200], ids=lambda device: device.name.split()[1])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_every_recipe_s_engine(recipe: Path, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_s_engine(
+    recipe: Path, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load(recipe)
     made = engine_config(config, tmp_path, device, monkeypatch)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     assert made.model_config.max_model_len >= longest
     assert made.parallel_config.tensor_parallel_size == config.sampler.tensor_parallel
-    assert made.model_config.quantization == (None if config.quantization.format == "none" else "compressed-tensors")
+    assert made.model_config.quantization == (
+        None if config.quantization.format == "none" else "compressed-tensors"
+    )
     assert made.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
     most = config.sampler.vllm["max_num_seqs"]
     assert made.scheduler_config.max_num_seqs == most
@@ -55,7 +67,9 @@ def test_every_recipe_s_engine(recipe: Path, device: Device, tmp_path: Path, mon
     assert made.cache_config.gpu_memory_utilization == config.sampler.vllm["gpu_memory_utilization"]
 
 
-def test_what_offline_nodes_would_wait_for_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_offline_nodes_would_wait_for_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kernels that a library compiles or downloads at the start."""
     made = engine_config(load(ROOT / "recipes" / "dapo_int8.yaml"), tmp_path, H100, monkeypatch)
     assert made.kernel_config.enable_flashinfer_autotune is False
@@ -63,14 +77,22 @@ def test_what_offline_nodes_would_wait_for_is_off(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
-def test_vllm_s_own_transports(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_s_own_transports(
+    transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load(ROOT / "recipes" / "dapo_int8.yaml", [f"sync.transport={transport}"])
     made = engine_config(config, tmp_path, H100, monkeypatch)
     assert made.weight_transfer_config.backend == f"checked_{transport}"
 
 
-def test_blocks_of_fp8_on_hopper_and_an_fp8_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["quantization.format=fp8_block", "sampler.tensor_parallel=1", "sampler.devices='4'"]
+def test_blocks_of_fp8_on_hopper_and_an_fp8_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [
+        "quantization.format=fp8_block",
+        "sampler.tensor_parallel=1",
+        "sampler.devices='4'",
+    ]
     config = load(ROOT / "recipes" / "dapo_fp8.yaml", [*overrides, "quantization.kv_cache=fp8"])
     made = engine_config(config, tmp_path, H100, monkeypatch)
     assert made.model_config.quantization == "compressed-tensors"
@@ -88,13 +110,18 @@ def test_an_engine_that_sleeps_has_memory_that_it_can_give_back(
     assert made.model_config.enable_sleep_mode
 
 
-@pytest.mark.parametrize(("device", "machine"), [(H100, "H100-80"), (B200, "B200")], ids=["H100", "B200"])
+@pytest.mark.parametrize(
+    ("device", "machine"), [(H100, "H100-80"), (B200, "B200")], ids=["H100", "B200"]
+)
 @pytest.mark.parametrize("recipe", COLOCATED, ids=lambda recipe: recipe.stem)
 def test_an_engine_starts_alone_with_the_share_that_the_plan_finds(
     recipe: Path, device: Device, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own look at the memory, with what the plan says is free: the largest share passes, the next does not."""
-    config, where = load(recipe), f"1x{named(str(cluster(recipe)[1])).gpus}x{machine}"
+    """vLLM's own look at the memory, with what the plan says is free: the largest share passes, the
+    next does not.
+    """
+    config = load(recipe)
+    where = f"1x{named(str(cluster(recipe)[1])).gpus}x{machine}"
     found = plan(config, read_card(config.model.path), named(where)).memory
     (memory,) = [one for one in found if one.kind == "learner and engine"]
     share = largest_share(memory)

@@ -1,5 +1,5 @@
-"""New weights in the layouts of vLLM's CUDA kernels: its own processing and this project's reload, on host memory under
-a pretended H100. No kernel runs; what they would read is compared.
+"""New weights in the layouts of vLLM's CUDA kernels: its own processing and this project's reload,
+on host memory under a pretended H100. No kernel runs; what they would read is compared.
 """
 
 import json
@@ -15,30 +15,58 @@ import torch
 from pretended import EXPERTS, SIZES
 from simulated import hf_config, local_parameters, random_hf
 from vllm.config import set_current_vllm_config
-from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
+from vllm.distributed import (
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from megatron_rl.config.schema import Config, Device, Format, QuantizationSection, RolloutSection, RunSection
+from megatron_rl.config.schema import (
+    Config,
+    Device,
+    Format,
+    QuantizationSection,
+    RolloutSection,
+    RunSection,
+)
 from megatron_rl.engine import expectation, reload
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.sampler.client.engine_process import engine_environment
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    write_engine_folder,
+)
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 
 HOST = torch.device("cpu")
-NAMES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
+NAMES = {
+    "qwen3": "Qwen3",
+    "qwen2": "Qwen2",
+    "llama": "Llama",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+}
 CASES = [
-    ("qwen3", Format.none), ("qwen3", Format.int8), ("qwen3", Format.fp8), ("qwen3", Format.fp8_block),
-    ("qwen2", Format.int8), ("llama", Format.fp8), ("qwen3_moe", Format.none), ("qwen3_moe", Format.int8),
-    ("qwen3_moe", Format.fp8), ("mixtral", Format.fp8),
-]  # fmt: skip
+    ("qwen3", Format.none),
+    ("qwen3", Format.int8),
+    ("qwen3", Format.fp8),
+    ("qwen3", Format.fp8_block),
+    ("qwen2", Format.int8),
+    ("llama", Format.fp8),
+    ("qwen3_moe", Format.none),
+    ("qwen3_moe", Format.int8),
+    ("qwen3_moe", Format.fp8),
+    ("mixtral", Format.fp8),
+]
 # of a product with normal weights, what rounding them costs
 ERRORS = {Format.none: 0.0, Format.int8: 0.012, Format.fp8: 0.03, Format.fp8_block: 0.03}
 
@@ -77,12 +105,16 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(
+    family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
     torch._dynamo.config.disable = True  # its compiler asks the driver
     patch.setenv("VLLM_USE_DEEP_GEMM", engine_environment()["VLLM_USE_DEEP_GEMM"])
     pretended.pretend(patch, pretended.H100)
     pretended.tensors_on_host(patch)
-    hf = hf_config(family, architectures=[f"{NAMES[family]}ForCausalLM"], **SIZES | EXPERTS.get(family, {}))
+    hf = hf_config(
+        family, architectures=[f"{NAMES[family]}ForCausalLM"], **SIZES | EXPERTS.get(family, {})
+    )
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(hf))
     config = Config(
@@ -91,7 +123,9 @@ def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch)
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
     )
     settings = EngineSettings.from_config(config)
-    arguments = engine_arguments(settings, write_engine_folder(folder / "hf", folder / "engine", config.quantization))
+    arguments = engine_arguments(
+        settings, write_engine_folder(folder / "hf", folder / "engine", config.quantization)
+    )
     made = EngineArgs(**arguments | {"enforce_eager": True}).create_engine_config()
     with set_current_vllm_config(made):
         if not torch.distributed.is_initialized():
@@ -121,10 +155,14 @@ def test_weights_arrive_where_the_kernels_read_them(
         loaded = at.state()
         at.load(at.sent(2)[1])
         changed = at.state()
-        assert all(not torch.equal(changed[name], was) for name, was in loaded.items()), "every parameter changes"
+        assert all(not torch.equal(changed[name], was) for name, was in loaded.items()), (
+            "every parameter changes"
+        )
         at.load(first)
         again = at.state()
-        assert all(torch.equal(again[name], was) for name, was in loaded.items()), "the same bytes the second time"
+        assert all(torch.equal(again[name], was) for name, was in loaded.items()), (
+            "the same bytes the second time"
+        )
         assert at.places() == places, "CUDA graphs read where they were captured"
         _compare(at, drawn, format)
 
@@ -136,7 +174,9 @@ def test_a_tensor_that_is_missing_is_refused(
     with engine(family, format, tmp_path, monkeypatch) as at:
         _, first = at.sent(1)
         at.load(first)
-        victim = next(name for name in first if "layers.1.mlp" in name and "down_proj.weight" in name)
+        victim = next(
+            name for name in first if "layers.1.mlp" in name and "down_proj.weight" in name
+        )
         with pytest.raises(WeightSyncError):
             at.load({name: tensor for name, tensor in first.items() if name != victim})
 
@@ -144,7 +184,8 @@ def test_a_tensor_that_is_missing_is_refused(
 def _compare(at: Engine, drawn: dict[str, torch.Tensor], format: Format) -> None:
     """One layer's weights as its kernel would multiply with them."""
     layer = at.model.model.layers[1].self_attn.o_proj
-    weight, scale = layer.weight.float(), getattr(layer, "weight_scale", None)
+    weight = layer.weight.float()
+    scale = getattr(layer, "weight_scale", None)
     wanted = drawn["model.layers.1.self_attn.o_proj.weight"].float()
     if format in (Format.int8, Format.fp8):  # Cutlass wants columns next to each other
         assert layer.weight.stride(0) == 1

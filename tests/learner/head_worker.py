@@ -1,4 +1,5 @@
-"""Jobs of `learner_worker.py` about the output layer: columns of logits at a time, against logits that are held.
+"""Jobs of `learner_worker.py` about the output layer: columns of logits at a time, against logits
+that are held.
 
 N response tokens, H hidden width.
 """
@@ -35,9 +36,12 @@ def at_a_time(columns: int | None) -> Iterator[None]:
 
 
 def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
-    """Largest differences to what held logits give, in values, gradients, and the supports; over all packs."""
+    """Largest differences to what held logits give, in values, gradients, and the supports; over
+    all packs.
+    """
     batch = with_kept(make_batch()) if job.get("kept") else make_batch()
-    packs = learner._packs(batch, range(len(batch)))  # pipeline stages and replicas have the same, or their own
+    # pipeline stages and replicas have the same, or their own
+    packs = learner._packs(batch, range(len(batch)))
     found: list[dict[str, float]] = []
     for policy in (module for module in learner.modules if module.post_process):
         for mine in packs:
@@ -52,10 +56,16 @@ def heads(learner: Learner, job: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _both_ways(learner: Learner, policy: Any, mine: Pack, columns: int | None) -> dict[str, Tensor]:
-    rollout, random = learner.rollout, torch.Generator().manual_seed(5)
+    rollout = learner.rollout
+    random = torch.Generator().manual_seed(5)
     layer = policy.output_layer
-    own = policy.shared_embedding_or_output_weight() if policy.share_embeddings_and_output_weights else layer.weight
-    count, width = len(mine.labels_N), own.shape[1]
+    own = (
+        policy.shared_embedding_or_output_weight()
+        if policy.share_embeddings_and_output_weights
+        else layer.weight
+    )
+    count = len(mine.labels_N)
+    width = own.shape[1]
     hidden_N1H = torch.randn(count, 1, width, generator=random).to(own.dtype).requires_grad_()
     weight_VH = own.detach().clone().requires_grad_()
     asked = Asked(learner.share, rollout.temperature, True, rollout.top_k, rollout.top_p)
@@ -71,7 +81,10 @@ def _both_ways(learner: Learner, policy: Any, mine: Pack, columns: int | None) -
     found = {"logprobs": got.logprobs_N, "entropy": got.entropy_N}
     found |= {"of_hidden": hidden_N1H.grad.float(), "of_weight": weight_VH.grad.float()}
     if got.truncation is not None:
-        found |= {"outside": got.truncation.outside_N.float(), "log_mass": got.truncation.log_mass_N}
+        found |= {
+            "outside": got.truncation.outside_N.float(),
+            "log_mass": got.truncation.log_mass_N,
+        }
     return {name: value.detach() for name, value in found.items()}
 
 
@@ -89,11 +102,16 @@ class Largest(TorchDispatchMode):
 
 
 def unseen(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
-    """The largest tensor of a pass and an update, over the whole logits; held, and some columns at a time."""
+    """The largest tensor of a pass and an update, over the whole logits; held, and some columns at
+    a time.
+    """
     (rows, tokens), vocab, found = job["batch"], learner.shape.vocab, {}
     batch = make_even_batch(rows, 2, tokens, vocab)
     for name, least in (("held", vocab), ("columns", 64)):
-        with mock.patch.object(costs, "LOGIT_BYTES", 0), mock.patch.object(costs, "LEAST_COLUMNS", least):
+        with (
+            mock.patch.object(costs, "LOGIT_BYTES", 0),
+            mock.patch.object(costs, "LEAST_COLUMNS", least),
+        ):
             largest = Largest()
             with largest:
                 learner.update(make_targets(batch, learner.logprobs(batch)))
@@ -102,11 +120,18 @@ def unseen(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
 
 
 def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
-    """Bytes of a forward and backward pass through the output layer but for its gradients, over BF16 logits; all is
-    an eighth as long and as wide as 4,096 tokens with 151,936 columns of a model 4,096 wide.
+    """Bytes of a forward and backward pass through the output layer but for its gradients, over
+    BF16 logits; all is an eighth as long and as wide as 4,096 tokens with 151,936 columns of a
+    model 4,096 wide.
     """
-    tokens, columns, hidden = 512, learner.shape.vocab, learner.shape.hidden
-    limits = {"LOGIT_BYTES": costs.LOGIT_BYTES // 64, "LEAST_COLUMNS": 128, "HOST_BYTES": costs.HOST_BYTES // 16}
+    tokens = 512
+    columns = learner.shape.vocab
+    hidden = learner.shape.hidden
+    limits = {
+        "LOGIT_BYTES": costs.LOGIT_BYTES // 64,
+        "LEAST_COLUMNS": 128,
+        "HOST_BYTES": costs.HOST_BYTES // 16,
+    }
     layer = learner.modules[0].output_layer
     hidden_N1H = torch.randn(tokens, 1, hidden).bfloat16().requires_grad_()
     weight_VH = (torch.randn(columns, hidden) / 8).bfloat16().requires_grad_()
@@ -119,16 +144,24 @@ def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
         assert got.entropy_N is not None
         (got.logprobs_N - 0.1 * got.entropy_N).sum().backward()
 
-    logits, gradients = 2 * tokens * columns, 2 * hidden * (tokens + columns)
+    logits = 2 * tokens * columns
+    gradients = 2 * hidden * (tokens + columns)
     with mock.patch.multiple(costs, **limits):
-        most = {name: most_memory(lambda held=held: both_ways(held)) for name, held in (("held", True), ("not", False))}
+        most = {
+            name: most_memory(lambda held=held: both_ways(held))
+            for name, held in (("held", True), ("not", False))
+        }
     return {"held": most["held"] / logits, "not": (most["not"] - gradients) / logits}
 
 
 def looked_at(learner: Learner, job: dict[str, Any]) -> list[int]:
-    """Values of logits that a hook sees: while one looks, logits are held; before it and after it, they are not."""
+    """Values of logits that a hook sees: while one looks, logits are held; before it and after it,
+    they are not.
+    """
     batch = make_batch().rows(torch.tensor([1]))
-    zeros_SV = torch.zeros(int(batch.prompt_lengths_B + batch.response_lengths_B), learner.shape.vocab)
+    zeros_SV = torch.zeros(
+        int(batch.prompt_lengths_B + batch.response_lengths_B), learner.shape.vocab
+    )
     seen: list[int] = []
     learner.modules[0].output_layer.register_forward_hook(lambda *_: seen.append(0))
     with at_a_time(7):

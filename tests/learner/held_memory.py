@@ -1,4 +1,6 @@
-"""What a learner's rank really holds: bytes of storages, and of tensors that autograd saves, at their peak."""
+"""What a learner's rank really holds: bytes of storages, and of tensors that autograd saves, at
+their peak.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,11 +14,15 @@ from megatron_rl.learner.learner import Learner
 
 
 class Saved:
-    """Every storage that waits for a backward pass, once; those of parameters and of logits apart."""
+    """Every storage that waits for a backward pass, once; those of parameters and of logits
+    apart.
+    """
 
     def __init__(self, learner: Learner) -> None:
         self._parameters = {
-            parameter.untyped_storage().data_ptr() for module in learner.modules for parameter in module.parameters()
+            parameter.untyped_storage().data_ptr()
+            for module in learner.modules
+            for parameter in module.parameters()
         }
         self._columns = learner.layout.padded_vocab(learner.shape.vocab) // learner.layout.tp
         self._holders: Counter[int] = Counter()
@@ -46,7 +52,9 @@ class _Holder:
     """Lives as long as autograd keeps the tensor."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
-        self.tensor, self._saved, self._kind = tensor, saved, saved.kind(tensor)
+        self.tensor = tensor
+        self._saved = saved
+        self._kind = saved.kind(tensor)
         self._storage = tensor.untyped_storage()
         if self._kind:
             saved.count(self._kind, self._storage.data_ptr(), self._storage.nbytes(), 1)
@@ -58,7 +66,11 @@ class _Holder:
 
 def static(learner: Learner) -> dict[str, int]:
     """Weights and gradients in their buffers, and the optimizer's own tensors."""
-    buffers = [buffer for chunk in learner.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer
+        for chunk in learner.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     optimizer = 0
     for each in learner.optimizer.chained_optimizers:
         masters = [one for group in each.shard_fp32_from_float16_groups for one in group]

@@ -1,7 +1,8 @@
-"""The learner's Triton kernels against the same in torch: by Triton's interpreter on a CPU, or on a GPU.
+"""The learner's Triton kernels against the same in torch: by Triton's interpreter on a CPU, or on a
+GPU.
 
-`test_kernels.py` and `tests/gpu` run this file in a process of its own: Triton decides at its import whether it
-interprets. The interpreter cuts BF16 results off where a GPU rounds them.
+`test_kernels.py` and `tests/gpu` run this file in a process of its own: Triton decides at its
+import whether it interprets. The interpreter cuts BF16 results off where a GPU rounds them.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.learner.modules import kernels, logprobs, observers, triton_kernels
-from megatron_rl.learner.modules.logprobs import Gradients, VocabShare, highest, local_stats, write_gradient
+from megatron_rl.learner.modules.logprobs import (
+    Gradients,
+    VocabShare,
+    highest,
+    local_stats,
+    write_gradient,
+)
 
 ON_GPU = torch.version.cuda is not None
 EXACT = 1e-5 if ON_GPU else 1e-6  # of exponentials: a GPU's are approximate
@@ -70,7 +77,9 @@ def test_statistics_and_gradient(shape: str, dtype: torch.dtype, temperature: fl
     for asked in ((of_logprobs_N, None), (of_logprobs_N, of_entropy_N), (None, of_entropy_N)):
         given = (labels_N, Gradients.of(*asked, log_norm_N, mean_N), share, temperature)
         for to, exact in ((torch.float32, EXACT), (torch.bfloat16, 2**-7)):
-            found_NV, wanted_NV = (torch.full_like(logits_NV, torch.nan, dtype=to) for _ in range(2))
+            found_NV, wanted_NV = (
+                torch.full_like(logits_NV, torch.nan, dtype=to) for _ in range(2)
+            )
             write_gradient(found_NV, logits_NV, *given)
             with in_torch():
                 write_gradient(wanted_NV, logits_NV, *given)
@@ -85,21 +94,29 @@ def test_statistics_and_gradient(shape: str, dtype: torch.dtype, temperature: fl
 def test_logits_of_ids() -> None:
     """Of several for each token, of which some are in other shares or none (-1)."""
     logits_NV, labels_N, share = example("first share", torch.bfloat16)
-    ids_NK = torch.stack((labels_N, labels_N.flip(0), torch.full_like(labels_N, -1), labels_N, labels_N + 1), 1)
+    ids_NK = torch.stack(
+        (labels_N, labels_N.flip(0), torch.full_like(labels_N, -1), labels_N, labels_N + 1), 1
+    )
     found_SN = triton_kernels.statistics(logits_NV, ids_NK, share, 0.7, True)
     places_NK, held_NK = share.places(ids_NK)
-    assert torch.equal(found_SN[1:-1].t(), (logits_NV.gather(1, places_NK).float() / 0.7).where(held_NK, 0.0))
+    assert torch.equal(
+        found_SN[1:-1].t(), (logits_NV.gather(1, places_NK).float() / 0.7).where(held_NK, 0.0)
+    )
     assert torch.equal(found_SN[[0, 1, -1]], local_stats(logits_NV, labels_N, share, 0.7))
 
 
 def test_logits_that_are_no_numbers() -> None:
-    """A tile of -inf is no probability; one NaN makes all of its row NaN, and nothing of another's."""
+    """A tile of -inf is no probability; one NaN makes all of its row NaN, and nothing of
+    another's.
+    """
     logits_NV, labels_N, share = example("ragged last tile", torch.float32)
     logits_NV[0, :1100] = -torch.inf
     logits_NV[1, 1500] = torch.nan
     found_SN = local_stats(logits_NV, labels_N, share, 1.0, entropy=False)
     torch.testing.assert_close(found_SN[0, 0], logits_NV[0].logsumexp(0), rtol=1e-6, atol=1e-6)
-    write_gradient(logits_NV, logits_NV, labels_N, Gradients.of(None, None, found_SN[0], None), share, 1.0)
+    write_gradient(
+        logits_NV, logits_NV, labels_N, Gradients.of(None, None, found_SN[0], None), share, 1.0
+    )
     for values_NS in (found_SN[:1].t(), logits_NV):
         assert values_NS.isnan().any(1).tolist() == [False, True, *[False] * 5]
 
@@ -107,7 +124,9 @@ def test_logits_that_are_no_numbers() -> None:
 def test_rows_of_more_logits_than_32_bits_count() -> None:
     far_NV = torch.empty(2 * FAR + 40, dtype=torch.bfloat16).as_strided((3, 40), (FAR, 1))
     near_NV = far_NV.copy_(torch.randn(3, 40)).contiguous()
-    labels_N, share, stats = torch.tensor([3, 7, 39]), VocabShare.of(0, 1, 40, 40, None), []
+    labels_N = torch.tensor([3, 7, 39])
+    share = VocabShare.of(0, 1, 40, 40, None)
+    stats = []
     for matrix_NV in (far_NV, near_NV):
         stats.append(local_stats(matrix_NV, labels_N, share, 1.0))
         grads = Gradients.of(labels_N.float(), None, *stats[0][::2])
@@ -118,7 +137,9 @@ def test_rows_of_more_logits_than_32_bits_count() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (16, 1000), (37, 1024)])
 def test_largest_magnitudes(rows: int, width: int, dtype: torch.dtype) -> None:
-    x_MH, weight_H, before_H = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype), torch.rand(width)
+    x_MH = torch.randn(rows, width).to(dtype)
+    weight_H = torch.randn(width).to(dtype)
+    before_H = torch.rand(width)
     linear = mock.Mock(eps=1e-6, layer_norm_weight=weight_H)
     for norm, wanted_MH in (((weight_H, 1e-6), observers.fused_norm(linear, x_MH)), ((), x_MH)):
         amax_H = before_H.clone()

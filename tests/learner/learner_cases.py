@@ -1,4 +1,5 @@
-"""What the learner's tests share: tiny models, batches, and running ranks in processes of their own.
+"""What the learner's tests share: tiny models, batches, and running ranks in processes of their
+own.
 
 Ranks never run inside the test process: the host profile changes torch for the whole process.
 B rows, S positions, T response positions.
@@ -23,23 +24,59 @@ from megatron_rl.types import NO_EXPERT
 
 VOCAB = 37  # odd, so that tensor parallelism has to pad it
 TINY: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-    "initializer_range": 0.2, "rope_theta": 10000.0, "tie_word_embeddings": False,
-}  # fmt: skip
-QWEN3 = {**TINY, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rope_theta": 5000.0}
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+QWEN3 = {
+    **TINY,
+    "model_type": "qwen3",
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "rope_theta": 5000.0,
+}
 QWEN2 = {**TINY, "model_type": "qwen2"}
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 LLAMA = {**TINY, "model_type": "llama", "rope_scaling": LLAMA3_ROPE}
 QWEN3_MOE = {
-    **TINY, "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-MIXTRAL = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-ERNIE = {**TINY, "model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": True, "use_bias": False}
+    **TINY,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MIXTRAL = {
+    **TINY,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+ERNIE = {
+    **TINY,
+    "model_type": "ernie4_5",
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+}
 PHI3 = {**TINY, "model_type": "phi3", "sliding_window": None, "pad_token_id": 0}
 FAMILIES: dict[str, dict[str, Any]] = {
     hf["model_type"]: hf for hf in (QWEN3, QWEN2, LLAMA, QWEN3_MOE, MIXTRAL, ERNIE, PHI3)
@@ -47,7 +84,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MODELS = {"dense": QWEN3, "experts": QWEN3_MOE}
 
 CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 SEQUENCE = {"sequence_parallel": True}
 # of two ranks
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -57,7 +98,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vp2": {"pipeline_parallel": 2, "megatron": CHUNKS},
     "dp2": {"data_parallel": 2},
 }
-WHOLE_EXPERTS = {"tensor_parallel": 2, "expert_parallel": 2, "megatron": SEQUENCE | {"expert_tensor_parallel_size": 1}}
+WHOLE_EXPERTS = {
+    "tensor_parallel": 2,
+    "expert_parallel": 2,
+    "megatron": SEQUENCE | {"expert_tensor_parallel_size": 1},
+}
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"data_parallel": 2, "expert_parallel": 2},
     "tp2_ep2": WHOLE_EXPERTS,
@@ -72,7 +117,8 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
     random = torch.Generator().manual_seed(seed)
     prompts_B = torch.randint(2, 12, (rows,), generator=random)
     responses_B = torch.randint(1, 14, (rows,), generator=random)
-    prompts_B[0], responses_B[0] = 40, 30
+    prompts_B[0] = 40
+    responses_B[0] = 30
     responses_B[3] = 0
     lengths_B = prompts_B + responses_B
     tokens_BS = torch.randint(1, VOCAB, (rows, int(lengths_B.max())), generator=random)
@@ -83,7 +129,9 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
     return _batch(random, tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT)
 
 
-def _batch(random: torch.Generator, tokens_BS: torch.Tensor, *lengths_mask_logprobs: torch.Tensor) -> Batch:
+def _batch(
+    random: torch.Generator, tokens_BS: torch.Tensor, *lengths_mask_logprobs: torch.Tensor
+) -> Batch:
     rows = len(tokens_BS)
     groups_B = torch.arange(rows) // 4
     rewards_B = torch.rand(rows, generator=random)
@@ -94,12 +142,15 @@ def _batch(random: torch.Generator, tokens_BS: torch.Tensor, *lengths_mask_logpr
 def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
     """As sampled among 1 to `most` tokens at each position."""
     random = torch.Generator().manual_seed(seed)
-    counts_BT, ids = torch.zeros(batch.sampler_logprobs_BT.shape, dtype=torch.int32), []
+    counts_BT = torch.zeros(batch.sampler_logprobs_BT.shape, dtype=torch.int32)
+    ids = []
     lengths = zip(batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist(), strict=True)
     for row, (prompt, response) in enumerate(lengths):
         for column in range(response):
             drawn = batch.tokens_BS[row, prompt + column]
-            others = torch.randperm(VOCAB, generator=random)[: int(torch.randint(most, (), generator=random))]
+            others = torch.randperm(VOCAB, generator=random)[
+                : int(torch.randint(most, (), generator=random))
+            ]
             kept = torch.cat([drawn[None], others[others != drawn]])
             counts_BT[row, column] = len(kept)
             ids.append(kept)
@@ -130,7 +181,9 @@ def _without_answers(batch: Batch, kept: tuple[int, ...] = ()) -> Batch:
     answered_B = torch.isin(torch.arange(len(batch)), torch.tensor(kept))
     lengths = batch.prompt_lengths_B, torch.where(answered_B, batch.response_lengths_B, 0)
     values = batch.mask_BT, batch.sampler_logprobs_BT
-    return Batch.of_matrices(batch.tokens_BS, *lengths, *values, batch.rewards_B, batch.groups_B, batch.versions_B)
+    return Batch.of_matrices(
+        batch.tokens_BS, *lengths, *values, batch.rewards_B, batch.groups_B, batch.versions_B
+    )
 
 
 def _trained(batch: Batch, rows: tuple[int, ...]) -> Batch:
@@ -173,9 +226,14 @@ def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Target
 
 
 def folders_of(
-    temporary: Any, models: dict[str, dict[str, Any]], dtype: torch.dtype = torch.float32, moved: bool = False
+    temporary: Any,
+    models: dict[str, dict[str, Any]],
+    dtype: torch.dtype = torch.float32,
+    moved: bool = False,
 ) -> dict[str, Path]:
-    """Random models written by transformers. `moved`: with norms and biases away from their trivial starts."""
+    """Random models written by transformers. `moved`: with norms and biases away from their trivial
+    starts.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = {}
@@ -198,18 +256,30 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def logprobs_by(model: Callable[..., Any], batch: Batch | None = None) -> torch.Tensor:
-    """Of the answers, by another implementation, with gradients; among the kept tokens, where the batch has them."""
+    """Of the answers, by another implementation, with gradients; among the kept tokens, where the
+    batch has them.
+    """
     batch = batch or make_batch()
-    kept, counts = (iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N))
+    kept, counts = (
+        iter([] if one is None else one.tolist()) for one in (batch.kept_ids_K, batch.kept_counts_N)
+    )
     rows = []
-    for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
+    for row, (prompt, response) in enumerate(
+        zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)
+    ):
         tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
         logits_SV = model(tokens_1S).logits[0] / 0.8
         for column in range(response if batch.kept_counts_N is not None else 0):
             among = torch.tensor(list(islice(kept, next(counts))))
             logits_SV[prompt - 1 + column, ~torch.isin(torch.arange(VOCAB), among)] = -torch.inf
-        picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
-        rows.append(torch.nn.functional.pad(picked_S[prompt - 1 :], (0, batch.mask_BT.shape[1] - int(response))))
+        picked_S = (
+            torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
+        )
+        rows.append(
+            torch.nn.functional.pad(
+                picked_S[prompt - 1 :], (0, batch.mask_BT.shape[1] - int(response))
+            )
+        )
     return torch.stack(rows)
 
 
@@ -222,21 +292,38 @@ def most_memory(work: Callable[[], object]) -> int:
     """Bytes allocated at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [
+        event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return max(
+        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    )
 
 
-def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: float = 240.0) -> dict[str, Any]:
+def run_ranks(
+    world: int, jobs: list[dict[str, Any]], folder: Path, timeout: float = 240.0
+) -> dict[str, Any]:
     """Do the jobs one after another on `world` processes; rank 0's results by job name."""
     for number, job in enumerate(jobs):
         job["meeting"] = f"file://{folder}/meeting_{world}_{number}"
-    work, out = folder / f"jobs_{world}.json", folder / f"results_{world}.json"
+    work = folder / f"jobs_{world}.json"
+    out = folder / f"results_{world}.json"
     work.write_text(json.dumps(jobs))
     root = Path(__file__).parents[2]
-    command = [sys.executable, str(Path(__file__).with_name("learner_worker.py")), str(work), str(out)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("learner_worker.py")),
+        str(work),
+        str(out),
+    ]
     ranks: list[Process] = []
     for rank in range(world):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         log = (folder / f"rank_{world}_{rank}.log").open("w")
         env = {**os.environ, **place, "PYTHONPATH": str(root)}
         ranks.append(Process("megatron", command, env=env, stdout=log, stderr=subprocess.STDOUT))
@@ -247,14 +334,20 @@ def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: flo
         for process in ranks:
             process.kill()
             process.wait()
-    logs = "\n".join((folder / f"rank_{world}_{rank}.log").read_text()[-3000:] for rank in range(world))
+    logs = "\n".join(
+        (folder / f"rank_{world}_{rank}.log").read_text()[-3000:] for rank in range(world)
+    )
     assert codes[0] == 0, logs
     return json.loads(out.read_text())
 
 
 def run(temporary: Any, one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results by name of jobs for one rank and for two. `temporary`: pytest's factory of folders."""
-    return run_ranks(1, one, temporary.mktemp("one_rank")) | run_ranks(2, two, temporary.mktemp("two_ranks"))
+    """Results by name of jobs for one rank and for two. `temporary`: pytest's factory of
+    folders.
+    """
+    return run_ranks(1, one, temporary.mktemp("one_rank")) | run_ranks(
+        2, two, temporary.mktemp("two_ranks")
+    )
 
 
 def matrix(case: dict[str, Any], key: str = "logprobs") -> torch.Tensor:

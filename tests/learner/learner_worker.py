@@ -1,4 +1,6 @@
-"""One rank: builds a Learner for each job in a list, runs it, and lets rank 0 write down what came out."""
+"""One rank: builds a Learner for each job in a list, runs it, and lets rank 0 write down what came
+out.
+"""
 
 import gc
 import hashlib
@@ -50,12 +52,24 @@ from megatron_rl.rollout_correction.correction import correct
 STEPS_ASIDE = 3
 # keys of a job, and of the configuration
 KEYS = {
-    "precision": "learner.precision", "on_nonfinite": "learner.on_nonfinite", "forward": "learner.forward",
-    "engine_tp": "sampler.tensor_parallel", "format": "quantization.format", "smoothing": "quantization.smoothing",
-    "kv_cache": "quantization.kv_cache", "ignore": "quantization.ignore", "loss": "loss.name",
-    "entropy_coef": "loss.entropy_coef", "kl_coef": "loss.kl_coef", "kl_on": "loss.kl_on", "optim": "optim.megatron",
-    "offload": "learner.offload", "lr": "optim.lr", "anchor": "correction.anchor", "reject": "correction.reject",
-}  # fmt: skip
+    "precision": "learner.precision",
+    "on_nonfinite": "learner.on_nonfinite",
+    "forward": "learner.forward",
+    "engine_tp": "sampler.tensor_parallel",
+    "format": "quantization.format",
+    "smoothing": "quantization.smoothing",
+    "kv_cache": "quantization.kv_cache",
+    "ignore": "quantization.ignore",
+    "loss": "loss.name",
+    "entropy_coef": "loss.entropy_coef",
+    "kl_coef": "loss.kl_coef",
+    "kl_on": "loss.kl_on",
+    "optim": "optim.megatron",
+    "offload": "learner.offload",
+    "lr": "optim.lr",
+    "anchor": "correction.anchor",
+    "reject": "correction.reject",
+}
 
 
 def config_of(job: dict[str, Any]) -> Config:
@@ -82,7 +96,8 @@ def build(job: dict[str, Any]) -> Learner:
         (dumps.parent / "config.json").write_text(json.dumps(job["hf"]))
         whole = replace(config, model=ModelSection(path=str(dumps.parent)))
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
-    learner, head = config.learner, Precision(job.get("head", "bf16"))
+    learner = config.learner
+    head = Precision(job.get("head", "bf16"))
     model = Model.of(job["hf"], Layout.from_config(learner), head, Lora.of(learner.lora))
     made = Learner(model, Sections.of(config), dumps)
     if "folder" in job:
@@ -107,8 +122,12 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Updates, each with a sync's and a checkpoint's look at the learner while its optimizer is elsewhere."""
-    batch, found, kept = make_batch(), [], []
+    """Updates, each with a sync's and a checkpoint's look at the learner while its optimizer is
+    elsewhere.
+    """
+    batch = make_batch()
+    found = []
+    kept = []
     for _ in range(STEPS_ASIDE):
         before_BT = learner.logprobs(batch)
         found.append(learner.update(make_targets(batch, before_BT)))
@@ -116,8 +135,14 @@ def aside(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         learner.make_room()
         learner.make_room()  # a step without a sync
         if learner.offload is not None:
-            buffers = [one for chunk in learner.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            assert learner.offload.away and not any(one.grad_data.untyped_storage().size() for one in buffers)
+            buffers = [
+                one
+                for chunk in learner.chunks
+                for one in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            ]
+            assert learner.offload.away and not any(
+                one.grad_data.untyped_storage().size() for one in buffers
+            )
         assert _digest(learner) == kept[-1], "a checkpoint's bytes"
     return {"steps": found, "kept": exchange(kept), "after": learner.logprobs(batch).tolist()}
 
@@ -132,11 +157,15 @@ def _digest(learner: Learner) -> str:
 
 
 def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """The only update on a batch, all of whose rows are trained on: `scored` before it, or by its own forward pass."""
+    """The only update on a batch, all of whose rows are trained on: `scored` before it, or by its
+    own forward pass.
+    """
     batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
     anchor_BT = learner.logprobs(batch) if job["scored"] else None
     found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
-    parts = {name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
+    parts = {
+        name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")
+    }
     with mock.patch.object(Amax, "add", autospec=True, side_effect=Amax.add) as add:
         metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
     looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
@@ -148,15 +177,20 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "prox": (anchor_BT if own is None else own.logprobs_BT).tolist(),
         "seconds": 0.0 if own is None else own.seconds,
         "amax": _over_all_ranks(learner, learner.take_activation_amax()),
-        "looks": {name: count / each for name, count in looks.items()},  # of a layer in a micro-batch
+        "looks": {
+            name: count / each for name, count in looks.items()
+        },  # of a layer in a micro-batch
         "after": learner.logprobs(batch).tolist(),
     }
 
 
 def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic is as before."""
+    """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic
+    is as before.
+    """
     batch = make_batch()
-    own_BT, expected_BT = learner.logprobs(batch), learner.expected_logprobs(batch)
+    own_BT = learner.logprobs(batch)
+    expected_BT = learner.expected_logprobs(batch)
     paired_BT = learner.estimate_bf16_floor(batch, expected_BT)
     return {
         "own": own_BT.tolist(),
@@ -174,7 +208,9 @@ def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     expected_BT = learner.expected_logprobs(batch)
     return {
         "noise": float((moved_BT - before_BT)[batch.mask_BT].abs().mean()),
-        "expected": None if expected_BT is None else float((expected_BT - before_BT)[batch.mask_BT].abs().mean()),
+        "expected": None
+        if expected_BT is None
+        else float((expected_BT - before_BT)[batch.mask_BT].abs().mean()),
         "repeats": torch.equal(moved_BT, again_BT),
         "seen": bool(learner.take_activation_amax().any() or learner.take_cache_amax().any()),
         "same": torch.equal(before_BT, learner.logprobs(batch)),
@@ -182,14 +218,21 @@ def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates, and whether the output layer gives the FP32 product of what goes in; False where it rounds."""
+    """Two updates, and whether the output layer gives the FP32 product of what goes in; False where
+    it rounds.
+    """
     exact = []
 
-    def look(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def look(
+        layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         weight = kwargs["weight"] if kwargs["weight"] is not None else layer.weight
         product = args[0].float().matmul(weight.float().t())
         order = 1e-4 if product.is_cuda else 0  # of the sums, which rounding to BF16 is well above
-        exact.append(output[0].dtype == torch.float32 and torch.allclose(output[0], product, rtol=order, atol=order))
+        exact.append(
+            output[0].dtype == torch.float32
+            and torch.allclose(output[0], product, rtol=order, atol=order)
+        )
 
     for module in learner.modules:
         if module.post_process:
@@ -198,20 +241,28 @@ def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Against the choices of another engine, and against those with one expert of two tokens exchanged."""
-    batch, chosen_BSLK = make_batch(), load_file(job["chosen"])["chosen"]
+    """Against the choices of another engine, and against those with one expert of two tokens
+    exchanged.
+    """
+    batch = make_batch()
+    chosen_BSLK = load_file(job["chosen"])["chosen"]
     found = [learner.router_flips(batch, chosen_BSLK)]
     for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
         kept, other = chosen_BSLK[place].tolist()
         chosen_BSLK[(*place, 1)] = next(one for one in range(4) if one not in (kept, other))
     return {
-        "found": [*found, learner.router_flips(batch, chosen_BSLK), learner.router_flips(batch, -1 - 0 * chosen_BSLK)]
+        "found": [
+            *found,
+            learner.router_flips(batch, chosen_BSLK),
+            learner.router_flips(batch, -1 - 0 * chosen_BSLK),
+        ]
     }
 
 
 def statistics(learner: Learner, job: dict[str, Any]) -> dict[str, list[int]]:
     """How many statistics of the logits each kind of pass asks for: the third is for entropy."""
-    batch, found = make_batch(), {}
+    batch = make_batch()
+    found = {}
     learner.keep_reference()
     targets = make_targets(batch, learner.logprobs(batch))
     passes = {
@@ -227,7 +278,9 @@ def statistics(learner: Learner, job: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
-    """A minibatch whose rows are all rejected and still counted, with a reference that is 0.5 below the policy."""
+    """A minibatch whose rows are all rejected and still counted, with a reference that is 0.5 below
+    the policy.
+    """
     batch = make_batch()
     before_BT = learner.logprobs(batch)
     targets = make_targets(batch, before_BT)
@@ -243,10 +296,14 @@ def emptiness(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         learner.take_activation_amax(), learner.take_cache_amax()
         before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
         batch = make()
-        logprobs_BT, steps = learner.logprobs(batch), learner.steps
+        logprobs_BT = learner.logprobs(batch)
+        steps = learner.steps
         seen = {"norms": learner.take_activation_amax(), "cache": learner.take_cache_amax()}
         update = learner.update(make_targets(batch, torch.zeros_like(logprobs_BT)))
-        moved = [not torch.equal(old, new) for old, (_, new) in zip(before, learner.named_parameters(), strict=True)]
+        moved = [
+            not torch.equal(old, new)
+            for old, (_, new) in zip(before, learner.named_parameters(), strict=True)
+        ]
         found[name] = {
             "logprobs": logprobs_BT.tolist(),
             "seen": {what: _over_all_ranks(learner, amax) for what, amax in seen.items()},
@@ -287,11 +344,18 @@ def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     bad = SPOILT[job.get("spoilt", "an advantage")](learner, good)
     try:
         for _ in range(job.get("times", 1)):
-            metrics, error = learner.update(bad), ""
+            metrics = learner.update(bad)
+            error = ""
     except NonFiniteError as caught:
-        metrics, error = {}, str(caught)
+        metrics = {}
+        error = str(caught)
     unchanged = torch.equal(before_BT, learner.logprobs(batch))
-    return {"metrics": metrics, "error": error, "unchanged": unchanged, "next": learner.update(good)}
+    return {
+        "metrics": metrics,
+        "error": error,
+        "unchanged": unchanged,
+        "next": learner.update(good),
+    }
 
 
 def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -300,13 +364,17 @@ def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     sent = {"kept": kept, "tensor": torch.arange(5), **plain}
     got = learner.broadcast(sent if learner.is_driver else None)
     same = got["kept"].turns_N is None
-    same &= torch.equal(got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K)
+    same &= torch.equal(
+        got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K
+    )
     same &= {name: got[name] for name in plain} == plain and got["tensor"].tolist() == [*range(5)]
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
 
 
 def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What the learner saw of the norms' outputs, over all ranks; a second pass has nothing left from the first."""
+    """What the learner saw of the norms' outputs, over all ranks; a second pass has nothing left
+    from the first.
+    """
     batch = make_batch()
     learner.keep_reference()
     learner.reference_logprobs(batch)  # another policy's activations
@@ -351,14 +419,19 @@ def dead_rank(learner: Learner, job: dict[str, Any]) -> str:
 
 
 def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Two updates; then what was there is written, or what another learner wrote is read; then two more."""
-    batch, folder = make_batch(), Path(job["checkpoint"])
+    """Two updates; then what was there is written, or what another learner wrote is read; then two
+    more.
+    """
+    batch = make_batch()
+    folder = Path(job["checkpoint"])
     targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
     if job["reads"]:
         state.LearnerState(learner).restore(Reader(folder), 2)
         if learner.world_size == job["wrote"]:
             own = load_file(folder / f"own_{learner.rank}.safetensors")
-            state.LearnerState(learner).restore_own(own, json.loads((folder / f"own_{learner.rank}.json").read_text()))
+            state.LearnerState(learner).restore_own(
+                own, json.loads((folder / f"own_{learner.rank}.json").read_text())
+            )
     else:
         for _ in range(2):
             learner.update(targets)
@@ -367,13 +440,19 @@ def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         save_file(tensors, folder / f"own_{learner.rank}.safetensors")
         (folder / f"own_{learner.rank}.json").write_text(json.dumps(text))
         learner.broadcast()
-    return {"steps": [learner.update(targets) for _ in range(2)], "after": learner.logprobs(batch).tolist()}
+    return {
+        "steps": [learner.update(targets) for _ in range(2)],
+        "after": learner.logprobs(batch).tolist(),
+    }
 
 
 def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
-    """Each quantized layer against itself without its quantized weight: other outputs, the same gradients."""
+    """Each quantized layer against itself without its quantized weight: other outputs, the same
+    gradients.
+    """
     learner.logprobs(make_batch())
-    random, found = torch.Generator().manual_seed(1), {}
+    random = torch.Generator().manual_seed(1)
+    found = {}
     for module in learner.modules:
         for name, layer in module.named_modules():
             if getattr(layer, "sampled", None) is None:
@@ -381,7 +460,8 @@ def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
             x = torch.randn(10, 1, layer.weight.shape[1], generator=random).to(layer.weight.dtype)
             passes = []
             for sampled in (layer.sampled, None):
-                layer.sampled, mine = sampled, x.clone().requires_grad_()
+                layer.sampled = sampled
+                mine = x.clone().requires_grad_()
                 out, _ = layer(mine)
                 grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
                 passes.append((out.detach(), *torch.autograd.grad(out, (mine, layer.weight), grad)))
@@ -393,10 +473,11 @@ def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
 
 
 def refused(job: dict[str, Any]) -> str:
-    """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's;
-    `cpuinfo`: on another processor.
+    """The error that a configuration is refused with. `reversed`: with the ranks in another order
+    than megatron's; `cpuinfo`: on another processor.
     """
-    place, flags = Layout.place, host_products.CPU_FLAGS
+    place = Layout.place
+    flags = host_products.CPU_FLAGS
     host_products.CPU_FLAGS = Path(job.get("cpuinfo", flags))
     if job.get("reversed"):
         Layout.place = lambda layout, rank: place(layout, layout.world - 1 - rank)
@@ -406,23 +487,56 @@ def refused(job: dict[str, Any]) -> str:
         leave()
         return str(error)
     finally:
-        Layout.place, host_products.CPU_FLAGS = place, flags
+        Layout.place = place
+        host_products.CPU_FLAGS = flags
     return ""
 
 
 KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
     kind.__name__: kind
     for kind in (
-        train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
-        broadcast, dead_rank, activations, aside, checkpoint, saves, memory, straight_through, whole, mixes, awaited,
-        gains, again, adapted, merged_twin, routed, routed_forward, faulty, heads, head_memory, looked_at, unseen,
-        shared, mixture,
+        train,
+        nonfinite,
+        rejected,
+        replicas,
+        statistics,
+        flips,
+        bf16_pair,
+        noise,
+        wide,
+        one_update,
+        emptiness,
+        broadcast,
+        dead_rank,
+        activations,
+        aside,
+        checkpoint,
+        saves,
+        memory,
+        straight_through,
+        whole,
+        mixes,
+        awaited,
+        gains,
+        again,
+        adapted,
+        merged_twin,
+        routed,
+        routed_forward,
+        faulty,
+        heads,
+        head_memory,
+        looked_at,
+        unseen,
+        shared,
+        mixture,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:
-    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
     results: dict[str, Any] = {}
     for job in jobs:
         if job.get("kind") == "refused":
@@ -437,7 +551,8 @@ def main() -> None:
             if job.get("kind") != "dead_rank":
                 learner.close()
         del learner
-        gc.collect()  # only with it do the fifty threads of its process groups end; sixty learners have thousands
+        # only with it do the fifty threads of its process groups end; sixty learners have thousands
+        gc.collect()
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps(results))
 

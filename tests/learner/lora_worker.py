@@ -1,4 +1,6 @@
-"""A learner with given adapters: logprobs, the gradient of each adapter, and what a sync makes of it all."""
+"""A learner with given adapters: logprobs, the gradient of each adapter, and what a sync makes of
+it all.
+"""
 
 import hashlib
 from pathlib import Path
@@ -24,25 +26,36 @@ BETA = 0.9  # Adam's first, megatron-core's default here
 
 
 def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """`adapters`: a file of them, by PEFT's names; `out`: a folder for what is too much for an answer."""
-    batch, out = make_batch(), Path(job["out"])
+    """`adapters`: a file of them, by PEFT's names; `out`: a folder for what is too much for an
+    answer.
+    """
+    batch = make_batch()
+    out = Path(job["out"])
     given = load_file(job["adapters"])
-    trained = [(name, weight) for name, weight in learner.named_parameters() if weight.requires_grad]
+    trained = [
+        (name, weight) for name, weight in learner.named_parameters() if weight.requires_grad
+    ]
     weights.load(iter(trained), learner.model, learner.place, lambda name: given[name])
     learner.optimizer.reload_model_params()
     before_BT = learner.logprobs(batch)
-    sent = {format.value: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)}
+    sent = {
+        format.value: _sent(learner, format) for format in (Format.none, Format.int8, Format.fp8)
+    }
     merged = _whole(learner, Format.none)
     expected_BT = learner.expected_logprobs(batch)
     floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
     learner.keep_reference()
     base_BT = learner.reference_logprobs(batch)
-    frozen = [weight.clone() for _, weight in learner.named_parameters() if not weight.requires_grad]
+    frozen = [
+        weight.clone() for _, weight in learner.named_parameters() if not weight.requires_grad
+    ]
     targets = make_targets(batch, before_BT)
     step = learner.update(targets)
     still = [weight for _, weight in learner.named_parameters() if not weight.requires_grad]
     assert all(map(torch.equal, frozen, still)), "what is frozen has moved"
-    assert all(getattr(weight, "main_grad", None) is None for weight in still), "a gradient has room and no use"
+    assert all(getattr(weight, "main_grad", None) is None for weight in still), (
+        "a gradient has room and no use"
+    )
     write_state(learner, out)
     if learner.is_driver:
         write_folder(out / "merged", merged, learner.model.hf_config)
@@ -69,21 +82,30 @@ def merged_twin(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     expected_BT = learner.expected_logprobs(batch)
     assert expected_BT is not None
     floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
-    return {"expected": expected_BT.tolist(), "floor": None if floor_BT is None else floor_BT.tolist()}
+    return {
+        "expected": expected_BT.tolist(),
+        "floor": None if floor_BT is None else floor_BT.tolist(),
+    }
 
 
 def write_state(learner: Learner, folder: Path) -> None:
     """A checkpoint's tensors, without what each rank keeps of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    blocks = exchange(write_blocks(folder / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks()))
+    blocks = exchange(
+        write_blocks(folder / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks())
+    )
     if learner.is_driver:
         write_index(folder, [block for part in blocks for block in part])
 
 
 def _whole(learner: Learner, format: Format) -> dict[str, torch.Tensor]:
-    """All that a sync sends, on rank 0: its writers are several where there are stages, or experts elsewhere."""
+    """All that a sync sends, on rank 0: its writers are several where there are stages, or experts
+    elsewhere.
+    """
     source = ShardSource(learner.model, learner.groups, format, ("lm_head",))
-    mine = {name: tensor.clone() for name, tensor in source.tensors(dict(learner.named_parameters()))}
+    mine = {
+        name: tensor.clone() for name, tensor in source.tensors(dict(learner.named_parameters()))
+    }
     assert source.failure is None, source.failure
     found: dict[str, torch.Tensor] = {}
     for part in exchange({name: [str(t.dtype), t.float().tolist()] for name, t in mine.items()}):
@@ -102,7 +124,8 @@ def _sent(learner: Learner, format: Format) -> dict[str, str]:
 
 def _gradients(learner: Learner, reader: Reader) -> dict[str, torch.Tensor]:
     """Of the first update's, whole, by PEFT's names: Adam's first moments hold them."""
-    shape, found = learner.shape, {}
+    shape = learner.shape
+    found = {}
     for param in params(shape):
         for one in adapters(param, shape):
             entry = reader.find(one, shape)

@@ -1,9 +1,11 @@
-"""A device that only pretends: host memory whose tensors claim to lie on a GPU, and refuse to meet others as its do.
+"""A device that only pretends: host memory whose tensors claim to lie on a GPU, and refuse to meet
+others as its do.
 
-Its tensors are ordinary ones, so that views, `.data`, autograd and what C++ does with them alias as ever. A mark on
-their storage says that they lie there: questions (`.device`, `device=`, `.cpu()`) are answered by it, and every
-operation, collectives among them, compares the marks of what it is given and marks what it makes. While `on_device()`
-is open a learner is built and used as on a GPU; what computes inside it are the host's layers.
+Its tensors are ordinary ones, so that views, `.data`, autograd and what C++ does with them alias as
+ever. A mark on their storage says that they lie there: questions (`.device`, `device=`, `.cpu()`)
+are answered by it, and every operation, collectives among them, compares the marks of what it is
+given and marks what it makes. While `on_device()` is open a learner is built and used as on a GPU;
+what computes inside it are the host's layers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.parallel import LearnerRank
 from megatron_rl.quantization import vllm_operators
 
-HOST, DEVICE = torch.device("cpu"), torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+HOST = torch.device("cpu")
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 _MARK = "there"
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
@@ -40,7 +43,8 @@ _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _FACTORIES = (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty)
 _BYTES = (Tensor.numpy, Tensor.__array__)
-_speaks: dict[str, bool] = {}  # by name of a group of megatron-core's: whether it is for devices, or for hosts
+# by name of a group of megatron-core's: whether it is for devices, or for hosts
+_speaks: dict[str, bool] = {}
 # operations whose results tell the host something: on a GPU it waits until the device has made them
 _WAITED_FOR = (
     _ATEN._local_scalar_dense.default,
@@ -50,7 +54,8 @@ _WAITED_FOR = (
     _ATEN.is_nonzero.default,
     _ATEN.equal.default,
 )
-waits: list[str] = []  # operations that a host with a GPU would have waited in, since it was cleared
+# operations that a host with a GPU would have waited in, since it was cleared
+waits: list[str] = []
 _on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
 
 
@@ -70,14 +75,17 @@ class _Call(threading.local):
 
     there: bool | None = None  # where the result is wanted, if that was said
     given: Any = ()
-    queued: bool = False  # a copy that the host does not wait for, or a tensor that a GPU fills by itself
+    # a copy that the host does not wait for, or a tensor that a GPU fills by itself
+    queued: bool = False
 
 
 _call = _Call()
 
 
 class _Asked(TorchFunctionMode):
-    """Answers where a tensor lies, and lets torch, which has no such device, make on the host what is asked for."""
+    """Answers where a tensor lies, and lets torch, which has no such device, make on the host what
+    is asked for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -88,14 +96,19 @@ class _Asked(TorchFunctionMode):
         if func in _BYTES and not kwargs.get("force") and lies_there(args[0]):
             raise TypeError(f"{func}: memory of the device is not the host's")
         drawn = kwargs.get("generator")
-        if isinstance(drawn, _Generator) and args and drawn.there != any(map(lies_there, _tensors(args))):
+        if (
+            isinstance(drawn, _Generator)
+            and args
+            and drawn.there != any(map(lies_there, _tensors(args)))
+        ):
             raise RuntimeError(f"{func}: random numbers of another device")
         there = _wanted(func, args, kwargs)
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is not None:
             kwargs["device"] = HOST
         before = _call.there, _call.given, _call.queued
-        _call.there, _call.given = there, (args, kwargs)
+        _call.there = there
+        _call.given = (args, kwargs)
         _call.queued = func in _FACTORIES or bool(kwargs.get("non_blocking"))
         try:
             out = func(*(HOST if _is_place(func, value) else value for value in args), **kwargs)
@@ -124,7 +137,9 @@ def _wanted(func: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
         return False
     named = next((value for value in args[1:] if _is_place(func, value)), kwargs.get("device"))
     if func is Tensor.to and named is None:
-        like = next((value for value in (*args[1:], kwargs.get("other")) if isinstance(value, Tensor)), None)
+        like = next(
+            (value for value in (*args[1:], kwargs.get("other")) if isinstance(value, Tensor)), None
+        )
         return None if like is None else lies_there(like)
     return None if named is None else torch.device(named).type != "cpu"
 
@@ -137,10 +152,15 @@ class _Run(TorchDispatchMode):
         if func.namespace == "_C":  # vLLM's kernels for hosts
             return func(*args, **kwargs)
         tensors = _tensors([args, kwargs])
-        there, changes = [lies_there(tensor) for tensor in tensors], func._schema.is_mutable
+        there = [lies_there(tensor) for tensor in tensors]
+        changes = func._schema.is_mutable
         _note_wait(func, args, kwargs, there, changes)
         if func in _COPIES:
-            if changes and there == [False, True] and (kwargs.get("non_blocking") or True in args[2:]):
+            if (
+                changes
+                and there == [False, True]
+                and (kwargs.get("non_blocking") or True in args[2:])
+            ):
                 _on_its_way.append((args[0], args[1].clone()))
                 return args[0].zero_()
         elif any(there):
@@ -163,8 +183,12 @@ def _makes_there(func: Any, there: list[bool]) -> bool:
     return there[0] if func in _COPIES else any(there)
 
 
-def _note_wait(func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], changes: bool) -> None:
-    """Append to `waits` where a GPU's host would wait: for values of the device, or for a copy's end."""
+def _note_wait(
+    func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], changes: bool
+) -> None:
+    """Append to `waits` where a GPU's host would wait: for values of the device, or for a copy's
+    end.
+    """
     masked = func in (_ATEN.index.Tensor, _ATEN.index_put_.default) and any(
         one is not None and one.dtype == torch.bool and lies_there(one) for one in args[1]
     )
@@ -178,16 +202,22 @@ def _note_wait(func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], 
 
 
 def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:
-    """Raise where one of them lies on the host: but for a number that is only read, and for indices."""
+    """Raise where one of them lies on the host: but for a number that is only read, and for
+    indices.
+    """
     read = [args[0], *args[2:]] if func in _INDEXED and lies_there(args[0]) else [args, kwargs]
     for tensor in _tensors(read):
-        number = not tensor.dim() and func.namespace != "c10d" and not (changes and tensor is args[0])
+        number = (
+            not tensor.dim() and func.namespace != "c10d" and not (changes and tensor is args[0])
+        )
         if not lies_there(tensor) and not number:
             raise RuntimeError(f"{func}: values of the host and of the device in one operation")
 
 
 def _require_its_group(func: Any, args: Any, there: bool) -> None:
-    """Raise where a group is not for such values. The world's is for both: NCCL moves the device's, gloo the host's."""
+    """Raise where a group is not for such values. The world's is for both: NCCL moves the device's,
+    gloo the host's.
+    """
     place = [argument.name for argument in func._schema.arguments].index("process_group")
     if _speaks.get(dist.ProcessGroup.unbox(args[place]).group_name, there) != there:
         mine, its = ("device", "hosts") if there else ("host", "devices")
@@ -197,7 +227,9 @@ def _require_its_group(func: Any, args: Any, there: bool) -> None:
 def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    parts = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    )
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
@@ -208,7 +240,9 @@ def _looking() -> Iterator[None]:
 
 
 def _backward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's way back through a graph, which asks for things, too, while `torch.autograd.backward` itself is asked."""
+    """torch's way back through a graph, which asks for things, too, while `torch.autograd.backward`
+    itself is asked.
+    """
     with _Asked():
         return plain(*args, **kwargs)
 
@@ -260,7 +294,8 @@ def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _rank(*args: Any) -> LearnerRank:
     """The rank of a learner on a GPU, but that gloo has to stand for NCCL."""
-    join, form = dist.init_process_group, dist.new_group
+    join = dist.init_process_group
+    form = dist.new_group
 
     def formed(*args: Any, **kwargs: Any) -> Any:
         group = form(*args, **kwargs)
@@ -285,7 +320,9 @@ def _rows(pack: Pack) -> layers.PackedRows:
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Until it ends, learners are built there, and nothing may read a value of one side into a tensor of the other."""
+    """Until it ends, learners are built there, and nothing may read a value of one side into a
+    tensor of the other.
+    """
     _speaks.clear()
     plain_run = threading.Thread.run
 
@@ -302,7 +339,11 @@ def on_device() -> Iterator[None]:
             (torch, "Generator", _Generator),
             (Tensor, "type", _type),
             (Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.to(DEVICE)),
-            (torch.autograd, "_engine_run_backward", partial(_backward, torch.autograd._engine_run_backward)),
+            (
+                torch.autograd,
+                "_engine_run_backward",
+                partial(_backward, torch.autograd._engine_run_backward),
+            ),
             (policy, "LearnerRank", _rank),
             (model, "PackedRows", _rows),
             (layers, "narrowed", _blindly(layers.narrowed)),

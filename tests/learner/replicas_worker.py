@@ -19,10 +19,18 @@ from megatron.core import parallel_state  # isort: skip
 
 
 def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Updates with the whole gradient of each, and in which order losses came and buckets of gradients left."""
-    batch, events, gradients = make_batch(), [], []
+    """Updates with the whole gradient of each, and in which order losses came and buckets of
+    gradients left.
+    """
+    batch = make_batch()
+    events = []
+    gradients = []
     targets = make_targets(batch, learner.logprobs(batch))
-    groups = [group for ddp in learner.chunks for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
+    groups = [
+        group
+        for ddp in learner.chunks
+        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+    ]
 
     def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -32,36 +40,54 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         return called
 
     def summed() -> None:
-        gradients.append({name: _whole_gradient(learner, parameter) for name, parameter in learner.named_parameters()})
+        gradients.append(
+            {
+                name: _whole_gradient(learner, parameter)
+                for name, parameter in learner.named_parameters()
+            }
+        )
         prepare()
 
     learner._loss = noting("loss", learner._loss)
-    learner.megatron_config.finalize_model_grads_func = noting("end", learner.megatron_config.finalize_model_grads_func)
+    learner.megatron_config.finalize_model_grads_func = noting(
+        "end", learner.megatron_config.finalize_model_grads_func
+    )
     for group in groups:
         group.start_grad_sync = noting("bucket", group.start_grad_sync)
-    prepare, learner.optimizer.prepare_grads = learner.optimizer.prepare_grads, summed
-    steps, orders = [], []
+    prepare = learner.optimizer.prepare_grads
+    learner.optimizer.prepare_grads = summed
+    steps = []
+    orders = []
     for step in range(job["steps"]):
         # fewer rows, and so another number of micro-batches, than in the first
         fewer_BT = targets.mask_BT & (torch.arange(len(batch)) < len(batch) - 6 * step)[:, None]
-        steps.append(learner.update(replace(targets, mask_BT=fewer_BT, denominator_mask_BT=fewer_BT)))
+        steps.append(
+            learner.update(replace(targets, mask_BT=fewer_BT, denominator_mask_BT=fewer_BT))
+        )
         orders.append(" ".join(events))
         events.clear()
     save_file(
-        {f"{step}.{name}": value for step, found in enumerate(gradients) for name, value in found.items()},
+        {
+            f"{step}.{name}": value
+            for step, found in enumerate(gradients)
+            for name, value in found.items()
+        },
         f"{job['gradients']}.{learner.rank}",
     )
     return {
         "steps": steps,
         "orders": exchange([orders, len(groups)]),
         "after": learner.logprobs(batch).tolist(),
-        "by_default": [_by_default(on_host, count) for on_host in (True, False) for count in (1, 2)],
+        "by_default": [
+            _by_default(on_host, count) for on_host in (True, False) for count in (1, 2)
+        ],
     }
 
 
 def _by_default(on_host: bool, count: int) -> bool:
     """Whether gradients of so many replicas travel while backward goes on."""
-    truth, host.ON_HOST = host.ON_HOST, on_host
+    truth = host.ON_HOST
+    host.ON_HOST = on_host
     try:
         return replicas_config(OptimSection(megatron={"clip_grad": 0.5}), count).overlap_grad_reduce
     finally:
@@ -74,8 +100,14 @@ def _whole_gradient(learner: Learner, parameter: torch.nn.Parameter) -> torch.Te
     for each in learner.optimizer.chained_optimizers:
         if parameter in each.model_param_group_index_map:
             held = each._get_model_param_range_map(parameter)["param"]
-            whole.flatten()[held.start : held.end] = parameter.main_grad.flatten()[held.start : held.end]
+            whole.flatten()[held.start : held.end] = parameter.main_grad.flatten()[
+                held.start : held.end
+            ]
     expert = not getattr(parameter, "allreduce", True)
-    group = parallel_state.get_expert_data_parallel_group if expert else parallel_state.get_data_parallel_group
+    group = (
+        parallel_state.get_expert_data_parallel_group
+        if expert
+        else parallel_state.get_data_parallel_group
+    )
     dist.all_reduce(whole, group=group())
     return whole

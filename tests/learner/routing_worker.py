@@ -1,5 +1,5 @@
-"""Jobs of `learner_worker.py`: tokens that are sent to given experts, whatever the routers would have chosen; and a
-mixture's layer beside vLLM's.
+"""Jobs of `learner_worker.py`: tokens that are sent to given experts, whatever the routers would
+have chosen; and a mixture's layer beside vLLM's.
 """
 
 from dataclasses import replace
@@ -17,14 +17,17 @@ from megatron_rl.learner.modules.router_replay import ReplayError, RouterReplay,
 from megatron_rl.quantization import vllm_operators
 from megatron_rl.types import NO_EXPERT
 
-LAYERS, EXPERTS, CHOSEN = 4, 4, 2
+LAYERS = 4
+EXPERTS = 4
+CHOSEN = 2
 
 
 def routed_batch(silent: int | None = None) -> Batch:
-    """Two of four experts at random for all tokens but each row's last. Nothing is told of the row `silent`, but for
-    one expert twice, as an engine's memory is before anything is written there.
+    """Two of four experts at random for all tokens but each row's last. Nothing is told of the row
+    `silent`, but for one expert twice, as an engine's memory is before anything is written there.
     """
-    batch, random = make_batch(), torch.Generator().manual_seed(5)
+    batch = make_batch()
+    random = torch.Generator().manual_seed(5)
     lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
     shape = (len(batch), int(lengths_B.max()), LAYERS, EXPERTS)
     chosen_BSLK = torch.rand(shape, generator=random).topk(CHOSEN).indices.to(torch.int16)
@@ -57,7 +60,13 @@ def _own_when_recomputed(replay: RouterReplay) -> None:
 
 
 def _told_at_first(
-    replay: RouterReplay, told: Any, scores: torch.Tensor, topk: int, groups: Any, group_topk: Any, choose: Any
+    replay: RouterReplay,
+    told: Any,
+    scores: torch.Tensor,
+    topk: int,
+    groups: Any,
+    group_topk: Any,
+    choose: Any,
 ) -> Any:
     if replay.trains and torch.is_grad_enabled():
         return choose(scores, topk, num_groups=groups, group_topk=group_topk)
@@ -81,7 +90,9 @@ FAULTS = {  # of the replay; others are of what it is told
 
 
 def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """What a run says of a step whose choices were the learner's own a moment ago, and then came to harm."""
+    """What a run says of a step whose choices were the learner's own a moment ago, and then came to
+    harm.
+    """
     before_BT, batch = _first_pass(learner)
     chosen_BSLK = experts_of(batch)
     if job["fault"] == "wrong_token":
@@ -111,7 +122,9 @@ def _first_pass(learner: Learner) -> tuple[torch.Tensor, Batch]:
 
 
 def routed_forward(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """The choices of a pass, taken by later ones; with `chosen`, the same ones as if the sampler had told them."""
+    """The choices of a pass, taken by later ones; with `chosen`, the same ones as if the sampler
+    had told them.
+    """
     batch = make_batch()
     if chosen := job.get("chosen"):
         batch = with_experts(batch, torch.tensor(chosen, dtype=torch.int16))
@@ -149,8 +162,19 @@ def routed(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         if "router" in name
     }
     steps += [learner.update(targets) for _ in range(2)]
-    found = {"own": own_BT, "logprobs": before_BT, "reference": reference_BT, "after": learner.logprobs(batch)}
-    told = {"unheard": unheard, "scored": scored, "trained": trained, "steps": steps, "gradients": gradients}
+    found = {
+        "own": own_BT,
+        "logprobs": before_BT,
+        "reference": reference_BT,
+        "after": learner.logprobs(batch),
+    }
+    told = {
+        "unheard": unheard,
+        "scored": scored,
+        "trained": trained,
+        "steps": steps,
+        "gradients": gradients,
+    }
     return {name: values_BT.tolist() for name, values_BT in found.items()} | told
 
 
@@ -159,13 +183,16 @@ def mixture(learner: Learner, job: dict[str, Any]) -> float:
     """The share of a layer's outputs that are not those of vLLM's kernels, to the last bit."""
     assert vllm_operators.has_rotary(), "vLLM's operators for hosts are not here"
     layer: Any = learner.modules[0].decoder.layers[1].mlp  # type: ignore[union-attr, index]
-    x_SH = torch.randn(512, layer.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x_SH = torch.randn(
+        512, layer.config.hidden_size, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     logits_SK, chosen_SK = torch.nn.functional.linear(x_SH, layer.router.weight).topk(CHOSEN)
     weights = [
         torch.stack([getattr(expert, name).weight for expert in layer.experts.local_experts])
         for name in ("linear_fc1", "linear_fc2")
     ]
-    packed, out_SH = [torch.empty_like(weight) for weight in weights], torch.empty_like(x_SH)
+    packed = [torch.empty_like(weight) for weight in weights]
+    out_SH = torch.empty_like(x_SH)
     for weight, into in zip(weights, packed, strict=True):
         torch.ops._C.prepack_moe_weight(weight, into, "vec")
     given = logits_SK.softmax(-1).float(), chosen_SK.int()

@@ -1,4 +1,6 @@
-"""A rank whose batch the driver alone holds: the same passes and updates as with the batch on every rank."""
+"""A rank whose batch the driver alone holds: the same passes and updates as with the batch on every
+rank.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,10 @@ def _targets(batch: Batch, before_BT: torch.Tensor) -> Targets:
     """With everything that a loss may be given."""
     random = torch.Generator().manual_seed(4)
     targets = make_targets(batch, before_BT)
-    more = {name: torch.rand(before_BT.shape, generator=random) for name in ("ref_logprobs_BT", "staleness_BT")}
+    more = {
+        name: torch.rand(before_BT.shape, generator=random)
+        for name in ("ref_logprobs_BT", "staleness_BT")
+    }
     return replace(targets, advantages_BT=torch.randn(before_BT.shape, generator=random), **more)
 
 
@@ -28,20 +33,27 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """Two passes and two minibatches of rows, twice from the same weights."""
     shares.PIECE_BYTES = SMALL
     batch = routed_batch() if job.get("experts") else with_kept(make_batch())
-    batch = batch.with_matrices(turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3)
+    batch = batch.with_matrices(
+        turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3
+    )
     parts = [torch.arange(0, len(batch), 2), torch.arange(1, len(batch), 2)]
-    before_BT, start = learner.logprobs(batch), Snapshot(learner)
+    before_BT = learner.logprobs(batch)
+    start = Snapshot(learner)
     whole = [learner.update(_targets(batch, before_BT).rows(rows)) for rows in parts]
     after_BT = learner.logprobs(batch)
 
     start.restore()
-    plane, driver = learner.plane, learner.is_driver
+    plane = learner.plane
+    driver = learner.is_driver
     held = plane.share(batch if driver else None)
     ours_BT = learner.logprobs(held)
     passed = plane.received
     assert torch.equal(ours_BT, learner.logprobs(held))
-    again, mine = plane.received - passed, held.held.mine
-    targets = plane.share_targets(held, _targets(held.whole, ours_BT) if held.whole is not None else None)
+    again = plane.received - passed
+    mine = held.held.mine
+    targets = plane.share_targets(
+        held, _targets(held.whole, ours_BT) if held.whole is not None else None
+    )
     steps = [learner.update(targets, rows) for rows in parts]
     about = {
         "replica": learner.place.dp,

@@ -11,7 +11,10 @@ import pytest
 import torch
 from routing_worker import routed_batch
 
-from megatron_rl.learner.modules.context import split  # patches the host before megatron is imported
+# patches the host before megatron is imported
+from megatron_rl.learner.modules.context import (
+    split,
+)
 
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank  # isort: skip
 
@@ -37,7 +40,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "cp2_ep2_tp2": (4, cases.QWEN3_MOE, {**CP2, **cases.WHOLE_EXPERTS}, {}),
 }
 # the first case that is the same on one rank
-ALONE = {name: next(each for each, other in CASES.items() if other[1::2] == case[1::2]) for name, case in CASES.items()}
+ALONE = {
+    name: next(each for each, other in CASES.items() if other[1::2] == case[1::2])
+    for name, case in CASES.items()
+}
 STEPS = 3
 
 
@@ -48,7 +54,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, (ranks, hf, layout, more) in CASES.items():
         jobs[ranks].append({"name": name, "layout": layout, "hf": hf, "steps": STEPS, **more})
     for name in {*ALONE.values()}:
-        jobs[1].append({"name": f"{name} alone", "hf": CASES[name][1], "steps": STEPS, **CASES[name][3]})
+        jobs[1].append(
+            {"name": f"{name} alone", "hf": CASES[name][1], "steps": STEPS, **CASES[name][3]}
+        )
     seen = {"kind": "activations", "hf": cases.QWEN3_MOE, "smoothing": 0.5, "kv_cache": "fp8"}
     for ranks, name, layout in ((1, "alone", {}), (2, "cp2", CP2), (4, "cp2_tp2_sp", SP)):
         jobs[ranks].append({"name": f"seen {name}", "layout": layout, **seen})
@@ -60,13 +68,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_same_step(case: str, found: dict[str, Any]) -> None:
-    here, one = found[case], found[f"{ALONE[case]} alone"]
+    here = found[case]
+    one = found[f"{ALONE[case]} alone"]
     torch.testing.assert_close(cases.matrix(here), cases.matrix(one), rtol=0, atol=1e-4)
-    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=1e-3
+    )
     assert (cases.matrix(one, "after") - cases.matrix(one)).abs().max() > 1e-2
     for ours, theirs in zip(here["steps"], one["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    assert here["steps"][0].keys() == one["steps"][0].keys() and one["steps"][0]["optim/grad_norm"] > 0
+    assert (
+        here["steps"][0].keys() == one["steps"][0].keys() and one["steps"][0]["optim/grad_norm"] > 0
+    )
     for name, value in one["steps"][0].items():
         assert here["steps"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
@@ -74,9 +87,11 @@ def test_it_is_the_same_step(case: str, found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["cp2", "cp2_tp2_sp"])
 def test_what_passes_show_is_seen_on_some_rank(case: str, found: dict[str, Any]) -> None:
     """For smoothing, and an FP8 cache."""
-    here, one = found[f"seen {case}"], found["seen alone"]
+    here = found[f"seen {case}"]
+    one = found["seen alone"]
     for name in ("amax", "cache", "cache_trained"):
-        ours, theirs = torch.tensor(here[name]), torch.tensor(one[name])
+        ours = torch.tensor(here[name])
+        theirs = torch.tensor(one[name])
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
         assert ours.min() > 0
 
@@ -88,20 +103,29 @@ def test_each_position_is_on_one_rank_and_causal_work_is_equal(ranks: int, multi
     made = pack(batch, range(len(batch)), multiple, context=ranks)
     shares = [split(made, rank, ranks) for rank in range(ranks)]
     spans = made.starts.diff()
-    assert not (spans % (2 * ranks)).any() and len(made.tokens_S) == len(made.positions_S) == int(spans.sum())
+    assert not (spans % (2 * ranks)).any() and len(made.tokens_S) == len(made.positions_S) == int(
+        spans.sum()
+    )
     assert int(made.real_S.sum()) == made.tokens == int(batch.lengths_B.sum())
     for name in (field.name for field in fields(Pack) if field.name.endswith(("_S", "_SLK"))):
         if name not in ("packed_index_S", "held_S", "order_S"):
             joined = torch.cat([getattr(share, name) for share in shares])
             assert torch.equal(joined[shares[0].order_S], getattr(made, name)), name
     for share in shares:
-        assert len(share.tokens_S) == len(made.tokens_S) // ranks and len(share.tokens_S) % multiple == 0
+        assert (
+            len(share.tokens_S) == len(made.tokens_S) // ranks
+            and len(share.tokens_S) % multiple == 0
+        )
         assert torch.equal(made.tokens_S[share.held_S], share.tokens_S)
         assert torch.equal(made.labels_N[share.held_N], share.labels_N)
         assert torch.equal(share.held_S[share.logit_index_N], made.logit_index_N[share.held_N])
-        assert int(share.positions_S.sum()) == int(shares[0].positions_S.sum())  # keys that its queries see
-    assert sorted(torch.cat([share.held_N for share in shares]).tolist()) == list(range(len(made.labels_N)))
-    # the first sequence, in Transformer Engine's order: a part from the start, and its twin from the end
+        # keys that its queries see
+        assert int(share.positions_S.sum()) == int(shares[0].positions_S.sum())
+    assert sorted(torch.cat([share.held_N for share in shares]).tolist()) == list(
+        range(len(made.labels_N))
+    )
+    # the first sequence, in Transformer Engine's order: a part from the start, and its twin from
+    # the end
     part = int(spans[0]) // (2 * ranks)
     wanted = [*range(part, 2 * part), *range((2 * ranks - 2) * part, (2 * ranks - 1) * part)]
     assert shares[1].held_S[: 2 * part].tolist() == wanted
@@ -113,7 +137,9 @@ def test_positions_are_those_that_megatron_core_turns(ranks: int) -> None:
     made = pack(routed_batch(), range(4), context=ranks)
     for rank in range(ranks):
         parts = [
-            _get_thd_freqs_on_this_cp_rank(rank, ranks, torch.empty(span // ranks), torch.arange(span))
+            _get_thd_freqs_on_this_cp_rank(
+                rank, ranks, torch.empty(span // ranks), torch.arange(span)
+            )
             for span in made.starts.diff().tolist()
         ]
         assert torch.equal(torch.cat(parts), split(made, rank, ranks).positions_S)

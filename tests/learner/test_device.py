@@ -1,4 +1,6 @@
-"""What goes to a device goes in one copy and is the same there; a rank whose engine sleeps can return its memory."""
+"""What goes to a device goes in one copy and is the same there; a rank whose engine sleeps can
+return its memory.
+"""
 
 import os
 import subprocess
@@ -22,7 +24,9 @@ from megatron_rl.learner.shares import DataPlane
 
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu  # isort: skip
 
-HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
+# the latter has shapes and no content
+HOST = torch.device("cpu")
+DEVICE = torch.device("meta")
 OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
 
 
@@ -40,11 +44,15 @@ class Copies(TorchDispatchMode):
 
 def test_every_kind_of_tensor_comes_back() -> None:
     tensors = {
-        "bytes": torch.arange(5, dtype=torch.uint8), "flags": torch.tensor([[True, False, True]]),
-        "none": torch.zeros(0, 3, dtype=torch.int64), "numbers": torch.arange(7, dtype=torch.int64),
-        "one": torch.tensor(3.5), "bf16": torch.randn(3, 3).bfloat16(), "a view": torch.randn(4, 6)[:, 1:4],
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "flags": torch.tensor([[True, False, True]]),
+        "none": torch.zeros(0, 3, dtype=torch.int64),
+        "numbers": torch.arange(7, dtype=torch.int64),
+        "one": torch.tensor(3.5),
+        "bf16": torch.randn(3, 3).bfloat16(),
+        "a view": torch.randn(4, 6)[:, 1:4],
         "a column": torch.randn(4, 6).t()[2],
-    }  # fmt: skip
+    }
     held = buffer(tensors)
     found = views(held, tensors)
     assert list(found) == list(tensors)
@@ -65,7 +73,11 @@ def _check_moved(moved: Any, here: Any, stays: tuple[str, ...]) -> None:
     for name, value in vars(here).items():
         there = getattr(moved, name)
         if isinstance(value, torch.Tensor) and name not in stays:
-            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
+            assert (there.device.type, there.dtype, there.shape) == (
+                "meta",
+                value.dtype,
+                value.shape,
+            ), name
         else:
             assert there is value or there == value, name
 
@@ -83,7 +95,9 @@ def test_a_pack_moves_in_one_copy(kept: bool) -> None:
 @pytest.mark.parametrize("anchored", [False, True])
 def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     batch = make_batch()
-    batch = batch.with_matrices(turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3)
+    batch = batch.with_matrices(
+        turns_BT=torch.arange(batch.mask_BT.shape[1]).expand_as(batch.mask_BT) // 3
+    )
     targets = make_targets(batch, torch.rand(batch.mask_BT.shape) if anchored else None)  # type: ignore[arg-type]
     mine = pack(batch, [1, 4, 6])
     logprobs_bT = torch.zeros(3, mine.horizon)
@@ -96,8 +110,12 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     rows = list(mine.rows)
     _check_moved(moved, here, ("logprobs_BT",))
     inside_BT = torch.arange(mine.horizon) < batch.response_lengths_B[rows, None]
-    assert torch.equal(here.weights_BT, torch.where(inside_BT, targets.weights_BT[rows, : mine.horizon], 0.0))
-    assert batch.turns_BT is not None and torch.equal(here.turns_BT, batch.turns_BT[rows, : mine.horizon])
+    assert torch.equal(
+        here.weights_BT, torch.where(inside_BT, targets.weights_BT[rows, : mine.horizon], 0.0)
+    )
+    assert batch.turns_BT is not None and torch.equal(
+        here.turns_BT, batch.turns_BT[rows, : mine.horizon]
+    )
     assert torch.equal(here.prompt_ids_B, targets.batch.groups_B[rows])
     assert torch.equal(here.advantages_B, targets.advantages_B[rows])
     assert here.mask_BT.dtype == torch.bool and here.entropy_BT is None
@@ -135,7 +153,9 @@ def settings(sleep: Sleep, transport: Transport) -> str:
 
 
 def test_a_rank_of_a_recipe_whose_engine_sleeps_has_segments_that_can_be_returned() -> None:
-    done = subprocess.run([sys.executable, "-c", RANK, RECIPE], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, RECIPE], capture_output=True, text=True, env=os.environ
+    )
     assert done.stderr.splitlines()[-1] == "expandable_segments:True"
 
 
@@ -146,7 +166,9 @@ def test_other_ranks_keep_torch_s_own() -> None:
 
 
 @pytest.mark.parametrize("variable", GIVEN)
-def test_what_the_environment_says_of_the_allocator_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_says_of_the_allocator_stays(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, "max_split_size_mb:512")
     assert settings(Sleep.discard, Transport.file) == ""
     monkeypatch.delenv(variable)
@@ -164,10 +186,15 @@ def residual(rows: int, grad: bool) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("fused", "inputs"),
-    [(fused_bias_swiglu.swiglu, swiglu), (fused_bias_dropout.bias_dropout_add_fused_train, residual)],
+    [
+        (fused_bias_swiglu.swiglu, swiglu),
+        (fused_bias_dropout.bias_dropout_add_fused_train, residual),
+    ],
 )
 def test_packs_of_new_lengths_are_not_compiled_again(fused: Any, inputs: Any) -> None:
-    """megatron-core's compiled functions: twice for the first lengths, with gradients and without."""
+    """megatron-core's compiled functions: twice for the first lengths, with gradients and
+    without.
+    """
     counter = CompileCounter()
     with torch._dynamo.config.patch(disable=False):
         compiled = torch.compile(fused._torchdynamo_orig_callable, backend=counter)

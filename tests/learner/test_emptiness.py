@@ -1,4 +1,6 @@
-"""Packs, rows, micro-batches, replicas and batches with nothing in them: alike on every layout, at every budget."""
+"""Packs, rows, micro-batches, replicas and batches with nothing in them: alike on every layout, at
+every budget.
+"""
 
 import math
 from typing import Any
@@ -9,14 +11,21 @@ import torch
 
 pytestmark = pytest.mark.ranks
 BUDGETS = {"each_row": 1, "all_rows": 8192}
-PLACES = [("dense", at, "each_row") for at in cases.LAYOUTS] + [("dense", at, "all_rows") for at in ("tp2_sp", "dp2")]
+PLACES = [("dense", at, "each_row") for at in cases.LAYOUTS] + [
+    ("dense", at, "all_rows") for at in ("tp2_sp", "dp2")
+]
 PLACES += [("experts", at, "each_row") for at in cases.EXPERT_LAYOUTS if at != "dp2"]
 NO_UPDATE = ("answers", "tokens to train on", "rows", "all rows but one without an answer")
 
 
 def _job(model: str, at: str, budget: str) -> dict[str, Any]:
     layout = cases.ALL_LAYOUTS.get(at, {}) | {"tokens_per_microbatch": BUDGETS[budget]}
-    job = {"name": f"{model}_{at}_{budget}", "kind": "emptiness", "hf": cases.MODELS[model], "layout": layout}
+    job = {
+        "name": f"{model}_{at}_{budget}",
+        "kind": "emptiness",
+        "hf": cases.MODELS[model],
+        "layout": layout,
+    }
     return {**job, "smoothing": 0.5, "kv_cache": "fp8", "entropy_coef": 0.1}
 
 
@@ -26,8 +35,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return cases.run(tmp_path_factory, one, [_job(*place) for place in PLACES])
 
 
-@pytest.mark.fault("a step lacks answers, rows or tokens to train on, on any layout", "it is scored as on one rank")
-@pytest.mark.parametrize(("model", "at", "budget"), [*PLACES, *((model, "one", "each_row") for model in cases.MODELS)])
+@pytest.mark.fault(
+    "a step lacks answers, rows or tokens to train on, on any layout", "it is scored as on one rank"
+)
+@pytest.mark.parametrize(
+    ("model", "at", "budget"), [*PLACES, *((model, "one", "each_row") for model in cases.MODELS)]
+)
 def test_little_is_the_same_on_every_layout_and_in_packs_of_one_row(
     model: str, at: str, budget: str, found: dict[str, Any]
 ) -> None:
@@ -35,11 +48,14 @@ def test_little_is_the_same_on_every_layout_and_in_packs_of_one_row(
         _same(found[f"{model}_{at}_{budget}"][case], wanted, f"without {case}")
 
 
-@pytest.mark.fault("a step has no token to train on", "weights, momentum and schedule stay as they are")
+@pytest.mark.fault(
+    "a step has no token to train on", "weights, momentum and schedule stay as they are"
+)
 @pytest.mark.parametrize("case", cases.EMPTINESS)
 def test_nothing_to_train_on_updates_nothing(case: str, found: dict[str, Any]) -> None:
     for place, by_case in found.items():
-        here, updates = by_case[case], case not in NO_UPDATE
+        here = by_case[case]
+        updates = case not in NO_UPDATE
         assert here["moved"] is updates, place
         assert here["update"]["optim/updates"] == here["steps"] == updates, place
         assert (here["update"]["optim/grad_norm"] > 0) is updates, place
@@ -53,4 +69,7 @@ def _same(found: dict[str, Any], wanted: dict[str, Any], case: str) -> None:
     for what, amax in wanted["seen"].items():
         torch.testing.assert_close(torch.tensor(found["seen"][what]), torch.tensor(amax), **close)
     for key in ("loss/total", "optim/grad_norm"):
-        assert found["update"][key] == pytest.approx(wanted["update"][key], rel=1e-4, abs=1e-7), (case, key)
+        assert found["update"][key] == pytest.approx(wanted["update"][key], rel=1e-4, abs=1e-7), (
+            case,
+            key,
+        )

@@ -1,4 +1,6 @@
-"""Logits that never exist as a whole: the numbers of held ones, on every layout, and what they take."""
+"""Logits that never exist as a whole: the numbers of held ones, on every layout, and what they
+take.
+"""
 
 from typing import Any
 
@@ -7,20 +9,31 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 STEPS = 2
-ROWS, TOKENS, VOCAB = 8, 48, 5000
+ROWS = 8
+TOKENS = 48
+VOCAB = 5000
 LARGE = {"vocab_size": 18992, "hidden_size": 512}  # an eighth of 151,936 and 4,096
 PACKS = {"tokens_per_microbatch": 80}  # several, of ragged ends
 MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
 # what a loss asks of the logits
 ASKED: dict[str, dict[str, Any]] = {
-    "plain": {}, "kept": {"kept": True}, "entropy": {"entropy_coef": 0.1}, "both": {"kept": True, "entropy_coef": 0.1},
-}  # fmt: skip
+    "plain": {},
+    "kept": {"kept": True},
+    "entropy": {"entropy_coef": 0.1},
+    "both": {"kept": True, "entropy_coef": 0.1},
+}
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {}, "bf16": {"precision": "bf16"}, "fp32 head": {"precision": "bf16", "head": "fp32"},
-}  # fmt: skip
+    "fp32": {},
+    "bf16": {"precision": "bf16"},
+    "fp32 head": {"precision": "bf16", "head": "fp32"},
+}
 LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "vp2", "dp2")
 CASES = [("one", model, asked) for model in MODELS for asked in ASKED]
-CASES += [(at, *case) for at in LAYOUTS[1:] for case in (("tied", "plain"), ("tied", "both"), ("own", "both"))]
+CASES += [
+    (at, *case)
+    for at in LAYOUTS[1:]
+    for case in (("tied", "plain"), ("tied", "both"), ("own", "both"))
+]
 WIDE = ("one", "tp2_sp")  # where values and gradients of the head alone are compared
 
 
@@ -34,7 +47,12 @@ def _jobs(at: str) -> list[dict[str, Any]]:
     if at in WIDE:
         for precision, fields in PRECISIONS.items():
             for kept in (False, True):
-                about = {"name": f"{at} {precision} {kept}", "kind": "heads", "kept": kept, "layout": layout}
+                about = {
+                    "name": f"{at} {precision} {kept}",
+                    "kind": "heads",
+                    "kept": kept,
+                    "layout": layout,
+                }
                 jobs.append({"hf": cases.QWEN3, **about, **fields, "forward": "bf16"})
     return jobs
 
@@ -72,8 +90,8 @@ def test_every_layout_learns_what_it_learns_with_held_logits(
 def test_values_and_gradients_are_those_of_held_logits(
     at: str, precision: str, kept: bool, found: dict[str, Any]
 ) -> None:
-    """In BF16 products of other widths may be summed in another order, and the hidden states' gradient is rounded once
-    for each piece of the vocabulary.
+    """In BF16 products of other widths may be summed in another order, and the hidden states'
+    gradient is rounded once for each piece of the vocabulary.
     """
     pieces = found[f"{at} {precision} {kept}"]
     assert len(pieces) > 8
@@ -84,7 +102,9 @@ def test_values_and_gradients_are_those_of_held_logits(
         for name in piece.keys() - {"size", "padding", "of_hidden", "of_weight"}:
             assert piece[name] < (1e-5 if exact else 0.05), name
         for name in ("of_hidden", "of_weight"):
-            assert piece[name] < (1e-5 if precision == "fp32" else 0.04) * max(1, piece["size"]), name
+            assert piece[name] < (1e-5 if precision == "fp32" else 0.04) * max(1, piece["size"]), (
+                name
+            )
 
 
 def test_no_tensor_is_as_large_as_the_logits(found: dict[str, Any]) -> None:
@@ -98,7 +118,8 @@ def test_memory_of_the_largest_vocabulary_in_small(found: dict[str, Any]) -> Non
 
 
 def test_whoever_looks_at_the_output_layer_finds_logits(found: dict[str, Any]) -> None:
-    seen, numbers = found["looked at"][0], found["looked at"][1:]
+    seen = found["looked at"][0]
+    numbers = found["looked at"][1:]
     assert seen == 0
     assert len(numbers) == 1
     assert numbers[0] > 0

@@ -1,5 +1,5 @@
-"""The host profile: what it changes stays as it should be for what else runs in its process. Rotary embeddings as the
-layers for GPUs have them: megatron-core's own, over packs.
+"""The host profile: what it changes stays as it should be for what else runs in its process. Rotary
+embeddings as the layers for GPUs have them: megatron-core's own, over packs.
 """
 
 import json
@@ -22,12 +22,16 @@ assert torch.empty(2, device="meta").is_meta and torch.zeros(2, device="cuda").d
 """
 
 
-on_hosts = pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="nothing is patched where CUDA exists")
+on_hosts = pytest.mark.skipif(
+    "__import__('torch').cuda.is_available()", reason="nothing is patched where CUDA exists"
+)
 
 
 @on_hosts
 def test_a_device_context_still_places_tensors() -> None:
-    """transformers builds its models under torch.device("meta"); elsewhere their buffers stay uninitialised."""
+    """transformers builds its models under torch.device("meta"); elsewhere their buffers stay
+    uninitialised.
+    """
     said("megatron", ["-c", DEVICE_CONTEXT])
 
 

@@ -1,4 +1,6 @@
-"""The learner's Triton kernels without a GPU: interpreted, counted, and compiled for the GPUs that they are for."""
+"""The learner's Triton kernels without a GPU: interpreted, counted, and compiled for the GPUs that
+they are for.
+"""
 
 import os
 import re
@@ -26,7 +28,10 @@ from megatron_rl.learner.modules import costs, head, logprobs, triton_kernels
 from megatron_rl.learner.modules.kernels import INTERPRET
 
 ROOT = Path(__file__).parents[2]
-ROWS, VOCAB, HIDDEN = 14_563, 151_936, 1024  # a ninth of 131,072 response tokens of Qwen3-0.6B
+# a ninth of 131,072 response tokens of Qwen3-0.6B
+ROWS = 14_563
+VOCAB = 151_936
+HIDDEN = 1024
 
 
 def test_kernels_are_compiled_by_the_triton_of_gpus() -> None:
@@ -37,8 +42,21 @@ def test_kernels_are_compiled_by_the_triton_of_gpus() -> None:
 
 def test_the_interpreter_computes_what_torch_computes() -> None:
     file = Path(__file__).with_name("interpreted_kernels.py")
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-W", "ignore", str(file)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, INTERPRET: "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        str(file),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, INTERPRET: "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
 
@@ -46,8 +64,16 @@ def test_the_interpreter_computes_what_torch_computes() -> None:
 @pytest.mark.ranks
 def test_updates_of_a_learner_are_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     """On ranks that share the vocabulary; its logits whole, and some columns at a time."""
-    job = {"kind": "one_update", "hf": cases.QWEN3, "layout": cases.LAYOUTS["tp2_sp"], "scored": False}
-    jobs = [{**job, "smoothing": 0.5, "entropy_coef": 0.1, "name": str(one), "columns": one} for one in (None, 16)]
+    job = {
+        "kind": "one_update",
+        "hf": cases.QWEN3,
+        "layout": cases.LAYOUTS["tp2_sp"],
+        "scored": False,
+    }
+    jobs = [
+        {**job, "smoothing": 0.5, "entropy_coef": 0.1, "name": str(one), "columns": one}
+        for one in (None, 16)
+    ]
     found = []
     for interpret in ("0", "1"):
         # parents of their own, as they import Triton
@@ -58,7 +84,11 @@ def test_updates_of_a_learner_are_the_same(tmp_path_factory: pytest.TempPathFact
         assert kernels["amax"] == ours["amax"]
         assert kernels["metrics"] == pytest.approx(ours["metrics"], rel=1e-4, abs=1e-5)
         assert kernels["prox"] != ours["prox"], "sums of another order"
-        for name, bound in (("prox", 1e-5), ("after", 1e-3)):  # Adam's first step makes much of rounding
+        # Adam's first step makes much of rounding
+        for name, bound in (
+            ("prox", 1e-5),
+            ("after", 1e-3),
+        ):
             assert (cases.matrix(kernels, name) - cases.matrix(ours, name)).abs().max() < bound
 
 
@@ -82,13 +112,19 @@ def _record(found: list[Any], kernel: Any, *args: Any, **constants: Any) -> None
     found.append((kernel, args, constants))
 
 
-def head_pass(vocab: int = VOCAB, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0) -> None:
+def head_pass(
+    vocab: int = VOCAB, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0
+) -> None:
     """One pack through the output layer and back, some columns at a time."""
-    hidden_NH, weight_VH = (torch.empty(size, HIDDEN, dtype=dtype, requires_grad=True) for size in (ROWS, vocab))
+    hidden_NH, weight_VH = (
+        torch.empty(size, HIDDEN, dtype=dtype, requires_grad=True) for size in (ROWS, vocab)
+    )
     asked = head.Asked(logprobs.VocabShare.of(0, 1, vocab, vocab, None), temperature)
     columns = costs.logit_columns(ROWS, vocab, dtype.itemsize, wide=False)
     how = head._How(asked, columns, wide=False, group=None)
-    logprobs_N, entropy_N = head._Head.apply(hidden_NH, weight_VH, torch.empty(ROWS, dtype=torch.int64), how)
+    logprobs_N, entropy_N = head._Head.apply(
+        hidden_NH, weight_VH, torch.empty(ROWS, dtype=torch.int64), how
+    )
     (logprobs_N + entropy_N).sum().backward()
 
 
@@ -100,7 +136,10 @@ class Work(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        views = any(
+            one.alias_info is not None and not one.alias_info.is_write
+            for one in func._schema.returns
+        )
         self.counts[func._schema.name] += not (views or "empty" in func._schema.name)
         return func(*args, **(kwargs or {}))
 
@@ -121,13 +160,21 @@ def test_launches_of_a_pack() -> None:
     [(VOCAB, torch.bfloat16, 1.0), (VOCAB + 3, torch.bfloat16, 0.7), (VOCAB, torch.float32, 0.7)],
 )
 def test_kernels_are_compiled(
-    vocab: int, dtype: torch.dtype, temperature: float, gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vocab: int,
+    dtype: torch.dtype,
+    temperature: float,
+    gpu: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In registers alone; 16 bytes at a time, but where columns are odd; BF16 rounded to the nearest."""
+    """In registers alone; 16 bytes at a time, but where columns are odd; BF16 rounded to the
+    nearest.
+    """
     with launches() as found:
         head_pass(vocab, dtype, temperature)
         for width in (HIDDEN, 8192):
-            x_MH, amax_H = torch.empty(ROWS, width, dtype=dtype), torch.empty(width)
+            x_MH = torch.empty(ROWS, width, dtype=dtype)
+            amax_H = torch.empty(width)
             triton_kernels.raise_amax(amax_H, x_MH, amax_H, 1e-6)
     chunks = len(found) // 2 - 1
     driver = SimpleNamespace(get_current_device=lambda: gpu, get_current_stream=lambda device: 0)
@@ -143,7 +190,9 @@ def test_kernels_are_compiled(
         (tmp_path / "ptx").write_text(text)
         target = re.findall(r"\.target (\w+)", text)[0]
         command = [get_ptxas(gpu).path, "-v", f"--gpu-name={target}", "ptx", "-o", "cubin"]
-        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+        printed = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stderr
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in printed
         assert int(re.findall(r"Used (\d+) registers", printed)[0]) <= 64
         assert "ld.global.v4.b32" in text or (vocab > VOCAB and place in ragged)

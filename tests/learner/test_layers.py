@@ -9,9 +9,13 @@ import torch
 from megatron_rl.learner.modules import host, layers  # isort: skip
 from megatron_rl.quantization import vllm_operators
 
-POSITIONS, HEADS = 9, 3
+POSITIONS = 9
+HEADS = 3
 CONFIG: Any = SimpleNamespace(
-    rotary_interleaved=False, multi_latent_attention=False, params_dtype=torch.bfloat16, sequence_parallel=False
+    rotary_interleaved=False,
+    multi_latent_attention=False,
+    params_dtype=torch.bfloat16,
+    sequence_parallel=False,
 )
 
 pytestmark = pytest.mark.skipif(not host.ON_HOST, reason="these layers are those of hosts")
@@ -19,7 +23,9 @@ pytestmark = pytest.mark.skipif(not host.ON_HOST, reason="these layers are those
 
 def _turned(width: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(width)
-    x = torch.randn(POSITIONS, 1, 2 * HEADS, width, dtype=torch.bfloat16)[:, :, :HEADS].requires_grad_()
+    x = torch.randn(POSITIONS, 1, 2 * HEADS, width, dtype=torch.bfloat16)[
+        :, :, :HEADS
+    ].requires_grad_()
     half = torch.randn(POSITIONS, 1, 1, width // 2)
     out = layers.rotary(x, torch.cat((half, half), dim=-1), CONFIG)
     (grad,) = torch.autograd.grad(out, x, torch.randn(out.shape).bfloat16())
@@ -38,7 +44,9 @@ def test_the_engine_s_rotary_embedding_and_torch_s_are_the_same_bytes(
 
 
 @pytest.mark.parametrize("at_once", [1, 40, 1 << 18])
-def test_a_norm_reads_the_sum_before_it_was_rounded(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_reads_the_sum_before_it_was_rounded(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layers, "BLOCK_ELEMENTS", at_once)
     torch.manual_seed(1)
     x, residual = (torch.randn(POSITIONS, 1, 16).bfloat16() for _ in range(2))
@@ -49,6 +57,8 @@ def test_a_norm_reads_the_sum_before_it_was_rounded(at_once: int, monkeypatch: p
     wide = residual.float() + x.float()
     normed = wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
     assert torch.equal(norm(rounded), normed.bfloat16() * norm.weight)
-    of_rounded = rounded.float() * (rounded.float().square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    of_rounded = (
+        rounded.float() * (rounded.float().square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    )
     assert torch.equal(norm(rounded), of_rounded.bfloat16() * norm.weight)  # read once
     assert not torch.equal(normed.bfloat16(), of_rounded.bfloat16())

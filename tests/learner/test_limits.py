@@ -1,4 +1,6 @@
-"""What Transformer Engine's FP8 products ask of packs, and which kinds of scales the learner takes."""
+"""What Transformer Engine's FP8 products ask of packs, and which kinds of scales the learner
+takes.
+"""
 
 import pytest
 from hypothesis import given
@@ -11,13 +13,21 @@ from megatron_rl.learner.modules.packing import pack
 from megatron_rl.models.shape import ModelShape
 
 HF = {
-    "model_type": "qwen3", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
 
 
 def learner(recipe: str | None = None, tp: int = 1, **megatron: object) -> LearnerSection:
-    return LearnerSection(tensor_parallel=tp, megatron={"fp8": "e4m3", "fp8_recipe": recipe, **megatron})
+    return LearnerSection(
+        tensor_parallel=tp, megatron={"fp8": "e4m3", "fp8_recipe": recipe, **megatron}
+    )
 
 
 def refused(section: LearnerSection) -> list[str]:
@@ -33,7 +43,9 @@ def refused(section: LearnerSection) -> list[str]:
 def test_every_rank_s_tokens_are_whole_tiles(
     recipe: tuple[str | None, int], tp: int, sequence_parallel: bool, rows: set[int]
 ) -> None:
-    """Its own tokens feed every product; all tokens of the group feed the sums over tokens in the backward pass."""
+    """Its own tokens feed every product; all tokens of the group feed the sums over tokens in the
+    backward pass.
+    """
     name, tile = recipe
     section = learner(name, tp, sequence_parallel=sequence_parallel)
     made = pack(make_batch(), sorted(rows), limits.pack_multiple(section))
@@ -45,12 +57,19 @@ def test_every_rank_s_tokens_are_whole_tiles(
 
 def test_a_learner_without_fp8_pads_for_its_ranks_alone() -> None:
     assert limits.pack_multiple(LearnerSection(tensor_parallel=4)) == 1
-    assert limits.pack_multiple(LearnerSection(tensor_parallel=4, megatron={"sequence_parallel": True})) == 4
+    assert (
+        limits.pack_multiple(
+            LearnerSection(tensor_parallel=4, megatron={"sequence_parallel": True})
+        )
+        == 4
+    )
 
 
 def test_scales_of_the_present_tensor_are_taken_and_those_of_the_past_refused() -> None:
     assert limits.fp8_recipe(learner()) == "blockwise"
-    assert not any(refused(learner(recipe)) for recipe in (None, "blockwise", "tensorwise", "mxfp8"))
+    assert not any(
+        refused(learner(recipe)) for recipe in (None, "blockwise", "tensorwise", "mxfp8")
+    )
     (found,) = refused(learner("delayed"))
     assert found.startswith("learner.megatron.fp8_recipe: delayed ") and "prox" in found
     assert found.endswith("use one of blockwise, tensorwise, mxfp8")
@@ -59,13 +78,28 @@ def test_scales_of_the_present_tensor_are_taken_and_those_of_the_past_refused() 
 
 
 def test_what_ranks_that_share_sequences_do_not_do() -> None:
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    shape, coefficient = ModelShape.from_hf({**HF, **experts}), {"moe_aux_loss_coeff": 0.01}
-    (said,) = limits.experts(shape, experts, LearnerSection(context_parallel=2, megatron=coefficient))
-    assert said.startswith("learner.megatron.moe_aux_loss_coeff: ") and said.endswith("set learner.context_parallel=1")
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
+    shape = ModelShape.from_hf({**HF, **experts})
+    coefficient = {"moe_aux_loss_coeff": 0.01}
+    (said,) = limits.experts(
+        shape, experts, LearnerSection(context_parallel=2, megatron=coefficient)
+    )
+    assert said.startswith("learner.megatron.moe_aux_loss_coeff: ") and said.endswith(
+        "set learner.context_parallel=1"
+    )
     assert not list(limits.experts(shape, experts, LearnerSection(megatron=coefficient)))
-    (said,) = limits.passed_through(LearnerSection(context_parallel=2, megatron={"cp_comm_type": "a2a"}), shape)
-    assert said == "learner.megatron.cp_comm_type: the learner is written for one value of it; remove it"
+    (said,) = limits.passed_through(
+        LearnerSection(context_parallel=2, megatron={"cp_comm_type": "a2a"}), shape
+    )
+    assert (
+        said
+        == "learner.megatron.cp_comm_type: the learner is written for one value of it; remove it"
+    )
 
 
 def test_weights_kept_in_fp8_are_refused() -> None:
@@ -78,9 +112,14 @@ def test_weights_kept_in_fp8_are_refused() -> None:
     [
         (
             ["q_prj"],
-            "learner.lora.targets: q_prj, which no linear layer of a qwen3 model is called; did you mean q_proj?",
+            "learner.lora.targets: q_prj, which no linear layer of a qwen3 model is called; did "
+            "you mean q_proj?",
         ),
-        (["gate"], "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear"),
+        (
+            ["gate"],
+            "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and "
+            "all-linear",
+        ),
         (["q_proj", "down_proj"], ""),
         (["all-linear"], ""),
     ],

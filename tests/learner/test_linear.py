@@ -1,4 +1,6 @@
-"""`model.head_precision=fp32`: logits that nothing rounds, on every layout, and gradients of the plain output layer."""
+"""`model.head_precision=fp32`: logits that nothing rounds, on every layout, and gradients of the
+plain output layer.
+"""
 
 from typing import Any
 
@@ -18,14 +20,24 @@ def _job(name: str, hf: dict[str, Any], head: str = "fp32", **more: Any) -> dict
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    one = [_job(f"{name} {head}", hf, head) for name, hf in MODELS.items() for head in ("bf16", "fp32")]
-    one += [_job(f"whole {head}", MODELS["tied"], head, precision="fp32") for head in ("bf16", "fp32")]
-    two = [_job(f"{name} {at}", hf, layout=cases.LAYOUTS[at]) for name, hf in MODELS.items() for at in LAYOUTS]
+    one = [
+        _job(f"{name} {head}", hf, head) for name, hf in MODELS.items() for head in ("bf16", "fp32")
+    ]
+    one += [
+        _job(f"whole {head}", MODELS["tied"], head, precision="fp32") for head in ("bf16", "fp32")
+    ]
+    two = [
+        _job(f"{name} {at}", hf, layout=cases.LAYOUTS[at])
+        for name, hf in MODELS.items()
+        for at in LAYOUTS
+    ]
     return cases.run(tmp_path_factory, one, two)
 
 
 def norm(case: dict[str, Any]) -> float:
-    """Of the first update's gradient: what comes after has gone through BF16 roundings of its own."""
+    """Of the first update's gradient: what comes after has gone through BF16 roundings of its
+    own.
+    """
     return case["steps"][0]["optim/grad_norm"]
 
 
@@ -39,15 +51,20 @@ def test_logits_are_the_products_of_what_goes_in(model: str, found: dict[str, An
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("at", LAYOUTS)
-def test_every_layout_computes_and_learns_the_same(model: str, at: str, found: dict[str, Any]) -> None:
-    here, there = found[f"{model} {at}"], found[f"{model} fp32"]
-    assert (cases.matrix(here) - cases.matrix(there)).abs().mean() < 0.02  # of BF16 layers, whose halves are rounded
+def test_every_layout_computes_and_learns_the_same(
+    model: str, at: str, found: dict[str, Any]
+) -> None:
+    here = found[f"{model} {at}"]
+    there = found[f"{model} fp32"]
+    # of BF16 layers, whose halves are rounded
+    assert (cases.matrix(here) - cases.matrix(there)).abs().mean() < 0.02
     assert norm(here) == pytest.approx(norm(there), rel=0.03)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_those_of_the_plain_layer(model: str, found: dict[str, Any]) -> None:
-    wide, plain = found[f"{model} fp32"], found[f"{model} bf16"]
+    wide = found[f"{model} fp32"]
+    plain = found[f"{model} bf16"]
     assert 1e-4 < (cases.matrix(wide) - cases.matrix(plain)).abs().mean() < 0.02
     assert norm(wide) == pytest.approx(norm(plain), rel=0.01)
 

@@ -1,4 +1,6 @@
-"""Logprobs and entropy, chunked, among all tokens and among kept ones, against torch's own softmax in float64."""
+"""Logprobs and entropy, chunked, among all tokens and among kept ones, against torch's own softmax
+in float64.
+"""
 
 import pytest
 import torch
@@ -9,12 +11,17 @@ from megatron_rl.learner.modules import costs
 from megatron_rl.learner.modules import logprobs as module
 from megatron_rl.learner.modules.logprobs import VocabShare, logprobs_and_entropy, truncation
 
-VOCAB, COLUMNS, ROWS, KEPT = 23, 25, 31, 6
+VOCAB = 23
+COLUMNS = 25
+ROWS = 31
+KEPT = 6
 WHOLE = VocabShare.of(0, 1, VOCAB, COLUMNS, None)
 
 
 def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels, and 1 to KEPT kept tokens of each, the label among them; column 0 is often none of them."""
+    """Logits, labels, and 1 to KEPT kept tokens of each, the label among them; column 0 is often
+    none of them.
+    """
     random = torch.Generator().manual_seed(seed)
     logits_NV = 4 * torch.randn(ROWS, COLUMNS, generator=random)
     kept_NK = torch.stack([torch.randperm(VOCAB, generator=random)[:KEPT] for _ in range(ROWS)])
@@ -29,7 +36,9 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     inside_NV = torch.ones(ROWS, VOCAB, dtype=torch.bool)
     if kept_NK is not None:
-        inside_NV = torch.zeros(ROWS, VOCAB + 1, dtype=torch.bool).scatter_(1, kept_NK % (VOCAB + 1), True)[:, :VOCAB]
+        inside_NV = torch.zeros(ROWS, VOCAB + 1, dtype=torch.bool).scatter_(
+            1, kept_NK % (VOCAB + 1), True
+        )[:, :VOCAB]
     scaled_NV = (logits_NV[:, :VOCAB].double() / temperature).masked_fill(~inside_NV, -torch.inf)
     logprobs_NV = scaled_NV.log_softmax(1)
     entropy_N = -(logprobs_NV.exp() * logprobs_NV.masked_fill(~inside_NV, 0.0)).sum(1)
@@ -42,7 +51,9 @@ def reference(
 def test_values_and_gradients(
     among_kept: bool, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of both outputs, and of each alone. Nothing writes to the logits: at temperature 1 their FP32 copy is no copy."""
+    """Of both outputs, and of each alone. Nothing writes to the logits: at temperature 1 their FP32
+    copy is no copy.
+    """
     monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
     atol = 5e-5 if among_kept else 1e-5
     for seed in range(4):
@@ -50,7 +61,8 @@ def test_values_and_gradients(
         kept = kept_NK if among_kept else None
         of_logprob, of_entropy = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(seed))
         for scales in ((of_logprob, of_entropy), (of_logprob, None), (None, of_entropy)):
-            mine, theirs = logits_NV.clone().requires_grad_(), logits_NV.double().requires_grad_()
+            mine = logits_NV.clone().requires_grad_()
+            theirs = logits_NV.double().requires_grad_()
             found = logprobs_and_entropy(mine, labels_N, WHOLE, temperature, kept)
             wanted = reference(theirs, labels_N, kept, temperature)
             for here, there in zip(found, wanted, strict=True):
@@ -69,10 +81,14 @@ def test_values_and_gradients(
 def test_without_entropy_the_logprobs_are_the_same(
     temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, combined = [], module.combined
-    monkeypatch.setattr(module, "combined", lambda stats, group: asked.append(len(stats)) or combined(stats, group))
+    asked = []
+    combined = module.combined
+    monkeypatch.setattr(
+        module, "combined", lambda stats, group: asked.append(len(stats)) or combined(stats, group)
+    )
     logits_NV, labels_N, _ = example()
-    both, alone = logits_NV.to(dtype).requires_grad_(), logits_NV.to(dtype).requires_grad_()
+    both = logits_NV.to(dtype).requires_grad_()
+    alone = logits_NV.to(dtype).requires_grad_()
     wanted, _ = logprobs_and_entropy(both, labels_N, WHOLE, temperature)
     found, absent = logprobs_and_entropy(alone, labels_N, WHOLE, temperature, entropy=False)
     assert absent is None and torch.equal(found, wanted)
@@ -84,7 +100,9 @@ def test_without_entropy_the_logprobs_are_the_same(
 
 @pytest.mark.parametrize("rows", [1, 9, 4000, 14_563, 14_871, 60_000])
 def test_chunks_hold_as_many_bytes_as_the_device_likes(rows: int) -> None:
-    """Rows of some columns begin aligned; on a GPU no chunk of rows is much smaller than the others."""
+    """Rows of some columns begin aligned; on a GPU no chunk of rows is much smaller than the
+    others.
+    """
     columns = costs.logit_columns(rows, 151_936, 2, wide=False)
     assert columns % 128 == 0
     assert columns == costs.LEAST_COLUMNS or 2 * rows * columns <= 96 << 20
@@ -102,14 +120,17 @@ def test_chunks_hold_as_many_bytes_as_the_device_likes(rows: int) -> None:
 def test_no_more_copies_are_alive_than_the_plan_counts(
     temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, columns = 640, 1000
+    rows = 640
+    columns = 1000
     chunk = 64 * columns * costs.FP32
     monkeypatch.setattr(costs, "HOST_BYTES", chunk)
     logits = torch.randn(rows, columns).to(dtype).requires_grad_()
-    labels, share = torch.zeros(rows, dtype=torch.int64), VocabShare.of(0, 1, columns, columns, None)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    share = VocabShare.of(0, 1, columns, columns, None)
     logprobs_N, entropy_N = logprobs_and_entropy(logits, labels, share, temperature)
     forward = most_memory(lambda: logprobs_and_entropy(logits, labels, share, temperature))
-    backward = most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes  # the gradient itself
+    # the gradient itself
+    backward = most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes
     assert 1.5 * chunk < max(forward, backward) < (costs.COPIES + 0.1) * chunk
 
 
@@ -119,13 +140,19 @@ def test_bf16_logits_lose_nothing_more() -> None:
     rounded = logits_NV.bfloat16()
     found, _ = logprobs_and_entropy(rounded, labels_N, WHOLE)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), reference(rounded, labels_N)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), reference(rounded, labels_N)[0], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_shares_of_the_vocabulary_combine() -> None:
-    """What each rank contributes, put together without a process group; the last rank holds padding only."""
+    """What each rank contributes, put together without a process group; the last rank holds padding
+    only.
+    """
     logits_NV, labels_N, _ = example()
-    ranks, columns = 4, 8  # of which the last has none: 23 tokens
+    # of which the last has none: 23 tokens
+    ranks = 4
+    columns = 8
     wide = torch.nn.functional.pad(logits_NV, (0, ranks * columns - COLUMNS), value=50.0)
     stats = []
     for rank in range(ranks):
@@ -135,7 +162,9 @@ def test_shares_of_the_vocabulary_combine() -> None:
     assert share.real == 0 and stats[-1][0].isneginf().all() and not stats[-1][1:].any()
     together = torch.stack(stats)
     found = together[:, 1].sum(0) - together[:, 0].logsumexp(0)
-    torch.testing.assert_close(found.double(), reference(logits_NV, labels_N)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), reference(logits_NV, labels_N)[0], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
@@ -162,7 +191,9 @@ def test_all_tokens_kept_is_the_plain_softmax_and_one_alone_is_certain() -> None
 @pytest.mark.parametrize("chunk", [40, 1 << 20])
 @pytest.mark.parametrize(("k", "p"), [(1, 1.0), (5, 1.0), (5, 0.7), (VOCAB, 0.5)])
 def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the filters as an engine applies them: the k highest, of those the first whose mass reaches p."""
+    """Against the filters as an engine applies them: the k highest, of those the first whose mass
+    reaches p.
+    """
     monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
     logits_NV, labels_N, kept_NK = example()
     logprobs_N, _ = logprobs_and_entropy(logits_NV, labels_N, WHOLE, 0.8, kept_NK)
@@ -171,8 +202,14 @@ def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatc
     for row in range(ROWS):
         ranked = scaled_NV[row].argsort(descending=True)[:k]
         mass = scaled_NV[row][ranked].softmax(0)
-        own = {int(token) for token, before in zip(ranked, mass.cumsum(0) - mass, strict=True) if before < p}
+        own = {
+            int(token)
+            for token, before in zip(ranked, mass.cumsum(0) - mass, strict=True)
+            if before < p
+        }
         assert bool(found.outside_N[row]) == (int(labels_N[row]) not in own)
-    mass_N = torch.where(kept_NK >= 0, scaled_NV.softmax(1).gather(1, kept_NK.clamp(min=0)), 0.0).sum(1)
+    mass_N = torch.where(
+        kept_NK >= 0, scaled_NV.softmax(1).gather(1, kept_NK.clamp(min=0)), 0.0
+    ).sum(1)
     torch.testing.assert_close(found.log_mass_N.double(), mass_N.log(), rtol=1e-4, atol=1e-5)
     assert 0 < found.outside_N.float().mean() < 1

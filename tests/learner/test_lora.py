@@ -18,7 +18,8 @@ from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import Lora
 
-RANK, ALPHA = 4, 6.0
+RANK = 4
+ALPHA = 6.0
 TARGETS = {family: ["all-linear"] for family in ("qwen3", "qwen3_moe", "phi3")}
 TARGETS["qwen2"] = ["q_proj", "v_proj", "up_proj"]
 MODELS = {hf["model_type"]: hf for hf in (cases.QWEN3, cases.QWEN3_MOE, cases.PHI3, cases.QWEN2)}
@@ -30,7 +31,9 @@ def _model(family: str) -> Model:
 
 def _given(family: str) -> dict[str, Tensor]:
     """Adapters that have been trained: B is not zero, but for layers that are no targets."""
-    model, random, made = _model(family), torch.Generator().manual_seed(3), {}
+    model = _model(family)
+    random = torch.Generator().manual_seed(3)
+    made = {}
     begin = with_new_adapters(lambda name: torch.zeros(0), model, 1)
     for param in params(model.shape):
         for one in adapters(param, model.shape):
@@ -57,14 +60,22 @@ AT = {
 }
 
 
-def _job(family: str, at: str, layout: dict[str, Any], folders: dict[str, Path], **more: Any) -> dict[str, Any]:
+def _job(
+    family: str, at: str, layout: dict[str, Any], folders: dict[str, Path], **more: Any
+) -> dict[str, Any]:
     lora = {"rank": RANK, "alpha": ALPHA, "targets": TARGETS[family]}
     where = folders[family]
     return {
-        "name": f"{family}_{at}", "kind": "adapted", "hf": MODELS[family], "folder": str(where),
-        "layout": layout | {"lora": lora}, "adapters": str(where.with_suffix(".adapters")),
-        "out": str(where.parent / f"out_{family}_{at}"), "optim": {"clip_grad": 0.0}, **more,
-    }  # fmt: skip
+        "name": f"{family}_{at}",
+        "kind": "adapted",
+        "hf": MODELS[family],
+        "folder": str(where),
+        "layout": layout | {"lora": lora},
+        "adapters": str(where.with_suffix(".adapters")),
+        "out": str(where.parent / f"out_{family}_{at}"),
+        "optim": {"clip_grad": 0.0},
+        **more,
+    }
 
 
 def _twins(at: str, layout: dict[str, Any], folders: dict[str, Path]) -> list[dict[str, Any]]:
@@ -98,18 +109,30 @@ def _loss(logprobs_BT: Tensor) -> Tensor:
     batch = cases.make_batch()
     targets = cases.make_targets(batch, logprobs_BT.detach())
     inputs = LossInputs(
-        logprobs_BT, targets.anchor_logprobs_BT, batch.sampler_logprobs_BT, None, None, targets.advantages_B,
-        targets.weights_BT, targets.mask_BT, targets.denominator_mask_BT, batch.groups_B,
-    )  # fmt: skip
+        logprobs_BT,
+        targets.anchor_logprobs_BT,
+        batch.sampler_logprobs_BT,
+        None,
+        None,
+        targets.advantages_B,
+        targets.weights_BT,
+        targets.mask_BT,
+        targets.denominator_mask_BT,
+        batch.groups_B,
+    )
     totals = count_totals(targets.denominator_mask_BT, batch.groups_B, 512, targets.weights_BT)
     return policy_loss(inputs, LossConfig(), totals, CorrectionConfig())[0]
 
 
 @pytest.fixture(scope="module")
-def wanted(folders: dict[str, Path]) -> dict[str, tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
+def wanted(
+    folders: dict[str, Path],
+) -> dict[str, tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
     """Of each family logprobs, gradients and merged weights: PEFT's, of experts the formula's."""
     return {
-        family: _by_formula(folders[family]) if "moe" in family else _by_peft(family, folders[family])
+        family: _by_formula(folders[family])
+        if "moe" in family
+        else _by_peft(family, folders[family])
         for family in MODELS
     }
 
@@ -120,7 +143,8 @@ def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict
     targets = "all-linear" if TARGETS[family] == ["all-linear"] else TARGETS[family]
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(cases.reference(folder), config)
-    given, held = load_file(folder.with_suffix(".adapters")), {}
+    given = load_file(folder.with_suffix(".adapters"))
+    held = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             short = name.removeprefix("base_model.model.").replace(".default", "")
@@ -130,19 +154,29 @@ def _by_peft(family: str, folder: Path) -> tuple[Tensor, dict[str, Tensor], dict
     _loss(logprobs_BT).backward()
     gradients = {name: parameter.grad for name, parameter in held.items()}
     merged = dict(model.merge_and_unload().named_parameters())
-    return logprobs_BT.detach(), gradients, {name: weight.detach() for name, weight in merged.items()}
+    return (
+        logprobs_BT.detach(),
+        gradients,
+        {name: weight.detach() for name, weight in merged.items()},
+    )
 
 
 def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """weight + alpha / rank * B A in transformers' model, which joins experts to tensors that PEFT has no layer for."""
+    """weight + alpha / rank * B A in transformers' model, which joins experts to tensors that PEFT
+    has no layer for.
+    """
     model = cases.reference(folder)
-    given = {name: one.requires_grad_() for name, one in load_file(folder.with_suffix(".adapters")).items()}
+    given = {
+        name: one.requires_grad_()
+        for name, one in load_file(folder.with_suffix(".adapters")).items()
+    }
 
     def added(layer: str) -> Tensor:
         a, b = (given[f"{layer}.lora_{letter}.weight"] for letter in "AB")
         return ALPHA / RANK * b @ a
 
-    merged, stored = {}, {}
+    merged = {}
+    stored = {}
     for name, weight in model.named_parameters():
         weight = weight.detach()
         experts, _, kind = name.partition(".mlp.experts.")
@@ -153,13 +187,24 @@ def _by_formula(folder: Path) -> tuple[Tensor, dict[str, Tensor], dict[str, Tens
                 [torch.cat([added(f"{one}.{part}") for part in parts]) for one in names]
             )
             for one, whole in zip(names, merged[name], strict=True):
-                stored |= {f"{one}.{p}.weight": w for p, w in zip(parts, whole.chunk(len(parts)), strict=True)}
+                stored |= {
+                    f"{one}.{p}.weight": w
+                    for p, w in zip(parts, whole.chunk(len(parts)), strict=True)
+                }
         else:
             layer = name.removesuffix(".weight")
-            merged[name] = stored[name] = weight + added(layer) if f"{layer}.lora_A.weight" in given else weight
-    logprobs_BT = cases.logprobs_by(lambda tokens: torch.func.functional_call(model, merged, (tokens,)))
+            merged[name] = stored[name] = (
+                weight + added(layer) if f"{layer}.lora_A.weight" in given else weight
+            )
+    logprobs_BT = cases.logprobs_by(
+        lambda tokens: torch.func.functional_call(model, merged, (tokens,))
+    )
     _loss(logprobs_BT).backward()
-    return logprobs_BT.detach(), {n: one.grad for n, one in given.items()}, {n: w.detach() for n, w in stored.items()}
+    return (
+        logprobs_BT.detach(),
+        {n: one.grad for n, one in given.items()},
+        {n: w.detach() for n, w in stored.items()},
+    )
 
 
 CASES = [*((family, "one") for family in MODELS), ("qwen3", "recompute"), *AT]
@@ -176,17 +221,23 @@ def test_logprobs_and_gradients_are_those_of_peft(
     )
     its = load_file(folders[family].parent / f"out_{family}_{at}" / "gradients.safetensors")
     idle = [name for name in its if name not in gradients]
-    assert all("lora_B" in name and not its[name].any() for name in idle)  # the rows of layers that are no targets
+    # the rows of layers that are no targets
+    assert all("lora_B" in name and not its[name].any() for name in idle)
     assert (family == "qwen2") == bool(idle)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert largest > 0.01
     for name, gradient in gradients.items():
-        torch.testing.assert_close(its[name], gradient, rtol=0, atol=1e-5 * max(1, largest), msg=name)
+        torch.testing.assert_close(
+            its[name], gradient, rtol=0, atol=1e-5 * max(1, largest), msg=name
+        )
 
 
 @pytest.mark.parametrize(("family", "at"), [case for case in CASES if case[1] != "one"])
-def test_a_sync_sends_the_same_bytes_from_every_layout(family: str, at: str, found: dict[str, Any]) -> None:
-    sent, alone = found[f"{family}_{at}"]["sent"], found[f"{family}_one"]["sent"]
+def test_a_sync_sends_the_same_bytes_from_every_layout(
+    family: str, at: str, found: dict[str, Any]
+) -> None:
+    sent = found[f"{family}_{at}"]["sent"]
+    alone = found[f"{family}_one"]["sent"]
     assert sent == alone and sent["int8"] != sent["none"]
 
 
@@ -206,9 +257,12 @@ def test_merged_weights_are_those_of_peft_to_one_rounding(
 def test_without_its_adapters_it_is_the_reference(
     family: str, at: str, found: dict[str, Any], folders: dict[str, Path]
 ) -> None:
-    case, mask_BT = found[f"{family}_{at}"], cases.make_batch().mask_BT
+    case = found[f"{family}_{at}"]
+    mask_BT = cases.make_batch().mask_BT
     base_BT = cases.transformers_logprobs(folders[family])
-    torch.testing.assert_close(cases.matrix(case, "base") * mask_BT, base_BT * mask_BT, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        cases.matrix(case, "base") * mask_BT, base_BT * mask_BT, rtol=1e-6, atol=1e-5
+    )
     assert (cases.matrix(case, "base") - cases.matrix(case)).abs().max() > 0.1
 
 
@@ -225,15 +279,22 @@ def test_a_checkpoint_holds_adapters_alone(
 
 
 @pytest.mark.parametrize("at", ["one", "tp2"])
-def test_the_probe_expects_what_a_sampler_of_the_merged_weights_says(at: str, found: dict[str, Any]) -> None:
-    case, twin = found[f"qwen3_bf16_{at}"], found[f"twin_{at}"]
+def test_the_probe_expects_what_a_sampler_of_the_merged_weights_says(
+    at: str, found: dict[str, Any]
+) -> None:
+    case = found[f"qwen3_bf16_{at}"]
+    twin = found[f"twin_{at}"]
     assert case["expected"] == twin["expected"] != case["logprobs"]
     assert (case["floor"] is None) == (twin["floor"] is None)
 
 
 def test_it_goes_on_from_a_checkpoint_of_its_adapters(found: dict[str, Any]) -> None:
-    wrote, read, elsewhere = (found[f"qwen3_{name}"] for name in ("wrote_one", "read_one", "read_tp2"))
+    wrote, read, elsewhere = (
+        found[f"qwen3_{name}"] for name in ("wrote_one", "read_one", "read_tp2")
+    )
     assert (wrote["steps"], wrote["after"]) == (read["steps"], read["after"])
     for step, its in zip(wrote["steps"], elsewhere["steps"], strict=True):
         assert its["optim/grad_norm"] == pytest.approx(step["optim/grad_norm"], rel=1e-4)
-    torch.testing.assert_close(cases.matrix(elsewhere, "after"), cases.matrix(wrote, "after"), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        cases.matrix(elsewhere, "after"), cases.matrix(wrote, "after"), rtol=0, atol=1e-4
+    )

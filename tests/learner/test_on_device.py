@@ -1,6 +1,8 @@
-"""What the learner does on a device: the same numbers, and no value of one side is read into a tensor of the other.
+"""What the learner does on a device: the same numbers, and no value of one side is read into a
+tensor of the other.
 
-Weights, gradients, optimizer, packs and loss are there (pretended_device.py); syncs and checkpoints are made of them.
+Weights, gradients, optimizer, packs and loss are there (pretended_device.py); syncs and checkpoints
+are made of them.
 """
 
 from typing import Any
@@ -13,8 +15,12 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.ranks
 MADE_THERE = {"use_cpu_initialization": False}  # as on GPUs
 WHOLE: dict[str, Any] = {
-    "kind": "whole", "precision": "bf16", "offload": "optimizer", "smoothing": 0.5, "kv_cache": "fp8",
-}  # fmt: skip
+    "kind": "whole",
+    "precision": "bf16",
+    "offload": "optimizer",
+    "smoothing": 0.5,
+    "kv_cache": "fp8",
+}
 JOBS: dict[str, dict[str, Any]] = {
     "anchored": {"kind": "one_update", "scored": True, "smoothing": 0.5, "kv_cache": "fp8"},
     "its own anchor": {"kind": "one_update", "scored": False, "smoothing": 0.5, "kv_cache": "fp8"},
@@ -53,9 +59,14 @@ OF_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-def _run(world: int, wanted: dict[str, dict[str, Any]], folders: pytest.TempPathFactory) -> dict[str, Any]:
-    folder, jobs = folders.mktemp(f"ranks_{world}"), []
-    chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+def _run(
+    world: int, wanted: dict[str, dict[str, Any]], folders: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = folders.mktemp(f"ranks_{world}")
+    jobs = []
+    chosen_BSLK = torch.randint(4, (14, 70, 4, 2), generator=torch.Generator().manual_seed(0)).to(
+        torch.int16
+    )
     save_file({"chosen": chosen_BSLK}, folder / "chosen.safetensors")
     for name, job in wanted.items():
         layout = {"tokens_per_microbatch": 80, **cases.ALL_LAYOUTS.get(job.get("at", ""), {})}
@@ -69,7 +80,10 @@ def _run(world: int, wanted: dict[str, dict[str, Any]], folders: pytest.TempPath
     if world == 1:
         plain = {"kind": "awaited", "hf": cases.QWEN3, "on_device": True, "scored": True}
         layout = {"tokens_per_microbatch": 80, "megatron": MADE_THERE}
-        jobs += [{**plain, "layout": layout, **job, "name": f"awaited {name}"} for name, job in AWAITED.items()]
+        jobs += [
+            {**plain, "layout": layout, **job, "name": f"awaited {name}"}
+            for name, job in AWAITED.items()
+        ]
         jobs.append({"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True})
     return cases.run_ranks(world, jobs, folder)
 
@@ -123,4 +137,8 @@ def _same(here: Any, there: Any) -> None:
         for one, other in zip(here, there, strict=True):
             _same(one, other)
     else:
-        assert here == (pytest.approx(there, rel=1e-4, abs=1e-5, nan_ok=True) if isinstance(there, float) else there)
+        assert here == (
+            pytest.approx(there, rel=1e-4, abs=1e-5, nan_ok=True)
+            if isinstance(there, float)
+            else there
+        )

@@ -1,5 +1,5 @@
-"""Warmup and decay of the learning rate; an optimizer that makes room for an engine: the same bytes to the last bit, on
-every layout, also in a checkpoint.
+"""Warmup and decay of the learning rate; an optimizer that makes room for an engine: the same bytes
+to the last bit, on every layout, also in a checkpoint.
 """
 
 from typing import Any
@@ -18,7 +18,12 @@ RATES = {
 }
 PLACES = [
     *((at, "dense", "bf16") for at in ("one", "tp2", "pp2", "vp2", "dp2")),
-    *(("one", "dense", "fp32"), ("dp2", "dense", "fp32"), ("ep2", "experts", "bf16"), ("tp2_ep2", "experts", "bf16")),
+    *(
+        ("one", "dense", "fp32"),
+        ("dp2", "dense", "fp32"),
+        ("ep2", "experts", "bf16"),
+        ("tp2_ep2", "experts", "bf16"),
+    ),
 ]
 
 
@@ -31,8 +36,17 @@ def test_a_warmup_reaches_the_rate_on_its_last_step_and_a_decay_the_minimum(deca
 
 
 def _job(at: str, model: str, precision: str, offload: str) -> dict[str, Any]:
-    job = {"name": f"{at} {model} {precision} {offload}", "kind": "aside", "hf": cases.MODELS[model]}
-    return {**job, "layout": cases.ALL_LAYOUTS.get(at, {}), "precision": precision, "offload": offload}
+    job = {
+        "name": f"{at} {model} {precision} {offload}",
+        "kind": "aside",
+        "hf": cases.MODELS[model],
+    }
+    return {
+        **job,
+        "layout": cases.ALL_LAYOUTS.get(at, {}),
+        "precision": precision,
+        "offload": offload,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +58,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
-def test_updates_and_checkpoints_are_what_they_are_without(place: tuple[str, str, str], found: dict[str, Any]) -> None:
+def test_updates_and_checkpoints_are_what_they_are_without(
+    place: tuple[str, str, str], found: dict[str, Any]
+) -> None:
     name = " ".join(place)
-    plain, offloaded = found[f"{name} none"], found[f"{name} optimizer"]
+    plain = found[f"{name} none"]
+    offloaded = found[f"{name} optimizer"]
     assert len(plain["steps"]) == 3 and plain["steps"][0]["optim/grad_norm"] > 0
     assert offloaded == plain

@@ -1,4 +1,6 @@
-"""Packs: every row once, within the budget, every index where it belongs; what attention costs beside the matrices."""
+"""Packs: every row once, within the budget, every index where it belongs; what attention costs
+beside the matrices.
+"""
 
 import pytest
 import torch
@@ -21,26 +23,49 @@ def _costs(lengths: list[int], attention: float) -> list[float]:
 
 @settings(deadline=None)
 @given(
-    LENGTHS, st.integers(1, 4), st.integers(1, 150), st.integers(1, 4), st.integers(1, 3), st.booleans(), ATTENTION,
+    LENGTHS,
+    st.integers(1, 4),
+    st.integers(1, 150),
+    st.integers(1, 4),
+    st.integers(1, 3),
     st.booleans(),
-)  # fmt: skip
+    ATTENTION,
+    st.booleans(),
+)
 def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
-    lengths: list[int], replicas: int, budget: int, at_least: int, multiple: int, same_count: bool, attention: float,
+    lengths: list[int],
+    replicas: int,
+    budget: int,
+    at_least: int,
+    multiple: int,
+    same_count: bool,
+    attention: float,
     in_step: bool,
-) -> None:  # fmt: skip
-    asked = {"at_least": at_least, "same_count": same_count, "attention": attention, "in_step": in_step}
+) -> None:
+    asked = {
+        "at_least": at_least,
+        "same_count": same_count,
+        "attention": attention,
+        "in_step": in_step,
+    }
     shares = assign_rows(lengths, replicas, budget, **asked)
     rounded = assign_rows(lengths, replicas, budget, count_multiple=multiple, **asked)
     for plan in (shares, rounded):
-        assert sorted(row for share in plan for rows in share for row in rows) == list(range(len(lengths)))
+        assert sorted(row for share in plan for rows in share for row in rows) == list(
+            range(len(lengths))
+        )
         assert len(plan) == replicas and all(plan)
         assert not same_count or len({len(share) for share in plan}) == 1
     assert all(len(share) % multiple == 0 for share in rounded)
     for share in shares:
-        assert all(len(group) <= 1 or sum(lengths[row] for row in group) <= budget for group in share)
+        assert all(
+            len(group) <= 1 or sum(lengths[row] for row in group) <= budget for group in share
+        )
         rows = sum(map(len, share))
         assert len(share) >= min(at_least, max(1, rows))
-        assert same_count or all(share) or not rows, "an empty micro-batch costs as much as a small one"
+        assert same_count or all(share) or not rows, (
+            "an empty micro-batch costs as much as a small one"
+        )
     assert assign_rows(lengths, replicas, budget, **asked) == shares
     costs = _costs(lengths, attention)
     loads = [[sum(costs[row] for row in group) for group in share] for share in shares]
@@ -52,8 +77,12 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
 
 
 @given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
-def test_a_replica_alone_is_packed_by_tokens(lengths: list[int], budget: int, at_least: int, attention: float) -> None:
-    """Nobody waits for any of its micro-batches. Where stages do, they are of like cost, and may be more for that."""
+def test_a_replica_alone_is_packed_by_tokens(
+    lengths: list[int], budget: int, at_least: int, attention: float
+) -> None:
+    """Nobody waits for any of its micro-batches. Where stages do, they are of like cost, and may be
+    more for that.
+    """
     by_tokens = assign_rows(lengths, 1, budget, at_least)
     assert assign_rows(lengths, 1, budget, at_least, attention=attention) == by_tokens
     (by_cost,) = assign_rows(lengths, 1, budget, at_least, attention=attention, in_step=True)
@@ -61,35 +90,50 @@ def test_a_replica_alone_is_packed_by_tokens(lengths: list[int], budget: int, at
 
 
 def test_the_budget_goes_before_cost() -> None:
-    """Of like cost the three shorter rows would be one pack of 29 tokens; one more pack would cost more."""
+    """Of like cost the three shorter rows would be one pack of 29 tokens; one more pack would cost
+    more.
+    """
     assert assign_rows([12, 12, 5, 20], 1, 25, attention=1.0, in_step=True) == [[[2, 3], [0, 1]]]
     assert assign_rows([12, 12, 5, 20], 1, 29, attention=1.0, in_step=True) == [[[3], [0, 1, 2]]]
 
 
 def test_long_rows_weigh_more_than_their_tokens() -> None:
-    """By tokens the long row's replica would get as many tokens as the other, and far more to do."""
-    lengths, attention = [64, *[8] * 30], 1 / 16
+    """By tokens the long row's replica would get as many tokens as the other, and far more to
+    do.
+    """
+    lengths = [64, *[8] * 30]
+    attention = 1 / 16
     slowest = {}
     for share in (0.0, attention):
         shares = assign_rows(lengths, 2, 1000, attention=share)
-        loads = [sum(_costs(lengths, attention)[row] for group in packs for row in group) for packs in shares]
+        loads = [
+            sum(_costs(lengths, attention)[row] for group in packs for row in group)
+            for packs in shares
+        ]
         slowest[share] = max(loads) / (sum(loads) / 2)
     assert slowest[0.0] > 1.2
     assert slowest[attention] < 1.02
 
 
 def test_what_runs_at_the_same_time_is_alike() -> None:
-    """Experts' replicas wait for each other in every micro-batch, not only at the end of an update."""
+    """Experts' replicas wait for each other in every micro-batch, not only at the end of an
+    update.
+    """
     random = torch.Generator().manual_seed(3)
     lengths = torch.empty(32).log_normal_(3, 1.2, generator=random).long().clamp(1, 400).tolist()
     costs = _costs(lengths, 0.02)
 
     def waited(attention: float, same_count: bool) -> float:
-        shares = assign_rows(lengths, 4, 150, at_least=2, same_count=same_count, attention=attention)
+        shares = assign_rows(
+            lengths, 4, 150, at_least=2, same_count=same_count, attention=attention
+        )
         of_packs = [[sum(costs[row] for row in group) for group in share] for share in shares]
         return sum(max(together) for together in zip(*of_packs, strict=True)) / (sum(costs) / 4)
 
-    assert waited(0.02, same_count=True) < min(waited(0.0, same_count=True), waited(0.02, same_count=False)) - 0.03
+    assert (
+        waited(0.02, same_count=True)
+        < min(waited(0.0, same_count=True), waited(0.02, same_count=False)) - 0.03
+    )
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 7])
@@ -102,23 +146,32 @@ def test_every_index_of_a_pack(rows: list[int], multiple: int) -> None:
     assert len(made.tokens_S) % multiple == 0
     assert len(made.tokens_S) - multiple < sum(_length(batch, row) for row in rows)
     for place, row in enumerate(made.rows):
-        start, length = int(made.starts[place]), _length(batch, row)
+        start = int(made.starts[place])
+        length = _length(batch, row)
         assert torch.equal(made.tokens_S[start : start + length], batch.tokens_BS[row, :length])
         assert made.positions_S[start : start + length].tolist() == list(range(length))
     # a token's own position is one behind the position whose logits predict it
     assert torch.equal(made.tokens_S[made.logit_index_N + 1], made.labels_N)
     labels = made.matrix(made.labels_N)
     for place, row in enumerate(made.rows):
-        prompt, response = int(batch.prompt_lengths_B[row]), int(batch.response_lengths_B[row])
-        assert labels[place, :response].tolist() == batch.tokens_BS[row, prompt : prompt + response].tolist()
+        prompt = int(batch.prompt_lengths_B[row])
+        response = int(batch.response_lengths_B[row])
+        assert (
+            labels[place, :response].tolist()
+            == batch.tokens_BS[row, prompt : prompt + response].tolist()
+        )
         assert not labels[place, response:].any()
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, 13), min_size=1, max_size=14, unique=True), st.sampled_from([1, 2, 8]))
+@given(
+    st.lists(st.integers(0, 13), min_size=1, max_size=14, unique=True), st.sampled_from([1, 2, 8])
+)
 def test_buckets_hold_every_position_once(rows: list[int], multiple: int) -> None:
     made = pack(make_batch(), rows, multiple)
-    assert sum(bucket.sequences * bucket.length for bucket in made.buckets) == len(made.padded_index_X)
+    assert sum(bucket.sequences * bucket.length for bucket in made.buckets) == len(
+        made.padded_index_X
+    )
     assert sum(bucket.sequences for bucket in made.buckets) == len(made.starts) - 1
     values = torch.randn(len(made.tokens_S))
     assert torch.equal(values[made.padded_index_X][made.packed_index_S], values)
@@ -129,13 +182,16 @@ def test_buckets_hold_every_position_once(rows: list[int], multiple: int) -> Non
 
 def _check_bucket_rows(made: Pack) -> None:
     """Each padded row of a bucket is one sequence from its first position on."""
-    at, place = 0, 0
+    at = 0
+    place = 0
     for bucket in made.buckets:
         for _ in range(bucket.sequences):
-            start, stop = int(made.starts[place]), int(made.starts[place + 1])
+            start = int(made.starts[place])
+            stop = int(made.starts[place + 1])
             assert stop - start <= bucket.length
             assert made.padded_index_X[at : at + stop - start].tolist() == list(range(start, stop))
-            at, place = at + bucket.length, place + 1
+            at = at + bucket.length
+            place = place + 1
 
 
 def test_similar_lengths_share_a_bucket_and_different_ones_do_not() -> None:
@@ -159,10 +215,13 @@ def _length(batch: object, row: int) -> int:
     return int(batch.prompt_lengths_B[row] + batch.response_lengths_B[row])  # type: ignore[attr-defined]
 
 
-# at so many tokens attention costs as much as all matrices do, counted by hand from config.json: hidden, heads, layers
+# at so many tokens attention costs as much as all matrices do, counted by hand from config.json:
+# hidden, heads, layers
 AS_LONG = {
-    "Qwen3-8B": (36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288) + 4096 * 151936) / (36 * 4096),
-    "Qwen3-30B-A3B": (48 * (2048 * (2 * 4096 + 2 * 512 + 128) + 8 * 3 * 2048 * 768) + 2048 * 151936) / (48 * 4096),
+    "Qwen3-8B": (36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288) + 4096 * 151936)
+    / (36 * 4096),
+    "Qwen3-30B-A3B": (48 * (2048 * (2 * 4096 + 2 * 512 + 128) + 8 * 3 * 2048 * 768) + 2048 * 151936)
+    / (48 * 4096),
 }
 
 

@@ -22,7 +22,9 @@ def listening(port: int) -> set[str]:
     return found
 
 
-@pytest.mark.fault("a stranger on another interface of the job's node", "the ranks' store does not listen there")
+@pytest.mark.fault(
+    "a stranger on another interface of the job's node", "the ranks' store does not listen there"
+)
 def test_the_store_listens_on_the_interface_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -34,7 +36,9 @@ def test_the_store_listens_on_the_interface_it_is_given(monkeypatch: pytest.Monk
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", os.uname().nodename)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setattr(parallel.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", port))])
+    monkeypatch.setattr(
+        parallel.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", port))]
+    )
     other = parallel._store(0, 1, timedelta(seconds=60))
     assert listening(port) & {"00000000", "0" * 32}
     other.set("a", "b")

@@ -1,4 +1,6 @@
-"""Traces of chosen steps, bounded to the end of each pass; what is left where a GPU has no memory."""
+"""Traces of chosen steps, bounded to the end of each pass; what is left where a GPU has no
+memory.
+"""
 
 import gzip
 import inspect
@@ -9,7 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_rl.learner.profile import MICRO_BATCHES, Profiler, explained_when_full, remember_allocations
+from megatron_rl.learner.profile import (
+    MICRO_BATCHES,
+    Profiler,
+    explained_when_full,
+    remember_allocations,
+)
 from megatron_rl.survival.launch import last_error
 
 
@@ -24,7 +31,9 @@ def passes(profiler: Profiler, step: int, *counts: int) -> None:
 
 
 def names(trace: Path) -> set[str]:
-    return {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    return {
+        event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    }
 
 
 def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path) -> None:
@@ -36,10 +45,15 @@ def test_the_last_micro_batches_of_each_pass_in_the_chosen_steps(tmp_path: Path)
         profiler.micro_batch()
     first, second = sorted((tmp_path / "profile_2").iterdir())
     assert first.name == "rank_3_pass_1_forward.json.gz" and "aten::dot" in names(first)
-    assert {name for name in names(first) if name.startswith("micro")} == {"micro-batch 2", "micro-batch 3"}
+    assert {name for name in names(first) if name.startswith("micro")} == {
+        "micro-batch 2",
+        "micro-batch 3",
+    }
     assert "micro-batch 0" in names(second)
     assert [entry.name for entry in tmp_path.iterdir()] == ["profile_2"]
-    assert notes == [f"profile  step 2: traces are in {first.parent}; open them in https://ui.perfetto.dev"]
+    assert notes == [
+        f"profile  step 2: traces are in {first.parent}; open them in https://ui.perfetto.dev"
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, None])
@@ -66,14 +80,27 @@ def test_where_memory_runs_out_the_error_says_what_fills_it(tmp_path: Path, hist
         explained_when_full(tmp_path / "dumps", 1, history),
     ):
         raise torch.OutOfMemoryError(said)
-    path, told = tmp_path / "dumps" / "memory_rank_1.txt", str(caught.value)
-    assert str(path) in last_error(f"Traceback\n  there\ntorch.OutOfMemoryError: {told}".splitlines())
-    assert ("memory_rank_1.pickle in https://pytorch.org/memory_viz" if history else "log.memory_history=true") in told
-    assert f"{16 if history else 12}.0 MiB      2 x cpu int16 [1048576, {3 + history}]" in path.read_text()
+    path = tmp_path / "dumps" / "memory_rank_1.txt"
+    told = str(caught.value)
+    assert str(path) in last_error(
+        f"Traceback\n  there\ntorch.OutOfMemoryError: {told}".splitlines()
+    )
+    assert (
+        "memory_rank_1.pickle in https://pytorch.org/memory_viz"
+        if history
+        else "log.memory_history=true"
+    ) in told
+    assert (
+        f"{16 if history else 12}.0 MiB      2 x cpu int16 [1048576, {3 + history}]"
+        in path.read_text()
+    )
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^else$"), explained_when_full(tmp_path / "dumps", 0, True):
+    with (
+        pytest.raises(ValueError, match=r"^else$"),
+        explained_when_full(tmp_path / "dumps", 0, True),
+    ):
         raise ValueError("else")
     assert not list(tmp_path.iterdir())
 

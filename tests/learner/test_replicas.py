@@ -16,7 +16,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dp2": (cases.QWEN3, {"data_parallel": 2, **SMALL}, "fp32"),
     "dp2_bf16": (cases.QWEN3, {"data_parallel": 2, **SMALL}, "bf16"),
     "dp2_one_pack": (cases.LLAMA, {"data_parallel": 2}, "fp32"),
-    "dp2_recompute": (cases.QWEN3, {"data_parallel": 2, **SMALL, "megatron": cases.RECOMPUTE}, "fp32"),
+    "dp2_recompute": (
+        cases.QWEN3,
+        {"data_parallel": 2, **SMALL, "megatron": cases.RECOMPUTE},
+        "fp32",
+    ),
     "dp2_experts": (cases.QWEN3_MOE, {"data_parallel": 2, **SMALL}, "fp32"),
     "ep2_experts": (cases.QWEN3_MOE, {**cases.EXPERT_LAYOUTS["ep2"], **SMALL}, "fp32"),
     "pp2": (cases.QWEN3, {"pipeline_parallel": 2, **SMALL}, "fp32"),
@@ -27,48 +31,72 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder, jobs = tmp_path_factory.mktemp("replicas"), []
+    folder = tmp_path_factory.mktemp("replicas")
+    jobs = []
     for name, (hf, layout, precision) in CASES.items():
         for way, optim in (("plain", {}), ("overlap", OVERLAP)):
-            job = {"name": f"{name} {way}", "kind": "replicas", "hf": hf, "layout": layout, "precision": precision}
-            jobs.append({**job, "optim": optim, "steps": STEPS, "gradients": str(folder / f"{name}_{way}")})
+            job = {
+                "name": f"{name} {way}",
+                "kind": "replicas",
+                "hf": hf,
+                "layout": layout,
+                "precision": precision,
+            }
+            jobs.append(
+                {**job, "optim": optim, "steps": STEPS, "gradients": str(folder / f"{name}_{way}")}
+            )
     written = {"hf": cases.QWEN3, "layout": CASES["dp2"][1], "kind": "checkpoint", "wrote": 2}
     written["checkpoint"] = str(folder / "checkpoint")
     jobs.append({**written, "name": "wrote", "optim": OVERLAP, "reads": False})
-    jobs += [{**written, "name": f"read {optim}", "optim": optim, "reads": True} for optim in (OVERLAP, {})]
+    jobs += [
+        {**written, "name": f"read {optim}", "optim": optim, "reads": True}
+        for optim in (OVERLAP, {})
+    ]
     return {**cases.run_ranks(2, jobs, folder), "folder": folder}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_sums_are_the_same(case: str, found: dict[str, Any]) -> None:
-    plain, overlap = found[f"{case} plain"], found[f"{case} overlap"]
+    plain = found[f"{case} plain"]
+    overlap = found[f"{case} overlap"]
     for rank in range(2):
-        wanted, sums = (load_file(found["folder"] / f"{case}_{way}.{rank}") for way in ("plain", "overlap"))
+        wanted, sums = (
+            load_file(found["folder"] / f"{case}_{way}.{rank}") for way in ("plain", "overlap")
+        )
         assert wanted.keys() == sums.keys()
         assert any(value.any() for value in wanted.values())
         for name, value in wanted.items():
             if name.startswith("0."):
-                assert torch.equal(sums[name], value), name  # to the last bit, from the same weights
+                # to the last bit, from the same weights
+                assert torch.equal(sums[name], value), name
             else:
                 torch.testing.assert_close(sums[name], value, rtol=1e-4, atol=1e-6, msg=name)
     for here, there in zip(overlap["steps"], plain["steps"], strict=True):
         assert here == pytest.approx(there, rel=1e-5, abs=1e-7)
     assert overlap["steps"][0]["loss/total"] == plain["steps"][0]["loss/total"]
     assert overlap["steps"][0]["optim/grad_norm"] > 0
-    torch.testing.assert_close(torch.tensor(overlap["after"]), torch.tensor(plain["after"]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(overlap["after"]), torch.tensor(plain["after"]), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_buckets_leave_once_each_after_the_last_loss(case: str, found: dict[str, Any]) -> None:
-    """Without overlap, and in the first update, which finds out what a bucket waits for, all leave at the end."""
+    """Without overlap, and in the first update, which finds out what a bucket waits for, all leave
+    at the end.
+    """
     for way in ("plain", "overlap"):
         for order, groups in found[f"{case} {way}"]["orders"]:
             for step, events in enumerate(order):
                 told = [(name, len(list(same))) for name, same in groupby(events.split())]
-                losses = [told.pop(0)] if told[0][0] == "loss" else []  # a stage that is not the last has none
+                # a stage that is not the last has none
+                losses = [told.pop(0)] if told[0][0] == "loss" else []
                 assert not losses or losses[0][1] >= 1
                 at_end = [("end", 1), ("bucket", groups)]
-                assert told == (at_end if way == "plain" or step == 0 else at_end[::-1]), (way, step)
+                assert told == (at_end if way == "plain" or step == 0 else at_end[::-1]), (
+                    way,
+                    step,
+                )
 
 
 def test_gradients_overlap_by_default_between_gpus(found: dict[str, Any]) -> None:
@@ -77,7 +105,9 @@ def test_gradients_overlap_by_default_between_gpus(found: dict[str, Any]) -> Non
 
 
 def test_there_are_several_buckets_and_micro_batches(found: dict[str, Any]) -> None:
-    """Not as many in every update: what a bucket waits for is its weights, not a number of micro-batches."""
+    """Not as many in every update: what a bucket waits for is its weights, not a number of
+    micro-batches.
+    """
     for order, groups in found["dp2 overlap"]["orders"]:
         losses = [events.split().count("loss") for events in order]
         assert groups > 3 and losses[0] > 1 and len(set(losses)) > 1

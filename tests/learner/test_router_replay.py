@@ -1,4 +1,6 @@
-"""Router replay: the learner's tokens go where the sampler has sent them, on every layout, in every pass."""
+"""Router replay: the learner's tokens go where the sampler has sent them, on every layout, in every
+pass.
+"""
 
 from itertools import count, cycle
 from pathlib import Path
@@ -32,12 +34,20 @@ SILENT = 2  # the row whose experts nobody tells
 
 
 def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"name": name, "kind": "routed", "hf": hf, "layout": {"router": "replay", **layout}, **more}
+    return {
+        "name": name,
+        "kind": "routed",
+        "hf": hf,
+        "layout": {"router": "replay", **layout},
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return cases.folders_of(tmp_path_factory, {hf["model_type"]: hf for hf in (cases.QWEN3_MOE, cases.MIXTRAL)})
+    return cases.folders_of(
+        tmp_path_factory, {hf["model_type"]: hf for hf in (cases.QWEN3_MOE, cases.MIXTRAL)}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +56,14 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     recompute = {"megatron": cases.RECOMPUTE}
     one = [
         *(
-            _job(family, cases.FAMILIES[family], {}, folder=str(path), loss="cross_entropy", optim=UNCLIPPED)
+            _job(
+                family,
+                cases.FAMILIES[family],
+                {},
+                folder=str(path),
+                loss="cross_entropy",
+                optim=UNCLIPPED,
+            )
             for family, path in folders.items()
         ),
         _job("one", cases.QWEN3_MOE, {}, **folder),
@@ -56,20 +73,34 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         _job("mixture", cases.QWEN3_MOE | {"moe_intermediate_size": 64}, BF16, kind="mixture"),
     ]
     one += [
-        _job(f"fault_{fault}", cases.QWEN3_MOE, {**PACKS, **recompute}, kind="faulty", fault=fault, **folder)
+        _job(
+            f"fault_{fault}",
+            cases.QWEN3_MOE,
+            {**PACKS, **recompute},
+            kind="faulty",
+            fault=fault,
+            **folder,
+        )
         for fault in ("none", *WRONG, *LOST)
     ]
     forward = {"kind": "routed_forward", "lr": HOT, **folder}
     one.append(_job("forward", cases.QWEN3_MOE, PACKS | FORWARD, **forward))
-    more = [_job(name, cases.QWEN3_MOE, PACKS | layout, **folder) for name, layout in LAYOUTS.items()]
-    more += [_job(f"forward_{at}", cases.QWEN3_MOE, PACKS | LAYOUTS[at] | FORWARD, **forward) for at in KEPT]
+    more = [
+        _job(name, cases.QWEN3_MOE, PACKS | layout, **folder) for name, layout in LAYOUTS.items()
+    ]
+    more += [
+        _job(f"forward_{at}", cases.QWEN3_MOE, PACKS | LAYOUTS[at] | FORWARD, **forward)
+        for at in KEPT
+    ]
     four = [job for job in more if job["name"].endswith(FOUR)]
     results = cases.run(tmp_path_factory, one, [job for job in more if job not in four])
     return results | cases.run_ranks(4, four, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
-def told(found: dict[str, Any], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def told(
+    found: dict[str, Any], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """The choices of the learner's own pass, as if the sampler had told them."""
     given = {"chosen": found["forward"]["chosen"], "folder": str(folders["qwen3_moe"]), "lr": HOT}
     job = {**_job("told", cases.QWEN3_MOE, PACKS, **given), "kind": "routed_forward"}
@@ -77,12 +108,18 @@ def told(found: dict[str, Any], folders: dict[str, Path], tmp_path_factory: pyte
 
 
 def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs, and the gradient of their mean in the routers' weights, with the choice of experts patched."""
-    model, batch, topk, rows = cases.reference(folder), routed_batch(), torch.topk, count()
+    """Logprobs, and the gradient of their mean in the routers' weights, with the choice of experts
+    patched.
+    """
+    model = cases.reference(folder)
+    batch = routed_batch()
+    topk = torch.topk
+    rows = count()
     experts_BSLK = cases.experts_of(batch)
 
     def routed(tokens_1S: torch.Tensor) -> Any:
-        row, layers = next(rows), cycle(range(4))
+        row = next(rows)
+        layers = cycle(range(4))
 
         def chosen(values: torch.Tensor, k: int, dim: int) -> Any:
             given_SK = experts_BSLK[row, : len(values), next(layers)].long()
@@ -94,7 +131,11 @@ def transformers_routed(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Ten
 
     found_BT = cases.logprobs_by(routed, batch)
     (-(found_BT * batch.mask_BT).sum() / batch.mask_BT.sum()).backward()
-    gradients = {name: value.grad for name, value in model.named_parameters() if name.endswith("mlp.gate.weight")}
+    gradients = {
+        name: value.grad
+        for name, value in model.named_parameters()
+        if name.endswith("mlp.gate.weight")
+    }
     return found_BT.detach(), gradients
 
 
@@ -108,23 +149,29 @@ def test_logprobs_and_the_routers_gradients_are_those_of_transformers(
 ) -> None:
     wanted_BT, gradients = transformers_routed(folders[family])
     torch.testing.assert_close(cases.matrix(found[family]), wanted_BT, rtol=0, atol=3e-5)
-    assert (cases.matrix(found[family], "own") - wanted_BT).abs().max() > 0.1, "the given experts are others"
+    assert (cases.matrix(found[family], "own") - wanted_BT).abs().max() > 0.1, (
+        "the given experts are others"
+    )
     ours = found[family]["gradients"]
     assert len(ours) == len(gradients) == 4
     for (name, value), wanted in zip(
         sorted(ours.items()), (gradients[name] for name in sorted(gradients)), strict=True
     ):
         assert wanted.abs().max() > 1e-5
-        found_gradient, largest = torch.tensor(value), float(wanted.abs().max())
+        found_gradient = torch.tensor(value)
+        largest = float(wanted.abs().max())
         torch.testing.assert_close(found_gradient, wanted, rtol=0, atol=1e-5 * largest, msg=name)
 
 
 @pytest.mark.parametrize("case", ["packs", "recompute", *LAYOUTS])
 def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None:
-    here, one = found[case], found["one"]
+    here = found[case]
+    one = found["one"]
     for part in ("logprobs", "reference"):
         torch.testing.assert_close(cases.matrix(here, part), cases.matrix(one), rtol=0, atol=3e-5)
-    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-4)
+    torch.testing.assert_close(
+        cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-4
+    )
     for ours, theirs in zip(here["steps"], one["steps"], strict=True):
         assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-3)
     for part in ("scored", "trained"):
@@ -137,37 +184,51 @@ def test_every_layout_and_pass_replays(case: str, found: dict[str, Any]) -> None
 
 
 def test_what_nobody_tells_is_chosen_by_the_learner_and_counted(found: dict[str, Any]) -> None:
-    silent, one = found["silent"], found["one"]
+    silent = found["silent"]
+    one = found["one"]
     assert one["unheard"]["router/replayed"] == 0
     batch = routed_batch()
     read_B = batch.prompt_lengths_B + batch.response_lengths_B - 1
     share = 1 - float(read_B[SILENT] / read_B.sum())
     assert silent["scored"]["router/replayed"] == pytest.approx(share)
     rows = [row for row in range(len(batch)) if row != SILENT]
-    logprobs, own = cases.matrix(silent), cases.matrix(silent, "own")
+    logprobs = cases.matrix(silent)
+    own = cases.matrix(silent, "own")
     torch.testing.assert_close(logprobs[SILENT], own[SILENT], rtol=0, atol=1e-6)
     torch.testing.assert_close(logprobs[rows], cases.matrix(one)[rows], rtol=0, atol=1e-6)
 
 
-def test_updates_go_where_the_pass_before_them_went(found: dict[str, Any], told: dict[str, Any]) -> None:
+def test_updates_go_where_the_pass_before_them_went(
+    found: dict[str, Any], told: dict[str, Any]
+) -> None:
     forward = found["forward"]
-    torch.testing.assert_close(cases.matrix(forward), cases.matrix(found["one"], "own"), rtol=0, atol=3e-5)
-    torch.testing.assert_close(cases.matrix(forward, "again"), cases.matrix(forward), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        cases.matrix(forward), cases.matrix(found["one"], "own"), rtol=0, atol=3e-5
+    )
+    torch.testing.assert_close(
+        cases.matrix(forward, "again"), cases.matrix(forward), rtol=0, atol=1e-6
+    )
     assert forward["trained"]["router/replayed"] == 1.0
     assert forward["trained"]["router/flips"] > 0.01, "its routers have gone elsewhere since"
-    torch.testing.assert_close(cases.matrix(forward, "after"), cases.matrix(told, "after"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        cases.matrix(forward, "after"), cases.matrix(told, "after"), rtol=0, atol=1e-6
+    )
     assert forward["steps"] == told["steps"]
     assert (cases.matrix(forward, "after") - cases.matrix(forward, "own")).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("case", KEPT)
 def test_every_layout_keeps_the_choices_of_its_pass(case: str, found: dict[str, Any]) -> None:
-    here, one = found[f"forward_{case}"], found["forward"]
-    chosen, wanted = torch.tensor(here["chosen"]), torch.tensor(one["chosen"])
+    here = found[f"forward_{case}"]
+    one = found["forward"]
+    chosen = torch.tensor(here["chosen"])
+    wanted = torch.tensor(one["chosen"])
     torch.testing.assert_close(cases.matrix(here, "again"), cases.matrix(here), rtol=0, atol=3e-5)
     assert (chosen != wanted).float().mean() < 1e-3  # a tie that rounds otherwise
     assert here["trained"]["router/replayed"] == 1.0
-    torch.testing.assert_close(cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3)
+    torch.testing.assert_close(
+        cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3
+    )
 
 
 def test_a_right_step_says_so(found: dict[str, Any]) -> None:

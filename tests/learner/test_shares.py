@@ -1,4 +1,6 @@
-"""What only the driver holds is passed and trained on as if every rank held it, and each replica gets its own rows."""
+"""What only the driver holds is passed and trained on as if every rank held it, and each replica
+gets its own rows.
+"""
 
 from typing import Any
 
@@ -22,7 +24,9 @@ STAGES = {
 REPLICAS = {"dp2", "experts_ep2"}
 
 
-def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def _job(
+    name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, Any]
+) -> dict[str, Any]:
     router = {"router": "replay"} if more.get("experts") else {}
     layout = {"tokens_per_microbatch": 60, **layout, **router}
     return {"kind": "shared", "name": name, "hf": hf, "layout": layout, **more}
@@ -31,7 +35,9 @@ def _job(name: str, hf: dict[str, Any], layout: dict[str, Any], more: dict[str, 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     alone = [_job("alone", cases.QWEN3, {}, {"kept": True})]
-    four = [_job(name, cases.QWEN3_MOE, layout, {"experts": True}) for name, layout in STAGES.items()]
+    four = [
+        _job(name, cases.QWEN3_MOE, layout, {"experts": True}) for name, layout in STAGES.items()
+    ]
     found = cases.run(tmp_path_factory, alone, [_job(*case) for case in CASES])
     return found | cases.run_ranks(4, four, tmp_path_factory.mktemp("four"))
 
@@ -43,7 +49,9 @@ def test_passes_and_updates_are_the_same_to_the_last_bit(found: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", [case[0] for case in CASES])
-def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: dict[str, Any], name: str) -> None:
+def test_each_replica_gets_the_rows_that_it_passes_and_no_others(
+    found: dict[str, Any], name: str
+) -> None:
     driver, other = found[name]["ranks"]
     assert driver["rows"] == 14 and other["again"] == 0, "rows that are there are not sent again"
     if name in REPLICAS:
@@ -52,12 +60,20 @@ def test_each_replica_gets_the_rows_that_it_passes_and_no_others(found: dict[str
         assert other["rows"] == driver["rows"]
     assert other["received"] and driver["sent"]
     if name.startswith("experts"):
-        assert other["layers"] == (2 if name in ("experts_pp2", "experts_vp2") else 4), "of its stage alone"
+        assert other["layers"] == (2 if name in ("experts_pp2", "experts_vp2") else 4), (
+            "of its stage alone"
+        )
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_s_ranks_hold_the_choices_of_its_layers(found: dict[str, Any], name: str) -> None:
-    assert [rank["layers"] for rank in found[name]["ranks"]] == [0, 2, 2, 2]  # the driver has the whole batch
+    # the driver has the whole batch
+    assert [rank["layers"] for rank in found[name]["ranks"]] == [
+        0,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_a_lone_rank_moves_nothing(found: dict[str, Any]) -> None:

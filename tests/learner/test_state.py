@@ -1,4 +1,6 @@
-"""A learner that reads what another one wrote goes on as that one would have, whatever their layouts."""
+"""A learner that reads what another one wrote goes on as that one would have, whatever their
+layouts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def _read(model: str, precision: str, writer: str, reader: str) -> bool:
-    """What one rank has written is read by all, in FP32; what others have, by themselves and by the next in turn."""
+    """What one rank has written is read by all, in FP32; what others have, by themselves and by the
+    next in turn.
+    """
     layouts = LAYOUTS[model]
     following = layouts[(layouts.index(writer) + 1) % len(layouts)]
     return reader == writer or (precision == "fp32" and (writer == "one" or reader == following))
@@ -21,14 +25,21 @@ def _read(model: str, precision: str, writer: str, reader: str) -> bool:
 
 def _job(folder: Path, model: str, precision: str, writer: str, reader: str = "") -> dict[str, Any]:
     return {
-        "name": f"{model} {precision} {writer} {reader}".strip(), "kind": "checkpoint", "hf": cases.MODELS[model],
-        "precision": precision, "layout": cases.ALL_LAYOUTS.get(reader or writer, {}), "reads": bool(reader),
-        "checkpoint": str(folder / f"{model}_{precision}_{writer}"), "wrote": 1 if writer == "one" else 2,
+        "name": f"{model} {precision} {writer} {reader}".strip(),
+        "kind": "checkpoint",
+        "hf": cases.MODELS[model],
+        "precision": precision,
+        "layout": cases.ALL_LAYOUTS.get(reader or writer, {}),
+        "reads": bool(reader),
+        "checkpoint": str(folder / f"{model}_{precision}_{writer}"),
+        "wrote": 1 if writer == "one" else 2,
         "poisoned": True,
-    }  # fmt: skip
+    }
 
 
-WRITERS = [(model, precision, at) for model in LAYOUTS for precision in PRECISIONS for at in LAYOUTS[model]]
+WRITERS = [
+    (model, precision, at) for model in LAYOUTS for precision in PRECISIONS for at in LAYOUTS[model]
+]
 CASES = [(*writer, at) for writer in WRITERS for at in LAYOUTS[writer[0]] if _read(*writer, at)]
 
 
@@ -38,13 +49,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for jobs in (WRITERS, CASES):
         one = [_job(folder, *job) for job in jobs if job[-1] == "one"]
-        found |= cases.run(tmp_path_factory, one, [_job(folder, *job) for job in jobs if job[-1] != "one"])
+        found |= cases.run(
+            tmp_path_factory, one, [_job(folder, *job) for job in jobs if job[-1] != "one"]
+        )
     return found
 
 
 @pytest.mark.parametrize(("model", "precision", "writer", "reader"), CASES)
-def test_it_goes_on(results: dict[str, Any], model: str, precision: str, writer: str, reader: str) -> None:
-    wrote, read = results[f"{model} {precision} {writer}"], results[f"{model} {precision} {writer} {reader}"]
+def test_it_goes_on(
+    results: dict[str, Any], model: str, precision: str, writer: str, reader: str
+) -> None:
+    wrote = results[f"{model} {precision} {writer}"]
+    read = results[f"{model} {precision} {writer} {reader}"]
     if writer == reader:
         assert read == wrote  # to the last bit
         return
@@ -53,4 +69,6 @@ def test_it_goes_on(results: dict[str, Any], model: str, precision: str, writer:
         for name in ("loss/total", "optim/grad_norm", "optim/lr"):
             assert after[name] == pytest.approx(before[name], rel=tolerance, abs=tolerance), name
     if precision == "fp32":
-        torch.testing.assert_close(cases.matrix(read, "after"), cases.matrix(wrote, "after"), rtol=0, atol=3e-4)
+        torch.testing.assert_close(
+            cases.matrix(read, "after"), cases.matrix(wrote, "after"), rtol=0, atol=3e-4
+        )

@@ -1,4 +1,6 @@
-"""What an update gains the sampler: a plain step survives INT8, one that turns around there is found and taken back."""
+"""What an update gains the sampler: a plain step survives INT8, one that turns around there is
+found and taken back.
+"""
 
 from typing import Any
 
@@ -23,17 +25,28 @@ JOBS = [
     _job("unseen", "gains", update="unseen", refuse=LIMIT),
 ]
 AGAIN = [
-    _job(f"again {steps} {precision} {name}", "again", steps=steps, precision=precision, layout=layout)
-    for name, layout in LAYOUTS.items() for precision in ("fp32", "bf16") for steps in (0, 2)
+    _job(
+        f"again {steps} {precision} {name}",
+        "again",
+        steps=steps,
+        precision=precision,
+        layout=layout,
+    )
+    for name, layout in LAYOUTS.items()
+    for precision in ("fp32", "bf16")
+    for steps in (0, 2)
     if precision == "bf16" or name == "one"
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one = [job for job in AGAIN if not job["layout"]]
     two = [job for job in AGAIN if job["layout"]]
-    two += [_job(f"plain {name}", "gains", update="plain", layout=layout) for name, layout in cases.LAYOUTS.items()]
+    two += [
+        _job(f"plain {name}", "gains", update="plain", layout=layout)
+        for name, layout in cases.LAYOUTS.items()
+    ]
     return cases.run(tmp_path_factory, [*JOBS, *one], two)
 
 
@@ -78,6 +91,8 @@ def test_every_layout_finds_the_same(layout: str, found: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("job", AGAIN, ids=lambda job: job["name"])
-def test_a_step_that_is_taken_back_leaves_nothing(job: dict[str, Any], found: dict[str, Any]) -> None:
+def test_a_step_that_is_taken_back_leaves_nothing(
+    job: dict[str, Any], found: dict[str, Any]
+) -> None:
     first, second = found[job["name"]]["found"]
     assert first == second

@@ -1,4 +1,6 @@
-"""One rounding more on every weight: as large as one, the same wherever a weight lies, and gone afterwards."""
+"""One rounding more on every weight: as large as one, the same wherever a weight lies, and gone
+afterwards.
+"""
 
 from typing import Any
 
@@ -33,7 +35,8 @@ def test_as_large_as_a_rounding_to_bf16_and_gone_afterwards(dtype: torch.dtype) 
 
 def test_a_pattern_belongs_to_a_name() -> None:
     """Ranks that hold one weight move it alike; two weights have nothing in common."""
-    one, other = weights(torch.bfloat16), weights(torch.bfloat16)
+    one = weights(torch.bfloat16)
+    other = weights(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in one.items()}
     with rounded_again(iter(one.items())), rounded_again(reversed(list(other.items()))):
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -57,7 +60,9 @@ def test_an_error_leaves_nothing_behind() -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job = {"kind": "noise", "precision": "bf16", "hf": cases.QWEN3}
-    one = [{**job, "name": f"one {forward}", "forward": forward} for forward in ("bf16", "as_sampler")]
+    one = [
+        {**job, "name": f"one {forward}", "forward": forward} for forward in ("bf16", "as_sampler")
+    ]
     one.append({**job, "name": "one cached", "kv_cache": "fp8"})
     one.append({**job, "name": "one experts", "hf": cases.QWEN3_MOE})
     two = [{**job, "name": name, "layout": cases.LAYOUTS[name]} for name in LAYOUTS]
@@ -66,8 +71,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["one bf16", "one as_sampler", "one experts", "one cached", *LAYOUTS, "ep2"])
-def test_a_learner_is_as_it_was_and_its_noise_the_same_on_every_layout(name: str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "name", ["one bf16", "one as_sampler", "one experts", "one cached", *LAYOUTS, "ep2"]
+)
+def test_a_learner_is_as_it_was_and_its_noise_the_same_on_every_layout(
+    name: str, found: dict[str, Any]
+) -> None:
     case = found[name]
     assert case["same"] and case["repeats"] and not case["seen"]
     same_model = "one experts" if name in ("one experts", "ep2") else "one bf16"

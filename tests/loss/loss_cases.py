@@ -1,4 +1,6 @@
-"""What the tests of losses and corrections are given: a loss's inputs after a correction, and parts of them."""
+"""What the tests of losses and corrections are given: a loss's inputs after a correction, and parts
+of them.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,32 @@ from megatron_rl.config.schema import CorrectionConfig, WeightConfig
 from megatron_rl.rollout_correction.correction import Correction, rollout_correction
 
 LOG2 = math.log(2.0)
-BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
+BYPASS = CorrectionConfig(
+    anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False
+)
 
 
-def inputs_of(pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any, advantages_B: Tensor) -> LossInputs:
+def inputs_of(
+    pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any, advantages_B: Tensor
+) -> LossInputs:
     """`found` holds the weights and masks, as a Correction does; all rows answer one prompt."""
     return LossInputs(
-        logprobs_BT=pi_BT, anchor_logprobs_BT=anchor_BT, sampler_logprobs_BT=mu_BT, ref_logprobs_BT=None,
-        entropy_BT=None, advantages_B=advantages_B, weights_BT=found.weights_BT, mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT, prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
-    )  # fmt: skip
+        logprobs_BT=pi_BT,
+        anchor_logprobs_BT=anchor_BT,
+        sampler_logprobs_BT=mu_BT,
+        ref_logprobs_BT=None,
+        entropy_BT=None,
+        advantages_B=advantages_B,
+        weights_BT=found.weights_BT,
+        mask_BT=found.mask_BT,
+        denominator_mask_BT=found.denominator_mask_BT,
+        prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
+    )
 
 
-def corrected(d: list[list[float]], mask: list[list[int]] | None = None, **config: Any) -> Correction:
+def corrected(
+    d: list[list[float]], mask: list[list[int]] | None = None, **config: Any
+) -> Correction:
     """The correction for given log-ratios."""
     d_BT = torch.tensor(d)
     mask_BT = torch.ones_like(d_BT) if mask is None else torch.tensor(mask)
@@ -36,14 +51,19 @@ def corrected(d: list[list[float]], mask: list[list[int]] | None = None, **confi
 
 def inputs_for(correction: Correction, advantages: list[float], **changes: Tensor) -> LossInputs:
     """A loss's inputs where the policy is the one that the correction was made with."""
-    prox_BT, mu_BT = correction.source.prox_logprobs_BT, correction.source.sampler_logprobs_BT
+    prox_BT = correction.source.prox_logprobs_BT
+    mu_BT = correction.source.sampler_logprobs_BT
     assert prox_BT is not None
-    found = inputs_of(prox_BT.clone().requires_grad_(), prox_BT, mu_BT, correction, torch.tensor(advantages))
+    found = inputs_of(
+        prox_BT.clone().requires_grad_(), prox_BT, mu_BT, correction, torch.tensor(advantages)
+    )
     return replace(found, **{"selected_BT": torch.zeros_like(correction.mask_BT)} | changes)
 
 
 def batch_of(mask_BT: Tensor, sampler_BT: Tensor, **fields: Tensor) -> Batch:
-    """Answers to one prompt of one token, by version 0 of the policy, where `fields` say nothing else."""
+    """Answers to one prompt of one token, by version 0 of the policy, where `fields` say nothing
+    else.
+    """
     rows, columns = mask_BT.shape
     zeros_B = torch.zeros(rows, dtype=torch.int64)
     plain = {
@@ -57,7 +77,12 @@ def batch_of(mask_BT: Tensor, sampler_BT: Tensor, **fields: Tensor) -> Batch:
     return Batch.of_matrices(mask_BT=mask_BT, sampler_logprobs_BT=sampler_BT, **plain | fields)
 
 
-def rows_of(inputs: LossInputs, index: slice | Tensor | list[int], width: int | None = None) -> LossInputs:
+def rows_of(
+    inputs: LossInputs, index: slice | Tensor | list[int], width: int | None = None
+) -> LossInputs:
     """Some of the rows, cut to a width."""
     parts = {name: value[index] for name, value in vars(inputs).items() if value is not None}
-    return replace(inputs, **{name: part[:, :width] if part.dim() == 2 else part for name, part in parts.items()})
+    return replace(
+        inputs,
+        **{name: part[:, :width] if part.dim() == 2 else part for name, part in parts.items()},
+    )

@@ -1,7 +1,8 @@
-"""Values and gradients of every policy loss, worked out by hand for one token at a time in plain Python.
+"""Values and gradients of every policy loss, worked out by hand for one token at a time in plain
+Python.
 
-Each formula returns (loss, d loss / d pi) of a token from pi, the anchor a, the advantage A, the weight w
-and what it needs of its row; `expected` reduces them.
+Each formula returns (loss, d loss / d pi) of a token from pi, the anchor a, the advantage A, the
+weight w and what it needs of its row; `expected` reduces them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Token:
 
     def shared(self, config: LossConfig) -> float:
         """The log of what is clipped: of this token's sequence, turn or prefix."""
-        shifts, turns = self.row.shifts, self.row.turns
+        shifts = self.row.shifts
+        turns = self.row.turns
         part = {
             "token": [self.x],
             "sequence": list(shifts),
@@ -55,9 +57,15 @@ class Token:
         """What its own distance counts, and how far its row has overspent before it."""
         if config.prefix_budget is None:
             return 1.0, 0.0
-        sizes, n = [abs(gap) for gap in self.row.gaps], len(self.row.gaps)
-        weights = [config.late_weight + (1 - config.late_weight) * (n - 1 - k) / max(1, n - 1) for k in range(n)]
-        budget = min(max(float(np.quantile(sizes, 0.9)), config.prefix_budget), 2 * config.prefix_budget)
+        sizes = [abs(gap) for gap in self.row.gaps]
+        n = len(self.row.gaps)
+        weights = [
+            config.late_weight + (1 - config.late_weight) * (n - 1 - k) / max(1, n - 1)
+            for k in range(n)
+        ]
+        budget = min(
+            max(float(np.quantile(sizes, 0.9)), config.prefix_budget), 2 * config.prefix_budget
+        )
         before = range(self.place)
         spent = sum(budget * weights[k] - weights[k] * sizes[k] for k in before)
         return weights[self.place], min(0.0, spent)
@@ -76,17 +84,28 @@ Pair = tuple[float, float]
 
 def bounds(token: Token, config: LossConfig) -> Pair:
     grown = (token.place + 1) ** config.clip_growth
-    lost = max(1.0, math.exp(token.anchor - token.sampler) / token.weight) if config.clip_by_weight else 1.0
+    lost = (
+        max(1.0, math.exp(token.anchor - token.sampler) / token.weight)
+        if config.clip_by_weight
+        else 1.0
+    )
     return (1 - config.clip_low) ** grown, (1 + config.clip_high) ** grown * lost
 
 
 def surrogate(r: float, token: Token, config: LossConfig) -> Pair:
-    advantage, grown = token.advantage, (token.place + 1) ** config.clip_growth
+    advantage = token.advantage
+    grown = (token.place + 1) ** config.clip_growth
     low, high = bounds(token, config)
-    plain, clipped = -advantage * r, -advantage * min(max(r, low), high)
+    plain = -advantage * r
+    clipped = -advantage * min(max(r, low), high)
     value, slope = (plain, -advantage * r) if plain >= clipped else (clipped, 0.0)
-    if config.dual_clip is not None and advantage < 0 and value > -(config.dual_clip**grown) * advantage:
-        value, slope = -(config.dual_clip**grown) * advantage, 0.0
+    if (
+        config.dual_clip is not None
+        and advantage < 0
+        and value > -(config.dual_clip**grown) * advantage
+    ):
+        value = -(config.dual_clip**grown) * advantage
+        slope = 0.0
     return value, slope
 
 
@@ -126,15 +145,19 @@ def gmpo(token: Token, config: LossConfig) -> Pair:
 
     n = len(token.row.shifts)
     mean = sum(bounded(x) for x in token.row.shifts) / n
-    weight = 0.0 if 0.0 in token.row.weights else math.exp(sum(map(math.log, token.row.weights)) / n)
+    weight = (
+        0.0 if 0.0 in token.row.weights else math.exp(sum(map(math.log, token.row.weights)) / n)
+    )
     value = -token.advantage * math.exp(mean) * weight
-    # the row's loss sits at each of its n tokens, and each depends on this token's pi: n times 1 / n
+    # the row's loss sits at each of its n tokens, and each depends on this token's pi: n times 1 /
+    # n
     free = bounded(token.x) == token.x
     return value, value * free
 
 
 def dppo(token: Token, config: LossConfig) -> Pair:
-    q, p = math.exp(token.pi), math.exp(token.anchor)
+    q = math.exp(token.pi)
+    p = math.exp(token.anchor)
     if config.trust_region == "total_variation":
         weight, spare = token.spare(config)
         if token.advantage > 0:
@@ -143,7 +166,11 @@ def dppo(token: Token, config: LossConfig) -> Pair:
             inside = weight * (q - p) >= min(-config.clip_low - spare, 0.0)
     else:
         kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-        leaving = kl > config.clip_high and q > p if token.advantage > 0 else kl > config.clip_low and q < p
+        leaving = (
+            kl > config.clip_high and q > p
+            if token.advantage > 0
+            else kl > config.clip_low and q < p
+        )
         inside = not leaving
     value = -token.advantage * token.r * inside * token.weight
     return value, value
@@ -186,7 +213,20 @@ def cross_entropy(token: Token, config: LossConfig) -> Pair:
 
 FORMULAS: dict[str, Callable[[Token, LossConfig], Pair]] = {
     formula.__name__: formula
-    for formula in (ppo, gspo, cispo, sapo, gmpo, dppo, clip_cov, kl_cov, vespo, reinforce, rollout_is, cross_entropy)
+    for formula in (
+        ppo,
+        gspo,
+        cispo,
+        sapo,
+        gmpo,
+        dppo,
+        clip_cov,
+        kl_cov,
+        vespo,
+        reinforce,
+        rollout_is,
+        cross_entropy,
+    )
 }
 
 
@@ -205,8 +245,11 @@ def coefficients(inputs: LossInputs, reduction: str, horizon: int) -> list[float
     counts = inputs.denominator_mask_BT.sum(1).tolist()
     prompts = inputs.prompt_ids_B.tolist()
     filled = [i for i, n in enumerate(counts) if n]
-    total, rows = max(1, sum(counts)), max(1, len(filled))
-    per_prompt = {p: sum(counts[i] for i in filled if prompts[i] == p) for p in {prompts[i] for i in filled}}
+    total = max(1, sum(counts))
+    rows = max(1, len(filled))
+    per_prompt = {
+        p: sum(counts[i] for i in filled if prompts[i] == p) for p in {prompts[i] for i in filled}
+    }
     found = []
     for i, n in enumerate(counts):
         if not n:
@@ -224,9 +267,14 @@ def coefficients(inputs: LossInputs, reduction: str, horizon: int) -> list[float
     return found
 
 
-def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: int) -> tuple[float, torch.Tensor]:
-    """The loss and its gradient with respect to logprobs_BT (and, for the entropy, -coef x coefficient)."""
-    pi, anchor = inputs.logprobs_BT.detach().double(), inputs.anchor_logprobs_BT.double()
+def expected(
+    inputs: LossInputs, config: LossConfig, reduction: str, horizon: int
+) -> tuple[float, torch.Tensor]:
+    """The loss and its gradient with respect to logprobs_BT (and, for the entropy, -coef x
+    coefficient).
+    """
+    pi = inputs.logprobs_BT.detach().double()
+    anchor = inputs.anchor_logprobs_BT.double()
     gradient = torch.zeros_like(pi)
     total = 0.0
     for i, scale in enumerate(coefficients(inputs, reduction, horizon)):
@@ -238,13 +286,22 @@ def expected(inputs: LossInputs, config: LossConfig, reduction: str, horizon: in
         for place, t in enumerate(places):
             selected = inputs.selected_BT is not None and bool(inputs.selected_BT[i, t])
             token = Token(
-                float(pi[i, t]), float(anchor[i, t]), float(inputs.advantages_B[i]), float(inputs.weights_BT[i, t]),
-                selected, row, place, float(inputs.sampler_logprobs_BT[i, t]),
-            )  # fmt: skip
+                float(pi[i, t]),
+                float(anchor[i, t]),
+                float(inputs.advantages_B[i]),
+                float(inputs.weights_BT[i, t]),
+                selected,
+                row,
+                place,
+                float(inputs.sampler_logprobs_BT[i, t]),
+            )
             value, slope = FORMULAS[str(config.name)](token, config)
             if config.kl_coef:
-                kl, kl_slope = kl_term(str(config.kl_estimator), token.pi - float(inputs.ref_logprobs_BT[i, t]))
-                value, slope = value + config.kl_coef * kl, slope + config.kl_coef * kl_slope
+                kl, kl_slope = kl_term(
+                    str(config.kl_estimator), token.pi - float(inputs.ref_logprobs_BT[i, t])
+                )
+                value = value + config.kl_coef * kl
+                slope = slope + config.kl_coef * kl_slope
             if config.entropy_coef:
                 value -= config.entropy_coef * float(inputs.entropy_BT.detach()[i, t])
             total += scale * value

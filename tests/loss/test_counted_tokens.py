@@ -1,4 +1,5 @@
-"""Tokens that are counted and not trained on: their KL and entropy, and the means that `anchor: sampler` logs.
+"""Tokens that are counted and not trained on: their KL and entropy, and the means that `anchor:
+sampler` logs.
 
 Shape legend: B sequences, T response positions.
 """
@@ -16,9 +17,14 @@ from loss_cases import BYPASS, inputs_of, rows_of
 from megatron_rl.batch import LossInputs
 from megatron_rl.config.schema import CorrectionConfig, LossConfig, NonFinite, Reduction, RejectRule
 from megatron_rl.loss.policy_loss import count_totals, policy_loss, seen_tokens
-from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.correction import (
+    Correction,
+    apply_conditional_rules,
+    rollout_correction,
+)
 
-B, T = 6, 5
+B = 6
+T = 5
 ADVANTAGES_B = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -2.0])
 MASK_BT = torch.arange(T)[None] < torch.tensor([T, 3, 1, 4, T, 2])[:, None]
 COUNTED = LossConfig(kl_coef=0.3, entropy_coef=0.2, kl_on="counted")
@@ -33,7 +39,9 @@ PI_BT = PROX_BT + 0.2 * random_BT(1)
 MU_BT = PROX_BT + 0.3 * random_BT(2)
 
 
-def inputs(found: Correction, mu_BT: torch.Tensor = MU_BT, pi_BT: torch.Tensor = PI_BT) -> LossInputs:
+def inputs(
+    found: Correction, mu_BT: torch.Tensor = MU_BT, pi_BT: torch.Tensor = PI_BT
+) -> LossInputs:
     some = inputs_of(pi_BT.clone().requires_grad_(), PROX_BT, mu_BT, found, ADVANTAGES_B.double())
     rest = {"ref_logprobs_BT": PROX_BT + 0.4 * random_BT(3), "entropy_BT": random_BT(4).abs()}
     return replace(some, **rest, prompt_ids_B=torch.arange(B) // 2)
@@ -50,14 +58,19 @@ def rejecting(**keys: Any) -> Correction:
 
 
 def test_kl_and_entropy_count_rejected_tokens_and_the_policy_loss_does_not() -> None:
-    """k3 and the entropy of every response token over all of them, whatever the correction rejects."""
+    """k3 and the entropy of every response token over all of them, whatever the correction
+    rejects.
+    """
     some = inputs(rejecting())
     assert 0 < int(some.mask_BT.sum()) < int(MASK_BT.sum())
     loss, metrics = policy_loss(some, COUNTED)
     s_BT = PI_BT - some.ref_logprobs_BT
-    kl_BT, n = (-s_BT).exp() - 1 + s_BT, int(MASK_BT.sum())
+    kl_BT = (-s_BT).exp() - 1 + s_BT
+    n = int(MASK_BT.sum())
     assert float(metrics["loss/kl"]) == pytest.approx(float(kl_BT[MASK_BT].sum()) / n)
-    assert float(metrics["loss/entropy"]) == pytest.approx(float(some.entropy_BT[MASK_BT].sum()) / n)
+    assert float(metrics["loss/entropy"]) == pytest.approx(
+        float(some.entropy_BT[MASK_BT].sum()) / n
+    )
     trained = policy_loss(some, replace(COUNTED, kl_on="trained"))[1]
     assert metrics["loss/policy"] == trained["loss/policy"]
     assert trained["loss/kl"] < metrics["loss/kl"]
@@ -74,7 +87,9 @@ def test_counted_is_the_kl_of_a_batch_without_rejection(reduction: Reduction) ->
     all_of_it = policy_loss(replace(some, mask_BT=MASK_BT), replace(config, kl_on="trained"))[1]
     metrics = policy_loss(some, config)[1]
     totals = count_totals(some.denominator_mask_BT, some.prompt_ids_B, T)
-    parts = [policy_loss(rows_of(some, rows), config, totals)[1] for rows in ([0, 3], [1, 2, 5], [4])]
+    parts = [
+        policy_loss(rows_of(some, rows), config, totals)[1] for rows in ([0, 3], [1, 2, 5], [4])
+    ]
     for name in ("loss/kl", "loss/entropy"):
         assert metrics[name] == all_of_it[name]
         if reduction != Reduction.seq_mean_token_sum_norm:
@@ -108,8 +123,12 @@ def test_rows_are_seen_only_where_a_term_looks_at_them() -> None:
     assert torch.equal(seen_tokens(replace(COUNTED, kl_coef=0.0), *masks), MASK_BT)
 
 
-def mismatch(policy: NonFinite, parts: list[list[int]], mu_BT: torch.Tensor, pi_BT: torch.Tensor) -> dict[str, float]:
-    bypass = replace(BYPASS, reject=[RejectRule(stat="ratio", reduce="max", high=1.6)], non_finite=policy)
+def mismatch(
+    policy: NonFinite, parts: list[list[int]], mu_BT: torch.Tensor, pi_BT: torch.Tensor
+) -> dict[str, float]:
+    bypass = replace(
+        BYPASS, reject=[RejectRule(stat="ratio", reduce="max", high=1.6)], non_finite=policy
+    )
     found = rollout_correction(None, mu_BT, MASK_BT, bypass)
     whole = inputs(found, mu_BT, pi_BT)
     totals = count_totals(whole.denominator_mask_BT, whole.prompt_ids_B, T, whole.weights_BT)
@@ -118,10 +137,15 @@ def mismatch(policy: NonFinite, parts: list[list[int]], mu_BT: torch.Tensor, pi_
     return {name: float(sum(part[name] for part in metrics)) for name in names}
 
 
-@pytest.mark.parametrize("policy", [NonFinite.drop, NonFinite.one, NonFinite.zero, NonFinite.reject])
+@pytest.mark.parametrize(
+    "policy", [NonFinite.drop, NonFinite.one, NonFinite.zero, NonFinite.reject]
+)
 def test_what_the_sampler_anchor_logs_does_not_depend_on_micro_batches(policy: NonFinite) -> None:
-    """Tokens without a ratio are in the mask under `zero`, and in no mean over ratios; nor is a fault of the policy."""
-    mu_BT, pi_BT = MU_BT.clone(), PI_BT.clone()
+    """Tokens without a ratio are in the mask under `zero`, and in no mean over ratios; nor is a
+    fault of the policy.
+    """
+    mu_BT = MU_BT.clone()
+    pi_BT = PI_BT.clone()
     mu_BT[0, 1] = mu_BT[1, 0] = math.nan
     pi_BT[4, 2] = -math.inf
     whole = mismatch(policy, [[*range(B)]], mu_BT, pi_BT)

@@ -1,4 +1,5 @@
-"""Corrections of a batch's later updates: weights of the policy as it is, anchors between the sampler and it.
+"""Corrections of a batch's later updates: weights of the policy as it is, anchors between the
+sampler and it.
 
 Shape legend: B sequences, T response positions.
 """
@@ -16,7 +17,14 @@ from loss_oracle import expected
 from test_loss import example
 
 from megatron_rl.config.correction_rules import check_objective
-from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, LossConfig, LossName, RejectRule, WeightConfig
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    CorrectionConfig,
+    LossConfig,
+    LossName,
+    RejectRule,
+    WeightConfig,
+)
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, over_trained, policy_loss
 from megatron_rl.rollout_correction.correction import staleness
 
@@ -24,23 +32,31 @@ RULE = RejectRule(level="token", stat="ratio", high=1.3)
 BETWEEN = replace(BYPASS, anchor="interpolated", weight=WeightConfig(high=1.2))
 
 
-def gradient(inputs: LossInputs, loss: LossConfig, correction: CorrectionConfig | None) -> torch.Tensor:
+def gradient(
+    inputs: LossInputs, loss: LossConfig, correction: CorrectionConfig | None
+) -> torch.Tensor:
     totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, 7)
     value, _ = policy_loss(inputs, loss, totals, correction)
     (found,) = torch.autograd.grad(value, inputs.logprobs_BT)
     return found
 
 
-@pytest.mark.parametrize("loss", [LossConfig(), LossConfig(name="reinforce"), LossConfig(name="gspo", clip_high=0.01)])
+@pytest.mark.parametrize(
+    "loss", [LossConfig(), LossConfig(name="reinforce"), LossConfig(name="gspo", clip_high=0.01)]
+)
 def test_the_weight_of_the_current_policy(loss: LossConfig) -> None:
     """What rules have rejected stays as it was before the first update."""
     inputs = example(1)
     rho_BT = (inputs.logprobs_BT.detach() - inputs.sampler_logprobs_BT).exp()
-    correction = CorrectionConfig(weight=WeightConfig(low=0.8, high=1.1, current=True), reject=[RULE])
+    correction = CorrectionConfig(
+        weight=WeightConfig(low=0.8, high=1.1, current=True), reject=[RULE]
+    )
     found = gradient(inputs, loss, correction)
     weighed = replace(inputs, weights_BT=rho_BT.clamp(0.8, 1.1) * inputs.mask_BT)
     reduction = "seq_mean_token_mean" if loss.name == "gspo" else "token_mean"
-    torch.testing.assert_close(found, expected(weighed, loss, reduction, 7)[1], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        found, expected(weighed, loss, reduction, 7)[1], rtol=1e-5, atol=1e-7
+    )
     assert (found - gradient(inputs, loss, None)).abs().max() > 1e-4
 
 
@@ -48,7 +64,9 @@ def test_of_one_update_it_is_the_proximal_weight() -> None:
     inputs = replace(example(2), anchor_logprobs_BT=None)
     plain = CorrectionConfig(weight=WeightConfig(high=1.1))
     current = replace(plain, weight=replace(plain.weight, current=True))
-    assert torch.equal(gradient(inputs, LossConfig(), plain), gradient(inputs, LossConfig(), current))
+    assert torch.equal(
+        gradient(inputs, LossConfig(), plain), gradient(inputs, LossConfig(), current)
+    )
 
 
 def stale(seed: int, age: float | None = None) -> LossInputs:
@@ -58,49 +76,74 @@ def stale(seed: int, age: float | None = None) -> LossInputs:
     ages_BT = torch.randint(0, 5, inputs.mask_BT.shape, generator=random).float()
     ages_BT = ages_BT if age is None else torch.full_like(ages_BT, age)
     weights_BT = inputs.mask_BT.double()
-    return replace(inputs, anchor_logprobs_BT=inputs.sampler_logprobs_BT, weights_BT=weights_BT, staleness_BT=ages_BT)
+    return replace(
+        inputs,
+        anchor_logprobs_BT=inputs.sampler_logprobs_BT,
+        weights_BT=weights_BT,
+        staleness_BT=ages_BT,
+    )
 
 
-@pytest.mark.parametrize("loss", [LossConfig(clip_low=0.05, clip_high=0.05), LossConfig(name="cispo", clip_high=0.02)])
+@pytest.mark.parametrize(
+    "loss", [LossConfig(clip_low=0.05, clip_high=0.05), LossConfig(name="cispo", clip_high=0.02)]
+)
 def test_the_anchor_lies_between_sampler_and_policy(loss: LossConfig) -> None:
     inputs = stale(3)
-    mu_BT, pi_BT = inputs.sampler_logprobs_BT, inputs.logprobs_BT.detach()
+    mu_BT = inputs.sampler_logprobs_BT
+    pi_BT = inputs.logprobs_BT.detach()
     anchor_BT = mu_BT + inputs.staleness_BT / (inputs.staleness_BT + 1) * (pi_BT - mu_BT)
     weights_BT = (anchor_BT - mu_BT).exp().clamp(max=1.2) * inputs.mask_BT
     known = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=weights_BT)
     found = gradient(inputs, loss, BETWEEN)
-    torch.testing.assert_close(found, expected(known, loss, "token_mean", 7)[1], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        found, expected(known, loss, "token_mean", 7)[1], rtol=1e-5, atol=1e-7
+    )
     halves = [rows_of(inputs, slice(0, 4)), rows_of(inputs, slice(4, 8))]
     totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, 7)
     parts = [policy_loss(half, loss, totals, BETWEEN) for half in halves]
     whole = policy_loss(inputs, loss, totals, BETWEEN)
     assert float(sum(part[0].detach() for part in parts)) == pytest.approx(float(whole[0].detach()))
     for name in ("rollout_corr/kl", "rollout_corr/rollout_rs_masked_fraction", "loss/ratio_mean"):
-        assert float(sum(part[1][name] for part in parts)) == pytest.approx(float(whole[1][name])), name
+        assert float(sum(part[1][name] for part in parts)) == pytest.approx(
+            float(whole[1][name])
+        ), name
 
 
 def test_metrics_are_of_what_the_rules_in_the_loss_have_left() -> None:
-    """Of the ratio to the policy in between: fresh tokens are the sampler's, and none is rejected."""
+    """Of the ratio to the policy in between: fresh tokens are the sampler's, and none is
+    rejected.
+    """
     rule = RejectRule(level="token", stat="ratio", low=0.9, high=1.1)
     for age in (0.0, 1.0):
         inputs = stale(3, age)
         found = policy_loss(inputs, LossConfig(), None, replace(BETWEEN, reject=[rule]))[1]
-        rejected, trained = found["rollout_corr/rollout_rs_masked_fraction"], found["loss/trained_fraction"]
+        rejected = found["rollout_corr/rollout_rs_masked_fraction"]
+        trained = found["loss/trained_fraction"]
         assert (rejected > 0) == (age > 0)
-        tokens, counted = int(inputs.mask_BT.sum()), int(inputs.denominator_mask_BT.sum())
+        tokens = int(inputs.mask_BT.sum())
+        counted = int(inputs.denominator_mask_BT.sum())
         assert float(rejected + trained) * counted == pytest.approx(tokens)
     held = over_trained({"loss/trained_fraction": 0.5, "loss/ratio_mean": 0.5, "loss/total": 1.0})
     assert held == {"loss/trained_fraction": 0.5, "loss/ratio_mean": 1.0, "loss/total": 1.0}
 
 
 def test_of_fresh_tokens_it_is_the_sampler_and_of_old_ones_the_policy() -> None:
-    loss, fresh, old = LossConfig(clip_low=0.05, clip_high=0.05), stale(4, 0.0), stale(4, 1e9)
+    loss = LossConfig(clip_low=0.05, clip_high=0.05)
+    fresh = stale(4, 0.0)
+    old = stale(4, 1e9)
     torch.testing.assert_close(gradient(fresh, loss, BETWEEN), gradient(fresh, loss, BYPASS))
-    weights_BT = (old.logprobs_BT.detach() - old.sampler_logprobs_BT).exp().clamp(max=1.2) * old.mask_BT
+    weights_BT = (old.logprobs_BT.detach() - old.sampler_logprobs_BT).exp().clamp(
+        max=1.2
+    ) * old.mask_BT
     itself = replace(old, anchor_logprobs_BT=old.logprobs_BT.detach(), weights_BT=weights_BT)
-    torch.testing.assert_close(gradient(old, loss, BETWEEN), gradient(itself, loss, None), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        gradient(old, loss, BETWEEN), gradient(itself, loss, None), rtol=1e-5, atol=1e-7
+    )
     # what is logged is the mismatch with the policy, however much of it the anchor has taken over
-    logged = [float(policy_loss(fresh, loss, None, one)[1]["rollout_corr/kl"]) for one in (BETWEEN, BYPASS)]
+    logged = [
+        float(policy_loss(fresh, loss, None, one)[1]["rollout_corr/kl"])
+        for one in (BETWEEN, BYPASS)
+    ]
     assert logged[0] == logged[1] != 0.0
 
 
@@ -114,7 +157,9 @@ def test_a_token_without_a_logprob_and_one_without_an_age() -> None:
 
 
 def test_ages_are_counted_from_the_version_that_wrote_the_token() -> None:
-    batch = batch_of(torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3), versions_B=torch.tensor([5, 7]))
+    batch = batch_of(
+        torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3), versions_B=torch.tensor([5, 7])
+    )
     batch = batch.with_matrices(versions_BT=torch.tensor([[5, 6, 7], [7, 7, 8]]))
     found_BT = staleness(batch, BETWEEN, 7)
     assert found_BT is not None and found_BT.tolist() == [[2, 1, 0], [0, 0, 0]]
@@ -125,30 +170,65 @@ def weighed(**weight: Any) -> CorrectionConfig:
     return CorrectionConfig(weight=WeightConfig(**weight))
 
 
-BY_WEIGHT, PLAIN = LossConfig(clip_by_weight=True), LossConfig()
+BY_WEIGHT = LossConfig(clip_by_weight=True)
+PLAIN = LossConfig()
 PREFIX = LossConfig(name="dppo", trust_region="binary_kl", prefix_budget=0.1)
 SOLVED = "current is true: correction.weight.normalize is solved before the first update"
 TOKENS = replace(weighed(level="turn", current=True), reject=[RULE])
 REFUSED = [
-    (replace(BETWEEN, rebaseline=True), LossConfig(), "rebaseline is true: it needs the global batch"),
-    (replace(BETWEEN, weight=WeightConfig(current=True)), LossConfig(), "weight.current is true: it needs the global"),
-    (BETWEEN, LossConfig(name="kl_cov"), "loss.name is kl_cov: it selects tokens by the proximal logprobs"),
+    (
+        replace(BETWEEN, rebaseline=True),
+        LossConfig(),
+        "rebaseline is true: it needs the global batch",
+    ),
+    (
+        replace(BETWEEN, weight=WeightConfig(current=True)),
+        LossConfig(),
+        "weight.current is true: it needs the global",
+    ),
+    (
+        BETWEEN,
+        LossConfig(name="kl_cov"),
+        "loss.name is kl_cov: it selects tokens by the proximal logprobs",
+    ),
     (BETWEEN, LossConfig(name="vespo"), "loss.name is vespo: its ratio is pi over the sampler"),
     (weighed(current=True, normalize=True), PLAIN, SOLVED),
-    (weighed(level="none", current=True), LossConfig(), "current is true: correction.weight.level is none"),
-    (TOKENS, PLAIN, r"reject\[0\].level is token: it takes tokens out of a turn .* use sequence or turn"),
+    (
+        weighed(level="none", current=True),
+        LossConfig(),
+        "current is true: correction.weight.level is none",
+    ),
+    (
+        TOKENS,
+        PLAIN,
+        r"reject\[0\].level is token: it takes tokens out of a turn .* use sequence or turn",
+    ),
     (weighed(target_by="mix"), LossConfig(), "target_by is mix: .*target_ess is null"),
     (weighed(high=None), BY_WEIGHT, "clip_by_weight is true: it makes up for what a cap takes"),
     (weighed(normalize=True), BY_WEIGHT, "clip_by_weight is true: .*normalize moves weights"),
-    (CorrectionConfig(), LossConfig(name="dppo", clip_by_weight=True), "only ppo, gspo, cispo, .* have it"),
-    (CorrectionConfig(), LossConfig(prefix_budget=0.1), "prefix_budget is 0.1: only dppo have it; leave it at null"),
-    (CorrectionConfig(), LossConfig(name="dppo", late_weight=0.8), "late_weight is 0.8: it weighs what loss.prefix"),
+    (
+        CorrectionConfig(),
+        LossConfig(name="dppo", clip_by_weight=True),
+        "only ppo, gspo, cispo, .* have it",
+    ),
+    (
+        CorrectionConfig(),
+        LossConfig(prefix_budget=0.1),
+        "prefix_budget is 0.1: only dppo have it; leave it at null",
+    ),
+    (
+        CorrectionConfig(),
+        LossConfig(name="dppo", late_weight=0.8),
+        "late_weight is 0.8: it weighs what loss.prefix",
+    ),
     (CorrectionConfig(), PREFIX, "prefix_budget is 0.1: it is of distances in probability"),
 ]
 
 
 @pytest.mark.parametrize(("correction", "loss", "words"), REFUSED)
-def test_what_does_not_go_together(correction: CorrectionConfig, loss: LossConfig, words: str) -> None:
+def test_what_does_not_go_together(
+    correction: CorrectionConfig, loss: LossConfig, words: str
+) -> None:
     found = check_objective(correction, loss, AdvantageConfig())
     assert len(found) == 1, found
     with pytest.raises(AssertionError, match=words):
@@ -158,5 +238,7 @@ def test_what_does_not_go_together(correction: CorrectionConfig, loss: LossConfi
 def test_what_does() -> None:
     for name in (LossName.ppo, LossName.cispo, LossName.reinforce):
         assert not check_objective(BETWEEN, LossConfig(name=name), AdvantageConfig())
-    both = CorrectionConfig(weight=WeightConfig(target_ess=0.9, target_by="mix", outside="zero", low=0.5))
+    both = CorrectionConfig(
+        weight=WeightConfig(target_ess=0.9, target_by="mix", outside="zero", low=0.5)
+    )
     assert not check_objective(both, LossConfig(clip_by_weight=True), AdvantageConfig())

@@ -14,19 +14,35 @@ import torch
 from loss_cases import BYPASS, rows_of
 from loss_oracle import expected
 
-from megatron_rl.config.schema import CorrectionConfig, LossName, Reduction, RejectRule, WeightConfig
+from megatron_rl.config.schema import (
+    CorrectionConfig,
+    LossName,
+    Reduction,
+    RejectRule,
+    WeightConfig,
+)
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, Totals, count_totals, policy_loss, reduction_of
+from megatron_rl.loss.policy_loss import (
+    LossConfig,
+    LossInputs,
+    Totals,
+    count_totals,
+    policy_loss,
+    reduction_of,
+)
 from megatron_rl.rollout_correction.correction import apply_conditional_rules, rollout_correction
 from megatron_rl.runs.metrics import METRICS
 
-B, T = 8, 7
+B = 8
+T = 7
 CONFIGS = {
     "ppo": LossConfig(name="ppo", clip_low=0.2, clip_high=0.28),
     "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, dual_clip=1.5),
     "ppo turn": LossConfig(name="ppo", level="turn", aggregate="geometric"),
     "ppo sequence": LossConfig(name="ppo", level="sequence", clip_high=0.5, dual_clip=1.7),
-    "ppo prefix": LossConfig(name="ppo", level="prefix", clip_low=0.1, clip_high=0.1, clip_growth=0.5, dual_clip=1.2),
+    "ppo prefix": LossConfig(
+        name="ppo", level="prefix", clip_low=0.1, clip_high=0.1, clip_growth=0.5, dual_clip=1.2
+    ),
     "ppo prefix min": LossConfig(name="ppo", level="prefix", aggregate="min"),
     "cispo prefix": LossConfig(name="cispo", level="prefix", aggregate="geometric"),
     "vespo": LossConfig(name="vespo"),
@@ -38,7 +54,9 @@ CONFIGS = {
     "gmpo": LossConfig(name="gmpo", clip_low=0.2, clip_high=0.4),
     "dppo tv": LossConfig(name="dppo", clip_low=0.03, clip_high=0.05),
     "dppo kl": LossConfig(name="dppo", clip_low=0.01, clip_high=0.02, trust_region="binary_kl"),
-    "dppo budget": LossConfig(name="dppo", clip_low=0.15, clip_high=0.15, prefix_budget=0.05, late_weight=0.2),
+    "dppo budget": LossConfig(
+        name="dppo", clip_low=0.15, clip_high=0.15, prefix_budget=0.05, late_weight=0.2
+    ),
     "ppo by weight": LossConfig(name="ppo", clip_high=0.05, clip_by_weight=True, clip_growth=0.2),
     "cispo by weight": LossConfig(name="cispo", clip_low=0.3, clip_high=0.05, clip_by_weight=True),
     "clip_cov": LossConfig(name="clip_cov"),
@@ -50,14 +68,21 @@ CONFIGS = {
 
 
 def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """Ragged rows in three prompts, some rejected tokens that stay in the denominators, an empty row."""
+    """Ragged rows in three prompts, some rejected tokens that stay in the denominators, an empty
+    row.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     anchor_BT = -torch.rand(B, T, generator=generator, dtype=torch.float64) * 2 - 0.1
-    pi_BT = (anchor_BT + 0.4 * normal(B, T) + 0.2 * normal(B, 1)).clamp(max=-0.01).to(dtype).requires_grad_()
+    pi_BT = (
+        (anchor_BT + 0.4 * normal(B, T) + 0.2 * normal(B, 1))
+        .clamp(max=-0.01)
+        .to(dtype)
+        .requires_grad_()
+    )
     lengths_B = torch.tensor([T, 3, 1, 5, 0, T, 2, 4])
     denominator_BT = torch.arange(T)[None] < lengths_B[:, None]
     mask_BT = denominator_BT & (torch.rand(B, T, generator=generator) > 0.15)
@@ -131,7 +156,9 @@ def test_only_the_policy_is_differentiated(name: str) -> None:
     value, slope = loss_and_gradient(replace(inputs, **constants), config)
     assert loss == value
     assert torch.equal(gradient, slope)
-    loose = {key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")}
+    loose = {
+        key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")
+    }
     loss, _ = policy_loss(replace(inputs, **loose), config)
     assert torch.autograd.grad(loss, list(loose.values()), allow_unused=True) == (None, None)
 
@@ -141,7 +168,9 @@ def test_a_geometric_ratio_of_rows_is_gspo_and_one_turn_is_its_row() -> None:
     gspo = replace(CONFIGS["gspo dual"], reduction="token_mean")
     value, slope = loss_and_gradient(inputs, replace(gspo, reduction="seq_mean_token_mean"))
     for level in ("sequence", "turn"):
-        config = replace(gspo, name="ppo", level=level, aggregate="geometric", reduction="seq_mean_token_mean")
+        config = replace(
+            gspo, name="ppo", level=level, aggregate="geometric", reduction="seq_mean_token_mean"
+        )
         loss, gradient = loss_and_gradient(inputs, config)
         assert loss == pytest.approx(value, abs=1e-12)
         torch.testing.assert_close(gradient, slope)
@@ -150,7 +179,9 @@ def test_a_geometric_ratio_of_rows_is_gspo_and_one_turn_is_its_row() -> None:
 @pytest.mark.parametrize("to", ["sampler", "anchor"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_a_penalty_for_leaving_the_sampler_or_the_anchor(to: str, estimator: str) -> None:
-    """KL(mu || pi), from tokens that mu has written: 0 for a token that the sampler has not reported."""
+    """KL(mu || pi), from tokens that mu has written: 0 for a token that the sampler has not
+    reported.
+    """
     inputs = example(4)
     inputs.sampler_logprobs_BT[0, 1] = math.nan
     config = LossConfig(name="reinforce", kl_coef=0.3, kl_to=to, kl_estimator=estimator)
@@ -167,7 +198,9 @@ def test_a_penalty_for_leaving_the_sampler_or_the_anchor(to: str, estimator: str
     }[estimator]
     n = int(inputs.denominator_mask_BT.sum())
     assert loss - plain == pytest.approx(0.3 * float((kl_BT * inputs.mask_BT).sum()) / n, abs=1e-9)
-    torch.testing.assert_close(gradient - slope, 0.3 * own_BT * inputs.mask_BT / n, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        gradient - slope, 0.3 * own_BT * inputs.mask_BT / n, rtol=1e-6, atol=1e-9
+    )
 
 
 def test_the_reference_kl_weighted_by_the_ratio() -> None:
@@ -176,22 +209,29 @@ def test_the_reference_kl_weighted_by_the_ratio() -> None:
     config = LossConfig(name="reinforce", kl_coef=0.3, kl_cap=1e6)
     found = loss_and_gradient(inputs, config)
     plain = loss_and_gradient(inputs, replace(config, kl_coef=0.0))
-    pi_BT, mask_BT = inputs.logprobs_BT, inputs.mask_BT
+    pi_BT = inputs.logprobs_BT
+    mask_BT = inputs.mask_BT
     x_BT = (inputs.ref_logprobs_BT - pi_BT) * mask_BT
     ratio_BT = ((pi_BT - inputs.anchor_logprobs_BT) * mask_BT).exp()
     term = (ratio_BT * (x_BT.exp() - 1 - x_BT)).sum() * 0.3 / inputs.denominator_mask_BT.sum()
     assert found[0] - plain[0] == pytest.approx(float(term.detach()), abs=1e-9)
-    torch.testing.assert_close(found[1] - plain[1], torch.autograd.grad(term, pi_BT)[0], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        found[1] - plain[1], torch.autograd.grad(term, pi_BT)[0], rtol=1e-6, atol=1e-9
+    )
     bounded = loss_and_gradient(inputs, replace(config, kl_cap=0.5))
     shrunk = (ratio_BT.clamp(max=0.5) / ratio_BT).detach()
-    torch.testing.assert_close(bounded[1] - plain[1], (found[1] - plain[1]) * shrunk, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        bounded[1] - plain[1], (found[1] - plain[1]) * shrunk, rtol=1e-6, atol=1e-9
+    )
 
 
 def test_every_loss_has_an_example() -> None:
     assert {config.name for config in CONFIGS.values()} == set(LossName)
 
 
-@pytest.mark.parametrize("name", ["ppo dual", "gspo", "cispo", "gmpo", "dppo tv", "dppo kl", "rollout_is"])
+@pytest.mark.parametrize(
+    "name", ["ppo dual", "gspo", "cispo", "gmpo", "dppo tv", "dppo kl", "rollout_is"]
+)
 def test_the_examples_clip_on_both_sides(name: str) -> None:
     """Otherwise the comparison above would say nothing about the bounds."""
     seen = {"clip_fraction_high": 0.0, "clip_fraction_low": 0.0}
@@ -204,7 +244,13 @@ def test_the_examples_clip_on_both_sides(name: str) -> None:
 
 
 def test_dual_clip_is_active_in_its_example() -> None:
-    assert sum(float(policy_loss(example(s), CONFIGS["ppo dual"])[1]["loss/dual_clip_fraction"]) for s in range(3)) > 0
+    assert (
+        sum(
+            float(policy_loss(example(s), CONFIGS["ppo dual"])[1]["loss/dual_clip_fraction"])
+            for s in range(3)
+        )
+        > 0
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
@@ -243,7 +289,11 @@ def test_micro_batches_add_up(name: str, reduction: Reduction) -> None:
     totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
     whole, gradient = loss_and_gradient(inputs, config, totals)
     whole_metrics = policy_loss(inputs, config, totals)[1]
-    for parts in ([[0, 3, 6], [1, 2], [4], [5, 7]], [[7, 6, 5, 4, 3, 2, 1, 0]], [[i] for i in range(B)]):
+    for parts in (
+        [[0, 3, 6], [1, 2], [4], [5, 7]],
+        [[7, 6, 5, 4, 3, 2, 1, 0]],
+        [[i] for i in range(B)],
+    ):
         found = [policy_loss(rows_of(inputs, torch.tensor(part)), config, totals) for part in parts]
         total = sum(loss for loss, _ in found)
         assert float(total.detach()) == pytest.approx(whole, abs=1e-12)
@@ -251,24 +301,40 @@ def test_micro_batches_add_up(name: str, reduction: Reduction) -> None:
         torch.testing.assert_close(split_gradient, gradient)
         for key, value in whole_metrics.items():
             if key != "loss/empty_microbatches":
-                assert float(sum(m[key] for _, m in found)) == pytest.approx(float(value), abs=1e-6), key
+                assert float(sum(m[key] for _, m in found)) == pytest.approx(
+                    float(value), abs=1e-6
+                ), key
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("reduction", list(Reduction))
-def test_all_masked_is_zero_with_zero_gradients_and_a_counter(name: str, reduction: Reduction) -> None:
+def test_all_masked_is_zero_with_zero_gradients_and_a_counter(
+    name: str, reduction: Reduction
+) -> None:
     config = replace(CONFIGS[name], reduction=reduction, kl_coef=0.1, entropy_coef=0.1)
     inputs = example()
     nothing_BT = torch.zeros_like(inputs.mask_BT)
     poison_BT = torch.full_like(inputs.anchor_logprobs_BT, math.nan)
     logprobs_BT = poison_BT.clone().requires_grad_()
     inputs = replace(
-        inputs, mask_BT=nothing_BT, logprobs_BT=logprobs_BT, anchor_logprobs_BT=poison_BT, ref_logprobs_BT=poison_BT,
-        entropy_BT=poison_BT, weights_BT=poison_BT,
-    )  # fmt: skip
-    elsewhere = count_totals(torch.ones(1, 2).bool(), torch.zeros(1), horizon=2)  # the tokens of other micro-batches
-    for denominators_BT, totals in ((nothing_BT, None), (inputs.denominator_mask_BT, None), (nothing_BT, elsewhere)):
-        loss, metrics = policy_loss(replace(inputs, denominator_mask_BT=denominators_BT), config, totals)
+        inputs,
+        mask_BT=nothing_BT,
+        logprobs_BT=logprobs_BT,
+        anchor_logprobs_BT=poison_BT,
+        ref_logprobs_BT=poison_BT,
+        entropy_BT=poison_BT,
+        weights_BT=poison_BT,
+    )
+    # the tokens of other micro-batches
+    elsewhere = count_totals(torch.ones(1, 2).bool(), torch.zeros(1), horizon=2)
+    for denominators_BT, totals in (
+        (nothing_BT, None),
+        (inputs.denominator_mask_BT, None),
+        (nothing_BT, elsewhere),
+    ):
+        loss, metrics = policy_loss(
+            replace(inputs, denominator_mask_BT=denominators_BT), config, totals
+        )
         (gradient,) = torch.autograd.grad(loss, logprobs_BT)
         assert float(loss.detach()) == 0.0
         assert not gradient.any()
@@ -306,7 +372,9 @@ def test_totals() -> None:
 def test_masks_of_numbers_are_masks(dtype: torch.dtype) -> None:
     inputs = example()
     numbers = replace(
-        inputs, mask_BT=inputs.mask_BT.to(dtype), denominator_mask_BT=inputs.denominator_mask_BT.to(dtype)
+        inputs,
+        mask_BT=inputs.mask_BT.to(dtype),
+        denominator_mask_BT=inputs.denominator_mask_BT.to(dtype),
     )
     for reduction in Reduction:
         config = LossConfig(reduction=reduction)
@@ -333,11 +401,17 @@ class TestAnchorSampler:
             mu_BT[0, 0] = fault
         before = rollout_correction(None, mu_BT, inputs.denominator_mask_BT, correction)
         return replace(
-            inputs, sampler_logprobs_BT=mu_BT, anchor_logprobs_BT=mu_BT, mask_BT=before.mask_BT,
-            weights_BT=before.weights_BT, denominator_mask_BT=before.denominator_mask_BT,
-        )  # fmt: skip
+            inputs,
+            sampler_logprobs_BT=mu_BT,
+            anchor_logprobs_BT=mu_BT,
+            mask_BT=before.mask_BT,
+            weights_BT=before.weights_BT,
+            denominator_mask_BT=before.denominator_mask_BT,
+        )
 
-    @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo tv", "rollout_is"])
+    @pytest.mark.parametrize(
+        "name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo tv", "rollout_is"]
+    )
     def test_ratio_losses_use_the_sampler(self, name: str) -> None:
         inputs = self.inputs(BYPASS)
         loss, _ = policy_loss(inputs, CONFIGS[name], None, BYPASS)
@@ -349,11 +423,16 @@ class TestAnchorSampler:
         correction = replace(BYPASS, weight=WeightConfig(level=level, high=1.4))
         inputs = self.inputs(correction)
         loss, _ = policy_loss(inputs, CONFIGS["reinforce"], None, correction)
-        formed = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
+        formed = rollout_correction(
+            inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction
+        )
         assert 1.4 in formed.weights_BT
-        value, slope = expected(replace(inputs, weights_BT=formed.weights_BT), CONFIGS["reinforce"], "token_mean", T)
+        value, slope = expected(
+            replace(inputs, weights_BT=formed.weights_BT), CONFIGS["reinforce"], "token_mean", T
+        )
         assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
-        torch.testing.assert_close(torch.autograd.grad(loss, inputs.logprobs_BT)[0], slope)  # the weight is detached
+        # the weight is detached
+        torch.testing.assert_close(torch.autograd.grad(loss, inputs.logprobs_BT)[0], slope)
 
     def test_micro_batches_add_up(self) -> None:
         rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
@@ -371,7 +450,9 @@ class TestAnchorSampler:
         ).metrics
         for key, value in whole_metrics.items():
             if key != "loss/empty_microbatches":
-                assert float(sum(metrics[key] for _, metrics in found)) == pytest.approx(float(value), abs=1e-6), key
+                assert float(sum(metrics[key] for _, metrics in found)) == pytest.approx(
+                    float(value), abs=1e-6
+                ), key
             if key.startswith("rollout_corr/"):
                 assert float(value) == pytest.approx(direct[key], abs=1e-6), key
         assert float(whole_metrics["rollout_corr/rollout_rs_masked_fraction"]) > 0
@@ -382,14 +463,18 @@ class TestAnchorSampler:
         correction = replace(BYPASS, reject=[rule, conditional])
         inputs = self.inputs(correction)
         formed = apply_conditional_rules(
-            rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction),
+            rollout_correction(
+                inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction
+            ),
             inputs.advantages_B,
             correction,
         )
         assert 0 < int(formed.mask_BT.sum()) < int(inputs.mask_BT.sum())
         loss, metrics = policy_loss(inputs, LossConfig(), None, correction)
         survivors = replace(inputs, mask_BT=formed.mask_BT, weights_BT=formed.mask_BT.double())
-        assert float(loss.detach()) == pytest.approx(expected(survivors, LossConfig(), "token_mean", T)[0], abs=1e-7)
+        assert float(loss.detach()) == pytest.approx(
+            expected(survivors, LossConfig(), "token_mean", T)[0], abs=1e-7
+        )
         assert float(metrics["loss/trained_fraction"]) < 1
 
     @pytest.mark.parametrize("policy", ["drop", "one", "zero", "reject"])
@@ -401,8 +486,11 @@ class TestAnchorSampler:
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs_BT)
         assert math.isfinite(float(loss.detach()))
         assert bool(torch.isfinite(gradient).all())
-        expected_gradient = -inputs.advantages_B[0] / inputs.denominator_mask_BT.sum()  # ratio 1, weight 1
-        assert float(gradient[0, 0]) == pytest.approx(float(expected_gradient) if policy == "one" else 0.0)
+        # ratio 1, weight 1
+        expected_gradient = -inputs.advantages_B[0] / inputs.denominator_mask_BT.sum()
+        assert float(gradient[0, 0]) == pytest.approx(
+            float(expected_gradient) if policy == "one" else 0.0
+        )
         tokens = int(example(4).denominator_mask_BT.sum())
         gone = {"drop": 1, "one": 0, "zero": 0, "reject": T}[policy]
         assert int(inputs.denominator_mask_BT.sum()) == tokens - gone
@@ -419,7 +507,8 @@ class TestCovariance:
     def covariance(self) -> torch.Tensor:
         prox_BT, advantages_B, mask_BT = self.batch()
         advantages_BT = advantages_B[:, None].expand_as(prox_BT)
-        a, p = advantages_BT[mask_BT].mean(), prox_BT[mask_BT].mean()
+        a = advantages_BT[mask_BT].mean()
+        p = prox_BT[mask_BT].mean()
         return ((advantages_BT - a) * (prox_BT - p)).masked_fill(~mask_BT, -math.inf)
 
     def test_kl_cov_takes_the_highest(self) -> None:
@@ -451,22 +540,32 @@ class TestCovariance:
         for name in ("clip_cov", "kl_cov"):
             config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
-            wide_BT, wide_mask_BT = torch.cat([prox_BT, padding], 1), torch.cat([mask_BT, padding.isfinite()], 1)
-            moved_BT = select_by_covariance(wide_BT[order], spoiled_B[order], wide_mask_BT[order], config, seed=3)
+            wide_BT = torch.cat([prox_BT, padding], 1)
+            wide_mask_BT = torch.cat([mask_BT, padding.isfinite()], 1)
+            moved_BT = select_by_covariance(
+                wide_BT[order], spoiled_B[order], wide_mask_BT[order], config, seed=3
+            )
             assert torch.equal(moved_BT[:, :10], plain_BT[order])
 
     def test_rounding_never_decides(self) -> None:
-        """Equal advantages leave every covariance at zero, up to a rounding error that padding would change."""
+        """Equal advantages leave every covariance at zero, up to a rounding error that padding
+        would change.
+        """
         generator = torch.Generator().manual_seed(2)
         config = LossConfig(name="kl_cov", cov_fraction=0.4)
         draws = set()
         for seed in range(20):
             prox_BT = -torch.rand(1, 9, generator=generator) * 5
-            advantages_B, mask_BT = torch.randn(1, generator=generator), torch.ones(1, 9, dtype=torch.bool)
+            advantages_B = torch.randn(1, generator=generator)
+            mask_BT = torch.ones(1, 9, dtype=torch.bool)
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=seed)
             padded = torch.zeros(1, 5)
             padded_BT = select_by_covariance(
-                torch.cat([prox_BT, padded], 1), advantages_B, torch.cat([mask_BT, padded.bool()], 1), config, seed=seed
+                torch.cat([prox_BT, padded], 1),
+                advantages_B,
+                torch.cat([mask_BT, padded.bool()], 1),
+                config,
+                seed=seed,
             )
             assert torch.equal(padded_BT[:, :9], plain_BT)
             assert int(plain_BT.sum()) == 3

@@ -1,4 +1,5 @@
-"""Without an anchor the only update on a batch does what it does with one: to the last bit, micro-batch by micro-batch.
+"""Without an anchor the only update on a batch does what it does with one: to the last bit,
+micro-batch by micro-batch.
 
 Shape legend: B sequences, T response positions.
 """
@@ -41,12 +42,21 @@ CORRECTIONS = {
     "tis": CorrectionConfig(weight=WeightConfig(high=1.05)),
     "mask": CorrectionConfig(weight=WeightConfig(low=0.9, high=1.1, outside="zero")),
     "sequence": CorrectionConfig(weight=WeightConfig(level="sequence", high=1.2)),
-    "geometric": CorrectionConfig(weight=WeightConfig(level="sequence", aggregate="geometric", high=1.05)),
+    "geometric": CorrectionConfig(
+        weight=WeightConfig(level="sequence", aggregate="geometric", high=1.05)
+    ),
     "rules": CorrectionConfig(reject=RULES, **LOCAL),
     "a rule for the losers": CorrectionConfig(reject=RULES[2:], rebaseline=True, renormalize=False),
-    **{f"non-finite {how}": CorrectionConfig(non_finite=how) for how in NonFinite if how != NonFinite.raise_},
+    **{
+        f"non-finite {how}": CorrectionConfig(non_finite=how)
+        for how in NonFinite
+        if how != NonFinite.raise_
+    },
 }
-ADVANTAGES = [AdvantageConfig(estimator=name) for name in (Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp)]
+ADVANTAGES = [
+    AdvantageConfig(estimator=name)
+    for name in (Estimator.grpo, Estimator.rloo, Estimator.reinforce_pp)
+]
 LEARNER = LearnerSection()
 CASES = [
     (loss, correction)
@@ -57,7 +67,9 @@ CASES = [
 
 
 def scored(inputs: LossInputs, seed: int) -> Batch:
-    """Some answers have no score, some tokens no logprob of the sampler's, one group a lone survivor."""
+    """Some answers have no score, some tokens no logprob of the sampler's, one group a lone
+    survivor.
+    """
     random = torch.Generator().manual_seed(seed)
     rows, columns = inputs.mask_BT.shape
     sampler_BT = inputs.logprobs_BT.detach() + 0.1 * torch.randn(rows, columns, generator=random)
@@ -68,20 +80,39 @@ def scored(inputs: LossInputs, seed: int) -> Batch:
 
 
 def update(
-    batch: Batch, pi_BT: torch.Tensor, anchor_BT: torch.Tensor | None, loss: LossConfig, correction: CorrectionConfig,
+    batch: Batch,
+    pi_BT: torch.Tensor,
+    anchor_BT: torch.Tensor | None,
+    loss: LossConfig,
+    correction: CorrectionConfig,
     advantage: AdvantageConfig,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:  # fmt: skip
-    """Loss, gradient and metrics of a step whose rows come in two micro-batches, and of its correction."""
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], dict[str, float]]:
+    """Loss, gradient and metrics of a step whose rows come in two micro-batches, and of its
+    correction.
+    """
     found, advantages_B = correct(anchor_BT, batch, correction, advantage)
     everything = replace(
-        example(), logprobs_BT=pi_BT, anchor_logprobs_BT=anchor_BT, sampler_logprobs_BT=batch.sampler_logprobs_BT,
-        advantages_B=advantages_B, weights_BT=found.weights_BT, mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT, selected_BT=None, ref_logprobs_BT=None, entropy_BT=None,
-    )  # fmt: skip
-    totals = count_totals(found.denominator_mask_BT, batch.groups_B, pi_BT.shape[1], found.weights_BT)
+        example(),
+        logprobs_BT=pi_BT,
+        anchor_logprobs_BT=anchor_BT,
+        sampler_logprobs_BT=batch.sampler_logprobs_BT,
+        advantages_B=advantages_B,
+        weights_BT=found.weights_BT,
+        mask_BT=found.mask_BT,
+        denominator_mask_BT=found.denominator_mask_BT,
+        selected_BT=None,
+        ref_logprobs_BT=None,
+        entropy_BT=None,
+    )
+    totals = count_totals(
+        found.denominator_mask_BT, batch.groups_B, pi_BT.shape[1], found.weights_BT
+    )
     parts = [
         policy_loss(
-            rows_of(everything, [row for row in range(len(batch)) if row % 2 == half]), loss, totals, correction
+            rows_of(everything, [row for row in range(len(batch)) if row % 2 == half]),
+            loss,
+            totals,
+            correction,
         )
         for half in (0, 1)
     ]
@@ -90,7 +121,9 @@ def update(
     metrics = {name: float(parts[0][1][name] + parts[1][1][name]) for name in parts[0][1]}
     if anchor_BT is None:
         seen_B1 = found.mask_BT.any(dim=1, keepdim=True)
-        found = completed(found, pi_BT.detach().masked_fill(~seen_B1, math.nan), batch, correction, advantage)
+        found = completed(
+            found, pi_BT.detach().masked_fill(~seen_B1, math.nan), batch, correction, advantage
+        )
     return total.detach(), gradient, metrics, found.metrics
 
 
@@ -99,7 +132,8 @@ def test_the_same_update(loss: str, correction: str) -> None:
     moved = False
     for seed, advantage in enumerate(ADVANTAGES):
         inputs = example(seed, torch.float32)
-        batch, pi_BT = scored(inputs, seed), inputs.logprobs_BT
+        batch = scored(inputs, seed)
+        pi_BT = inputs.logprobs_BT
         given = (CONFIGS[loss], CORRECTIONS[correction], advantage)
         value, gradient, metrics, _ = update(batch, pi_BT, pi_BT.detach(), *given)
         own_value, own_gradient, own_metrics, measured = update(batch, pi_BT, None, *given)
@@ -119,7 +153,9 @@ def test_the_same_update(loss: str, correction: str) -> None:
 def test_there_are_cases_of_every_kind() -> None:
     assert {correction for _, correction in CASES} == set(CORRECTIONS)
     assert {CONFIGS[loss].name for loss, _ in CASES} == {
-        config.name for config in CONFIGS.values() if config.name not in ("clip_cov", "kl_cov", "vespo", "rollout_is")
+        config.name
+        for config in CONFIGS.values()
+        if config.name not in ("clip_cov", "kl_cov", "vespo", "rollout_is")
     }
 
 
@@ -131,11 +167,15 @@ def test_there_are_cases_of_every_kind() -> None:
         "correction.reject[0].budget": CorrectionConfig(
             reject=[RejectRule(stat="k2", reduce="mean", budget=0.1)], **LOCAL
         ),
-        "correction.reject[0]": CorrectionConfig(reject=RULES[:1], rebaseline=True, renormalize=False),
+        "correction.reject[0]": CorrectionConfig(
+            reject=RULES[:1], rebaseline=True, renormalize=False
+        ),
         "correction.reject[2]": CorrectionConfig(reject=RULES, rebaseline=False, renormalize=True),
     }.items(),
 )
-def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(key: str, correction: CorrectionConfig) -> None:
+def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(
+    key: str, correction: CorrectionConfig
+) -> None:
     assert key in prox_readers(correction, LossConfig(), LEARNER)
     inputs = example()
     with pytest.raises(ValueError, match="needs the learner's logprobs of the whole batch"):
@@ -144,7 +184,9 @@ def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(key: str, cor
 
 def test_what_else_reads_them() -> None:
     plain = CorrectionConfig()
-    assert prox_readers(plain, LossConfig(), LearnerSection(n_minibatches=2)) == ["learner.n_minibatches"]
+    assert prox_readers(plain, LossConfig(), LearnerSection(n_minibatches=2)) == [
+        "learner.n_minibatches"
+    ]
     assert prox_readers(plain, LossConfig(name="kl_cov"), LEARNER) == ["loss.name"]
     dropout = LearnerSection(megatron={"attention_dropout": 0.1, "hidden_dropout": 0.0})
     assert prox_readers(plain, LossConfig(), dropout) == ["learner.megatron.attention_dropout"]

@@ -10,10 +10,18 @@ from megatron_rl.models.shape import ModelShape
 
 # billions of parameters, as each model's own page gives them
 PUBLISHED = {
-    "Qwen3-0.6B": 0.596, "Qwen3-1.7B": 1.72, "Qwen3-8B": 8.19, "Qwen3-32B": 32.76, "Qwen3-30B-A3B": 30.53,
-    "Qwen3-235B-A22B": 235.09, "Qwen2.5-7B": 7.62, "Qwen2.5-32B": 32.76, "Llama-3.1-8B": 8.03, "Llama-3.1-70B": 70.55,
+    "Qwen3-0.6B": 0.596,
+    "Qwen3-1.7B": 1.72,
+    "Qwen3-8B": 8.19,
+    "Qwen3-32B": 32.76,
+    "Qwen3-30B-A3B": 30.53,
+    "Qwen3-235B-A22B": 235.09,
+    "Qwen2.5-7B": 7.62,
+    "Qwen2.5-32B": 32.76,
+    "Llama-3.1-8B": 8.03,
+    "Llama-3.1-70B": 70.55,
     "Mixtral-8x7B": 46.70,
-}  # fmt: skip
+}
 
 
 def test_every_card_is_of_a_model_whose_size_is_published():

@@ -1,4 +1,6 @@
-"""Hugging Face folders in and out: the same bytes as the safetensors library, and clear words for broken ones."""
+"""Hugging Face folders in and out: the same bytes as the safetensors library, and clear words for
+broken ones.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models.hf_folder import INDEX, SINGLE, HfFolder, SafetensorsWriter, make_header, write_folder
+from megatron_rl.models.hf_folder import (
+    INDEX,
+    SINGLE,
+    HfFolder,
+    SafetensorsWriter,
+    make_header,
+    write_folder,
+)
 from megatron_rl.models.tensors import TensorSpec
 
 TENSORS = {
-    "b": torch.randn(3, 4).bfloat16(), "a": torch.randn(5), "c.x": torch.ones(2, 2, dtype=torch.int8),
-    "é": torch.randn(7).bfloat16(), "g": torch.arange(3), "h": torch.arange(3, dtype=torch.int32),
-    "d": torch.randn(2).half(), "i": torch.ones(3, dtype=torch.bool), "f": torch.randn(4).to(torch.float8_e4m3fn),
-}  # fmt: skip
+    "b": torch.randn(3, 4).bfloat16(),
+    "a": torch.randn(5),
+    "c.x": torch.ones(2, 2, dtype=torch.int8),
+    "é": torch.randn(7).bfloat16(),
+    "g": torch.arange(3),
+    "h": torch.arange(3, dtype=torch.int32),
+    "d": torch.randn(2).half(),
+    "i": torch.ones(3, dtype=torch.bool),
+    "f": torch.randn(4).to(torch.float8_e4m3fn),
+}
 
 
 def test_the_librarys_own_bytes(tmp_path: Path) -> None:
@@ -46,9 +61,14 @@ def test_tensors_come_back_from_one_file_or_many(tmp_path: Path, max_bytes: int)
         (torch.zeros(3), r"a is torch.float32 \(3,\), its place is torch.float32 \(2,\)"),
     ],
 )
-def test_a_file_that_is_not_completed_leaves_nothing(tmp_path: Path, tensor: torch.Tensor, error: str) -> None:
+def test_a_file_that_is_not_completed_leaves_nothing(
+    tmp_path: Path, tensor: torch.Tensor, error: str
+) -> None:
     header = make_header([TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (2,))])
-    with pytest.raises(ValueError, match=error), SafetensorsWriter(tmp_path / "x.safetensors", header) as writer:
+    with (
+        pytest.raises(ValueError, match=error),
+        SafetensorsWriter(tmp_path / "x.safetensors", header) as writer,
+    ):
         writer.add("a", tensor)
     assert list(tmp_path.iterdir()) == []
 

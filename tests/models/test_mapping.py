@@ -1,4 +1,6 @@
-"""The table and the layout agree with megatron-core, and unknown names are answered with the nearest known one."""
+"""The table and the layout agree with megatron-core, and unknown names are answered with the
+nearest known one.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,22 @@ def test_transformer_engine_spellings(spelling: str, plain: str) -> None:
 
 
 def test_local_numbers_become_global() -> None:
-    assert global_name("module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight", 4, 6) == (
-        "decoder.layers.5.mlp.experts.local_experts.6.linear_fc2.weight"
-    )
+    assert global_name(
+        "module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight", 4, 6
+    ) == ("decoder.layers.5.mlp.experts.local_experts.6.linear_fc2.weight")
     assert global_name("decoder.layers.0.mlp.experts.linear_fc1.weight2", 4, 6) == (
         "decoder.layers.4.mlp.experts.linear_fc1.weight8"
     )
     assert global_name("output_layer.weight", 4, 6) == "output_layer.weight"
 
 
-@pytest.mark.parametrize("name", ["mlp.linear_fc3.weight", "self_attention.linear_qkv.bias", "mlp.router.weight"])
+@pytest.mark.parametrize(
+    "name", ["mlp.linear_fc3.weight", "self_attention.linear_qkv.bias", "mlp.router.weight"]
+)
 def test_unknown_names_are_answered_with_the_nearest(name: str) -> None:
-    with pytest.raises(KeyError, match=r"no row of the mapping table fits .*nearest known name is decoder\.layers"):
+    with pytest.raises(
+        KeyError, match=r"no row of the mapping table fits .*nearest known name is decoder\.layers"
+    ):
         find(LAYER + name, ModelShape.from_hf(hf_config("qwen3")))
 
 
@@ -58,18 +64,26 @@ def test_layers_beyond_the_model_are_unknown() -> None:
 
 
 def test_the_fused_rows_are_megatrons_order() -> None:
-    """[queries of a group, its key, its value], group after group: megatron-core's own reading of the stack."""
+    """[queries of a group, its key, its value], group after group: megatron-core's own reading of
+    the stack.
+    """
     shape = ModelShape.from_hf(hf_config("llama"))
     hf = random_hf(shape)
-    local = local_shard(LAYER + "self_attention.linear_qkv.weight", shape, Layout(), Place(), hf.__getitem__)
-    stack = local.view(shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim, shape.hidden)
+    local = local_shard(
+        LAYER + "self_attention.linear_qkv.weight", shape, Layout(), Place(), hf.__getitem__
+    )
+    stack = local.view(
+        shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim, shape.hidden
+    )
     name = "model.layers.1.self_attn.{}_proj.weight"
     for letter, part in (("q", stack[:, :-2]), ("k", stack[:, -2:-1]), ("v", stack[:, -1:])):
         assert (part.reshape(-1, shape.hidden) == hf[name.format(letter)]).all()
 
 
 def test_padding_rows_of_the_vocabulary_are_zero_and_not_exported() -> None:
-    shape, layout, place = ModelShape.from_hf(hf_config("llama")), Layout(tp=4), Place(tp=3)
+    shape = ModelShape.from_hf(hf_config("llama"))
+    layout = Layout(tp=4)
+    place = Place(tp=3)
     name = "output_layer.weight"
     local = local_shard(name, shape, layout, place, random_hf(shape).__getitem__)
     assert local.shape == (26, 64)  # 101 rows padded to 104
@@ -82,9 +96,12 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_not_exported() -> None:
 def test_the_last_stage_of_a_tied_model_holds_a_copy_that_is_never_exported() -> None:
     shape = ModelShape.from_hf(hf_config("qwen2", tie_word_embeddings=True))
     hf = random_hf(shape)
-    layout, last = Layout(pp=2), Place(pp=1)
+    layout = Layout(pp=2)
+    last = Place(pp=1)
     assert "output_layer.weight" in {param.megatron for param in stage_params(shape, layout, last)}
-    assert "output_layer.weight" not in {param.megatron for param in stage_params(shape, Layout(), Place())}
+    assert "output_layer.weight" not in {
+        param.megatron for param in stage_params(shape, Layout(), Place())
+    }
     local = local_shard("output_layer.weight", shape, layout, last, hf.__getitem__)
     assert (local == hf["model.embed_tokens.weight"]).all()
     assert find("output_layer.weight", shape).row.copy
@@ -94,15 +111,23 @@ def test_wrong_shapes_are_named() -> None:
     shape = ModelShape.from_hf(hf_config("llama"))
     hf = random_hf(shape)
     hf["model.norm.weight"] = hf["model.norm.weight"][:-1]
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(63,\), config.json says \(64,\)"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight has shape \(63,\), config.json says \(64,\)"
+    ):
         local_shard("decoder.final_layernorm.weight", shape, Layout(), Place(), hf.__getitem__)
 
 
 LAYOUTS = [
-    Layout(), Layout(pp=2), Layout(pp=4), Layout(pp=2, vp=2), Layout(pp=4, vp=3), Layout(pp=2, first_layers=5),
-    Layout(pp=2, last_layers=1), Layout(pp=4, first_layers=2, last_layers=4),
+    Layout(),
+    Layout(pp=2),
+    Layout(pp=4),
+    Layout(pp=2, vp=2),
+    Layout(pp=4, vp=3),
+    Layout(pp=2, first_layers=5),
+    Layout(pp=2, last_layers=1),
+    Layout(pp=4, first_layers=2, last_layers=4),
     Layout(pp=4, vp=2, first_layers=2, last_layers=2),
-]  # fmt: skip
+]
 
 
 def test_layers_are_where_megatron_puts_them() -> None:
@@ -129,4 +154,8 @@ def test_layers_are_where_megatron_puts_them() -> None:
                 stage = layout.vp and chunk
                 start = get_transformer_layer_offset(config, stage, pp)
                 count = get_num_layers_to_build(config, stage, pp)
-                assert layout.layers(12, pp, chunk) == range(start, start + count), (layout, pp, chunk)
+                assert layout.layers(12, pp, chunk) == range(start, start + count), (
+                    layout,
+                    pp,
+                    chunk,
+                )

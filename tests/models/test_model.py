@@ -19,7 +19,9 @@ from megatron_rl.models.model import Model, read_hf_config
 def test_a_folder_or_its_config_json_gives_the_same_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hf_config("qwen3")))
     model = Model.read(tmp_path, LearnerSection(tensor_parallel=2, data_parallel=3))
-    assert model == Model.read(tmp_path / "config.json", LearnerSection(tensor_parallel=2, data_parallel=3))
+    assert model == Model.read(
+        tmp_path / "config.json", LearnerSection(tensor_parallel=2, data_parallel=3)
+    )
     assert model == Model.of(hf_config("qwen3"), Layout(tp=2, dp=3))
 
 

@@ -1,4 +1,6 @@
-"""Every element of every parameter is in exactly one block of one rank, at the place where one rank alone has it."""
+"""Every element of every parameter is in exactly one block of one rank, at the place where one rank
+alone has it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, run_regions, shard_regions
 from megatron_rl.models.table import Split
 
-LAYOUTS = (Layout(), Layout(tp=2), Layout(tp=4), Layout(tp=2, etp=1, ep=2, dp=2), Layout(ep=2, dp=2))
+LAYOUTS = (
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(tp=2, etp=1, ep=2, dp=2),
+    Layout(ep=2, dp=2),
+)
 MODELS = {"dense": cases.QWEN3, "biased": cases.QWEN2, "experts": cases.QWEN3_MOE}
 
 
@@ -32,7 +40,8 @@ def test_the_blocks_of_all_ranks_make_up_the_whole(model: str, layout: Layout) -
     for param in params(shape):
         full = [torch.randn(size) for size in param.shapes]
         whole = assemble(param, shape, Layout(), Place(), full)
-        made, times = torch.zeros_like(whole), torch.zeros_like(whole)
+        made = torch.zeros_like(whole)
+        times = torch.zeros_like(whole)
         shared = 1 if param.row.split is not Split.replicated else 0
         seen = set()
         for place in places(layout):
@@ -42,7 +51,9 @@ def test_the_blocks_of_all_ranks_make_up_the_whole(model: str, layout: Layout) -
             seen.add(rank)
             local = assemble(param, shape, layout, place, full)
             for region in shard_regions(param, layout, place):
-                _block(made, region.offset, region.size).copy_(_block(local, region.start, region.size))
+                _block(made, region.offset, region.size).copy_(
+                    _block(local, region.start, region.size)
+                )
                 _block(times, region.offset, region.size).add_(1)
         assert torch.equal(made, whole), param.megatron
         assert (times == 1).all(), param.megatron
@@ -55,10 +66,13 @@ def test_a_run_of_a_flattened_shard_is_found_again(data: Any) -> None:
     shape = ModelShape.from_hf(MODELS[model])
     param = data.draw(st.sampled_from(list(params(shape))))
     place = data.draw(st.sampled_from(places(layout)))
-    local = torch.arange(float(torch.Size(param.local_shape(layout)).numel())).view(param.local_shape(layout))
+    local = torch.arange(float(torch.Size(param.local_shape(layout)).numel())).view(
+        param.local_shape(layout)
+    )
     start = data.draw(st.integers(0, local.numel()))
     stop = data.draw(st.integers(start, local.numel()))
-    run, regions = local.flatten()[start:stop], shard_regions(param, layout, place)
+    run = local.flatten()[start:stop]
+    regions = shard_regions(param, layout, place)
     held = torch.zeros_like(local, dtype=torch.bool)
     for region in regions:
         _block(held, region.start, region.size).fill_(True)

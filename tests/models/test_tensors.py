@@ -1,4 +1,6 @@
-"""A named tensor counts its bytes as torch does; its memory goes round, and never while somebody looks at it."""
+"""A named tensor counts its bytes as torch does; its memory goes round, and never while somebody
+looks at it.
+"""
 
 import threading
 from collections.abc import Callable
@@ -31,7 +33,8 @@ def in_a_thread(work: Callable[[], None]) -> None:
 def test_a_block_is_given_again_once_its_tensor_and_all_views_are_gone(dtype: torch.dtype) -> None:
     def work() -> None:
         one = tensors.empty_tensor((1024, 4096), dtype)
-        place, view = one.data_ptr(), one[1:].t()
+        place = one.data_ptr()
+        view = one[1:].t()
         del one
         other = tensors.empty_tensor((1024, 4096), dtype)
         assert other.data_ptr() != place
@@ -48,7 +51,10 @@ def test_the_smallest_that_fits_is_given_and_what_is_free_and_too_small_is_let_g
         small, large = (tensors.empty_tensor((size << 20,), torch.uint8) for size in (4, 8))
         places = small.data_ptr(), large.data_ptr()
         del small, large
-        kept = [tensors.empty_tensor((3 << 20,), torch.uint8), tensors.empty_tensor((5 << 20,), torch.uint8)]
+        kept = [
+            tensors.empty_tensor((3 << 20,), torch.uint8),
+            tensors.empty_tensor((5 << 20,), torch.uint8),
+        ]
         assert tuple(one.data_ptr() for one in kept) == places
         del kept
         tensors.empty_tensor((16 << 20,), torch.uint8)

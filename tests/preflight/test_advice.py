@@ -20,16 +20,29 @@ from megatron_rl.workshop.planner.summary import _correction, _prox
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.fault("a recipe of a large model lacks model and data", "the advice is not to make the toy's")
+@pytest.mark.fault(
+    "a recipe of a large model lacks model and data", "the advice is not to make the toy's"
+)
 @pytest.mark.usefixtures("empty")
 def test_the_toy_is_no_advice_for_a_large_model(command: Command) -> None:
     said = command.refused(recipe=ROOT / "recipes" / "dapo_int8.yaml")
-    assert "model.path: no config.json in 'models/Qwen3-8B'; name a Hugging Face model folder, or bring the" in said
-    assert "data.train: no file 'data/dapo_math_17k.parquet'; bring it there, or name another file" in said
+    assert (
+        "model.path: no config.json in 'models/Qwen3-8B'; name a Hugging Face model folder, or "
+        "bring the" in said
+    )
+    assert (
+        "data.train: no file 'data/dapo_math_17k.parquet'; bring it there, or name another file"
+        in said
+    )
     assert "toy" not in said
     said = command.refused(recipe=ROOT / "recipes" / "toy_sft.yaml")
-    assert "model.path: no config.json in 'data/toy/model'; name a Hugging Face model folder (`megatron-rl toy`" in said
-    assert "data.train: no file 'data/toy/train.jsonl'; `megatron-rl toy` makes the toy's data" in said
+    assert (
+        "model.path: no config.json in 'data/toy/model'; name a Hugging Face model folder "
+        "(`megatron-rl toy`" in said
+    )
+    assert (
+        "data.train: no file 'data/toy/train.jsonl'; `megatron-rl toy` makes the toy's data" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,17 +82,25 @@ def notes(command: Command, *overrides: str) -> list[str]:
     return [line for line in command.dry_run(*overrides).splitlines() if line.startswith("note:")]
 
 
-@pytest.mark.fault("plain prompts meet a model with a chat template", "the plan says so, for both kinds of file")
+@pytest.mark.fault(
+    "plain prompts meet a model with a chat template", "the plan says so, for both kinds of file"
+)
 def test_plain_prompts_for_a_chat_model(place: Path, command: Command) -> None:
     assert notes(command) == []
     settings = place / "data" / "toy" / "model" / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"}))
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"})
+    )
     (found,) = notes(command)
     assert "data/toy/train.jsonl are plain text" in found
-    pq.write_table(pyarrow.json.read_json(place / "data" / "toy" / "train.jsonl"), place / "train.parquet")
+    pq.write_table(
+        pyarrow.json.read_json(place / "data" / "toy" / "train.jsonl"), place / "train.parquet"
+    )
     (found,) = notes(command, "data.train=train.parquet")
     assert "train.parquet are plain text" in found
-    (place / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    (place / "chat.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+    )
     sections = ModelSection(path="data/toy/model"), DataSection(train="chat.jsonl")
     assert list(plain_prompts(*sections)) == []
     for damaged in ("", "[", "[1]\n", "[" * 99_999, "\x00", '{"answer": "2"}\n'):
@@ -95,12 +116,19 @@ def test_a_stop_that_never_comes(place: Path, command: Command) -> None:
     assert "log.profile_steps=[2, 3]: [3] never come; the run ends after run.steps=2" in found
 
 
-@pytest.mark.fault("a run would write more than there is room, or than its budget", "the plan says so, with the sizes")
-def test_a_disk_that_is_short(place: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "a run would write more than there is room, or than its budget",
+    "the plan says so, with the sizes",
+)
+def test_a_disk_that_is_short(
+    place: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (said,) = [line for line in command.dry_run().splitlines() if line.startswith("disk ")]
     assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, models \S+ MiB", said)
     (found,) = notes(command, "log.disk_gib=0.001")
-    assert found.startswith("note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to ")
+    assert found.startswith(
+        "note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to "
+    )
     monkeypatch.setattr(advice, "free", lambda root: 1 << 20)
     (found,) = notes(command)
     assert "run.root=runs has 1.0 MiB free, and the run writes at most" in found
@@ -128,17 +156,26 @@ def test_what_a_large_run_writes() -> None:
 
 
 def test_a_clip_of_another_loss(place: Path, command: Command) -> None:
-    (found,) = notes(command, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp")
-    assert "loss.clip_low=0.2, loss.clip_high=0.28 with loss.name=gspo: next to nothing is clipped" in found
+    (found,) = notes(
+        command, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp"
+    )
+    assert (
+        "loss.clip_low=0.2, loss.clip_high=0.28 with loss.name=gspo: next to nothing is clipped"
+        in found
+    )
     assert "such as 0.0003 and 0.0004 in conf/gspo.yaml (base: ../conf/gspo.yaml)" in found
     (found,) = unusual_clip(LossConfig(name="ppo", clip_low=3e-4, clip_high=4e-4))
     assert "nearly all is clipped" in found
-    assert not list(unusual_clip(LossConfig(name="cispo", absolute=True, clip_low=0.0, clip_high=5.0)))
+    assert not list(
+        unusual_clip(LossConfig(name="cispo", absolute=True, clip_low=0.0, clip_high=5.0))
+    )
     assert list(unusual_clip(LossConfig(name="cispo", clip_low=0.0, clip_high=5.0)))
     assert not list(unusual_clip(LossConfig(name="reinforce", clip_low=9.0, clip_high=9.0)))
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*-*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes").glob("*-*.yaml")), ids=lambda path: path.stem
+)
 def test_the_clips_of_the_recipes_are_usual(recipe: Path) -> None:
     loss = load(recipe).loss
     assert not list(unusual_clip(loss))

@@ -1,4 +1,6 @@
-"""What a dry run says of the data, the reward and the run's directory, and a start refuses: docs/own_task.md."""
+"""What a dry run says of the data, the reward and the run's directory, and a start refuses:
+docs/own_task.md.
+"""
 
 import json
 import socket
@@ -18,23 +20,41 @@ def rows(place: Path, *answers: object) -> tuple[str, ...]:
 
 
 def reward(place: Path, *lines: str) -> None:
-    (place / "own.py").write_text("\n    ".join(["def reward(row, answer_key, response):", *lines]) + "\n")
+    (place / "own.py").write_text(
+        "\n    ".join(["def reward(row, answer_key, response):", *lines]) + "\n"
+    )
 
 
 def test_answers_that_a_warm_start_would_cut_are_counted(place: Path, command: Command) -> None:
-    given = (*rows(place, "1" * 7, "2" * 8, "3" * 9), "rollout.max_response_tokens=8", "rollout.source=dataset")
+    given = (
+        *rows(place, "1" * 7, "2" * 8, "3" * 9),
+        "rollout.max_response_tokens=8",
+        "rollout.source=dataset",
+    )
     said = command.dry_run(*given)
-    assert "rollout.max_response_tokens: 8, but 2 of 3 answers of rows.jsonl are longer, with the token that" in said
+    assert (
+        "rollout.max_response_tokens: 8, but 2 of 3 answers of rows.jsonl are longer, with the "
+        "token that" in said
+    )
     assert "answers of rows.jsonl" not in command.dry_run(*given, "rollout.max_response_tokens=10")
 
 
 def test_prompts_that_are_left_out_are_counted(place: Path, command: Command) -> None:
-    given = (*rows(place, *"0123456789abcdefg"), "rollout.max_prompt_tokens=4")  # of which 10+0= and more have 5
+    # of which 10+0= and more have 5
+    given = (
+        *rows(place, *"0123456789abcdefg"),
+        "rollout.max_prompt_tokens=4",
+    )
     assert "4, but 7 of 17 prompts of rows.jsonl are longer" in command.refused(*given)
-    assert "7 of 17 prompts of rows.jsonl are left out" in command.dry_run(*given, "data.long_prompts=drop")
+    assert "7 of 17 prompts of rows.jsonl are left out" in command.dry_run(
+        *given, "data.long_prompts=drop"
+    )
 
 
-@pytest.mark.fault("a reward raises, or returns no number", "the dry run and the start say so before anything is made")
+@pytest.mark.fault(
+    "a reward raises, or returns no number",
+    "the dry run and the start say so before anything is made",
+)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -45,7 +65,9 @@ def test_prompts_that_are_left_out_are_counted(place: Path, command: Command) ->
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_reward_that_judges_nothing(place: Path, command: Command, line: str, said: str, dry: bool) -> None:
+def test_a_reward_that_judges_nothing(
+    place: Path, command: Command, line: str, said: str, dry: bool
+) -> None:
     reward(place, line)
     found = command.refused(*rows(place, *"123"), *REWARD, "reward.timeout_s=0.5", dry=dry)
     assert "error: reward.name: own.py:reward gives no score, for '3' to '2+0=' for one: " in found
@@ -60,7 +82,9 @@ def test_one_row_that_a_reward_can_judge_is_enough(place: Path, command: Command
     assert "ZeroDivisionError" in command.refused(*rows(place, *"113"), *REWARD)
 
 
-def test_a_judge_that_is_not_there_yet_is_a_note_of_the_dry_run(place: Path, command: Command) -> None:
+def test_a_judge_that_is_not_there_yet_is_a_note_of_the_dry_run(
+    place: Path, command: Command
+) -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         ask = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{one.getsockname()[1]}')"
@@ -81,12 +105,17 @@ def test_what_a_start_makes_of_a_directory_that_is_there(place: Path, command: C
     old = place / "runs" / "mine"
     old.mkdir(parents=True)
     (old / "status.json").write_text(json.dumps({"state": "finished"}))
-    assert "as things stand a run would be refused: run.name: run directory runs/mine is used" in command.dry_run()
+    assert (
+        "as things stand a run would be refused: run.name: run directory runs/mine is used"
+        in command.dry_run()
+    )
     said = command.dry_run("run.if_exists=archive")
     assert "runs/mine is there: a start moves it to runs/mine.1 and begins anew\n" in said
     assert "begins anew, as no checkpoint is in it" in command.dry_run("run.if_exists=resume")
     (old / "checkpoints" / "step_3").mkdir(parents=True)
-    assert "runs/mine is there: a start goes on after step 3" in command.dry_run("run.if_exists=resume")
+    assert "runs/mine is there: a start goes on after step 3" in command.dry_run(
+        "run.if_exists=resume"
+    )
     (old / "status.json").write_text(json.dumps({"state": "failed"}))
     assert "begins anew, as it ended before its first step" in command.dry_run()
     assert "is there" not in command.dry_run("run.name=other")

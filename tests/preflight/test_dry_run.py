@@ -1,4 +1,6 @@
-"""What learner and engine would refuse later, and machines that are only named: found by the dry run, all at once."""
+"""What learner and engine would refuse later, and machines that are only named: found by the dry
+run, all at once.
+"""
 
 import json
 import re
@@ -13,9 +15,12 @@ from megatron_rl.preflight.machine import GPUS, Machine, named
 
 ROOT = Path(__file__).parents[2]
 MOE = {
-    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
     "norm_topk_prob": True,
-}  # fmt: skip
+}
 
 
 def one_says(found: str, words: list[str]) -> None:
@@ -31,35 +36,94 @@ def with_model(place: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "overrides", "words"),
     [
-        ({"attention_bias": True}, [], ["model.path", "attention_bias=true", "biases", "another model"]),
+        (
+            {"attention_bias": True},
+            [],
+            ["model.path", "attention_bias=true", "biases", "another model"],
+        ),
         ({"mlp_bias": True}, [], ["model.path", "mlp_bias=true", "biases", "another model"]),
         ({"hidden_act": "gelu"}, [], ["model.path", "hidden_act='gelu'", "'silu'"]),
-        ({"use_sliding_window": True, "sliding_window": 8}, [], ["model.path", "sliding_window", "another model"]),
-        ({"model_type": "llama", "sliding_window": 8}, [], ["model.path", "sliding_window", "another model"]),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, [], ["model.path", "sliding_window"]),
-        ({"rope_scaling": {"rope_type": "yarn"}}, [], ["model.path", "rope_type 'yarn'", "default, linear, llama3"]),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, [], ["model.path", "'llama3'", "low_freq_factor"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 8},
+            [],
+            ["model.path", "sliding_window", "another model"],
+        ),
+        (
+            {"model_type": "llama", "sliding_window": 8},
+            [],
+            ["model.path", "sliding_window", "another model"],
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            [],
+            ["model.path", "sliding_window"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}},
+            [],
+            ["model.path", "rope_type 'yarn'", "default, linear, llama3"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            [],
+            ["model.path", "'llama3'", "low_freq_factor"],
+        ),
         ({"partial_rotary_factor": 0.5}, [], ["model.path", "partial_rotary_factor"]),
         ({"rope_theta": None, "rope_parameters": None}, [], ["model.path", "lacks rope_theta"]),
         ({"model_type": "qwen4"}, [], ["model.path", "'qwen4'", "did you mean 'qwen"]),
         ({"num_hidden_layers": None}, [], ["model.path", "lacks num_hidden_layers"]),
-        ({**MOE, "mlp_only_layers": [0]}, ["learner.tensor_parallel=1"], ["model.path", "dense layers among experts"]),
+        (
+            {**MOE, "mlp_only_layers": [0]},
+            ["learner.tensor_parallel=1"],
+            ["model.path", "dense layers among experts"],
+        ),
         (MOE, [], ["learner.megatron.sequence_parallel=false", "mixture of experts", "true"]),
-        ({**MOE, "num_experts_per_tok": 1}, ["learner.tensor_parallel=1"], ["num_experts_per_tok=1", "router"]),
-        ({**MOE, "num_experts_per_tok": 5}, ["learner.tensor_parallel=1"], ["num_experts_per_tok=5", "4 experts"]),
-        (MOE, ["learner.tensor_parallel=1", "learner.expert_parallel=3", "learner.data_parallel=3"],
-         ["learner.expert_parallel=3", "4 experts", "nearest valid: 2 or 4"]),
+        (
+            {**MOE, "num_experts_per_tok": 1},
+            ["learner.tensor_parallel=1"],
+            ["num_experts_per_tok=1", "router"],
+        ),
+        (
+            {**MOE, "num_experts_per_tok": 5},
+            ["learner.tensor_parallel=1"],
+            ["num_experts_per_tok=5", "4 experts"],
+        ),
+        (
+            MOE,
+            ["learner.tensor_parallel=1", "learner.expert_parallel=3", "learner.data_parallel=3"],
+            ["learner.expert_parallel=3", "4 experts", "nearest valid: 2 or 4"],
+        ),
         ({"intermediate_size": 257}, [], ["learner.tensor_parallel=2", "intermediate size 257"]),
-        ({}, ["learner.tensor_parallel=8"], ["learner.tensor_parallel=8", "attention heads", "nearest valid"]),
-        ({}, ["sampler.tensor_parallel=3"], ["sampler.tensor_parallel=3", "attention heads", "nearest valid"]),
+        (
+            {},
+            ["learner.tensor_parallel=8"],
+            ["learner.tensor_parallel=8", "attention heads", "nearest valid"],
+        ),
+        (
+            {},
+            ["sampler.tensor_parallel=3"],
+            ["sampler.tensor_parallel=3", "attention heads", "nearest valid"],
+        ),
         ({}, ["learner.expert_parallel=2"], ["learner.expert_parallel=2", "no experts", "take 1"]),
         ({}, ["learner.router=replay"], ["learner.router: replay", "no experts", "use own"]),
-        ({}, ["sampler.routed_experts=true"], ["sampler.routed_experts: true", "no experts", "use false"]),
-        ({}, ["learner.megatron.num_layers=2"], ["learner.megatron.num_layers", "config.json", "remove it"]),
+        (
+            {},
+            ["sampler.routed_experts=true"],
+            ["sampler.routed_experts: true", "no experts", "use false"],
+        ),
+        (
+            {},
+            ["learner.megatron.num_layers=2"],
+            ["learner.megatron.num_layers", "config.json", "remove it"],
+        ),
         ({}, ["learner.megatron.bf16=false"], ["learner.megatron.bf16", "learner.precision"]),
-        ({}, ["learner.megatron.context_parallel_size=2"], ["learner.megatron.context_parallel_size", "remove this"]),
+        (
+            {},
+            ["learner.megatron.context_parallel_size=2"],
+            ["learner.megatron.context_parallel_size", "remove this"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_models_that_the_learner_or_the_engine_would_refuse(
     place: Path, command: Command, changes: dict, overrides: list[str], words: list[str]
 ) -> None:
@@ -69,11 +133,23 @@ def test_models_that_the_learner_or_the_engine_would_refuse(
 
 def test_everything_is_refused_at_once(place: Path, command: Command) -> None:
     with_model(place, hidden_act="gelu", rope_scaling={"rope_type": "yarn"}, attention_bias=True)
-    wrong = ("run.device=cuda", "optim.lr=0", "eval.every=7", "learner.megatron.fp=1", "data.train=no.jsonl")
+    wrong = (
+        "run.device=cuda",
+        "optim.lr=0",
+        "eval.every=7",
+        "learner.megatron.fp=1",
+        "data.train=no.jsonl",
+    )
     keys = [
-        "optim.lr: 0", "eval.every: 7", "run.device: cuda", "model.path: attention_bias", "model.path: hidden_act",
-        "model.path: rope_type", "learner.megatron.fp:", "data.train: no file",
-    ]  # fmt: skip
+        "optim.lr: 0",
+        "eval.every: 7",
+        "run.device: cuda",
+        "model.path: attention_bias",
+        "model.path: hidden_act",
+        "model.path: rope_type",
+        "learner.megatron.fp:",
+        "data.train: no file",
+    ]
     for key, line in zip(keys, command.refused(*wrong).splitlines(), strict=True):
         assert line.startswith(f"error: {key}")
 
@@ -96,25 +172,67 @@ def test_a_recipe_for_a_machine_elsewhere(recipe: str, empty: Path, command: Com
 @pytest.mark.parametrize(
     ("recipe", "machine", "overrides", "words"),
     [
-        ("dapo_int8.yaml", "1x8xB200", [], ["quantization.format: int8", "no kernel on B200", "use fp8"]),
+        (
+            "dapo_int8.yaml",
+            "1x8xB200",
+            [],
+            ["quantization.format: int8", "no kernel on B200", "use fp8"],
+        ),
         ("dapo_fp8.yaml", "1x8xA100", [], ["quantization.format: fp8", "8.9", "A100"]),
-        ("dapo_fp8.yaml", "1x8xA100", ["quantization=int8"], ["fp8", "8.9", "A100", "leave it out"]),
-        ("dapo_fp8.yaml", "1x8xH100", ["learner.megatron.fp8_recipe=mxfp8"],
-         ["learner.megatron.fp8_recipe: mxfp8", "10", "H100", "use blockwise"]),
-        ("dapo_fp8.yaml", "1x8xL40S", [], ["learner.megatron.fp8_recipe: blockwise", "L40S", "use tensorwise"]),
+        (
+            "dapo_fp8.yaml",
+            "1x8xA100",
+            ["quantization=int8"],
+            ["fp8", "8.9", "A100", "leave it out"],
+        ),
+        (
+            "dapo_fp8.yaml",
+            "1x8xH100",
+            ["learner.megatron.fp8_recipe=mxfp8"],
+            ["learner.megatron.fp8_recipe: mxfp8", "10", "H100", "use blockwise"],
+        ),
+        (
+            "dapo_fp8.yaml",
+            "1x8xL40S",
+            [],
+            ["learner.megatron.fp8_recipe: blockwise", "L40S", "use tensorwise"],
+        ),
         ("dapo_int8.yaml", "1x4xH100-80", [], ["sampler.devices: 4,5,6,7", "0 to 3", "4 x H100"]),
-        ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=2"], ["learner: ", "16 ranks", "has 8"]),
-        ("dapo_int8.yaml", "1x8xH100", [*APART, "learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null"],
-         ["share GPU 4,5,6,7", "sampler.vllm.gpu_memory_utilization", "sampler.sleep"]),
-        ("quickstart.yaml", "1x2xL40S", ["model.path=Qwen3-8B"], ["share GPU 0", "gpu_memory_utilization"]),
-        ("quickstart_fleet.yaml", "1x2xH100", ["model.path=Qwen3-8B", "sampler.devices=['1','2']"],
-         ["sampler.devices: 2", "0 to 1"]),
-        ("quickstart.yaml", "1x2xH100", [], ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B, "]),
+        (
+            "dapo_int8.yaml",
+            "1x8xH100",
+            ["learner.data_parallel=2"],
+            ["learner: ", "16 ranks", "has 8"],
+        ),
+        (
+            "dapo_int8.yaml",
+            "1x8xH100",
+            [*APART, "learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null"],
+            ["share GPU 4,5,6,7", "sampler.vllm.gpu_memory_utilization", "sampler.sleep"],
+        ),
+        (
+            "quickstart.yaml",
+            "1x2xL40S",
+            ["model.path=Qwen3-8B"],
+            ["share GPU 0", "gpu_memory_utilization"],
+        ),
+        (
+            "quickstart_fleet.yaml",
+            "1x2xH100",
+            ["model.path=Qwen3-8B", "sampler.devices=['1','2']"],
+            ["sampler.devices: 2", "0 to 1"],
+        ),
+        (
+            "quickstart.yaml",
+            "1x2xH100",
+            [],
+            ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B, "],
+        ),
         ("dapo_int8.yaml", "1x8xRTX", [], ["--on 1x8xRTX", *GPUS]),
         ("dapo_int8.yaml", "8xH100", [], ["--on 8xH100", "1x8xH100-80"]),
         ("dapo_int8.yaml", "0x8xH100", [], ["--on 0x8xH100"]),
     ],
-)  # fmt: skip
+)
 def test_what_a_machine_elsewhere_cannot_run(
     recipe: str, machine: str, overrides: list[str], words: list[str], command: Command
 ) -> None:
@@ -123,41 +241,64 @@ def test_what_a_machine_elsewhere_cannot_run(
 
 @pytest.mark.usefixtures("empty")
 def test_shares_and_sleep_make_room(command: Command) -> None:
-    together, share = (
-        (*APART, "learner.data_parallel=2", "sampler.sleep=offload"),
-        "sampler.vllm.gpu_memory_utilization",
-    )
+    together = (*APART, "learner.data_parallel=2", "sampler.sleep=offload")
+    share = "sampler.vllm.gpu_memory_utilization"
     recipe = ROOT / "recipes" / "dapo_int8.yaml"
     for overrides in (together[:-1], together, (*together, f"{share}=null")):
         (line,) = command.refused("--on", "1x8xH100", *overrides, recipe=recipe).splitlines()
-        value, largest = re.search(rf"{share}: (\S+), .* the largest that fits is (\S+)", line).groups()
+        value, largest = re.search(
+            rf"{share}: (\S+), .* the largest that fits is (\S+)", line
+        ).groups()
         assert value == ("null" if overrides[-1].endswith("null") else "0.9")
         planned(command, "dapo_int8.yaml", "1x8xH100", *overrides, f"{share}={largest}")
     planned(command, "dapo_int8.yaml", "1x8xH200", *together, f"{share}=0.7")  # more memory
-    planned(command, "dapo_int8.yaml", "2x8xH100", *APART, "learner.data_parallel=4", f"{share}=0.6")
+    planned(
+        command, "dapo_int8.yaml", "2x8xH100", *APART, "learner.data_parallel=4", f"{share}=0.6"
+    )
 
 
 @pytest.mark.usefixtures("empty")
 def test_what_it_will_do_is_said_in_brief(command: Command) -> None:
     """So that an edit shows."""
-    aime, ten = "eval.sets={aime: {path: aime.jsonl, samples: 8}}", "checkpoint.minutes=10"
-    changes = ("loss.kl_coef=0.001", aime, "optim.decay=cosine", "checkpoint.best=eval/aime/accuracy", ten)
+    aime = "eval.sets={aime: {path: aime.jsonl, samples: 8}}"
+    ten = "checkpoint.minutes=10"
+    changes = (
+        "loss.kl_coef=0.001",
+        aime,
+        "optim.decay=cosine",
+        "checkpoint.best=eval/aime/accuracy",
+        ten,
+    )
     said = planned(command, "dapo_int8.yaml", "1x8xH100", *changes)
     rows = dict(line.split(maxsplit=1) for line in said.splitlines())
     assert rows["learner"] == "8 ranks (TP4 PP2), bf16"
-    assert rows["loss"].startswith("ppo with clip 0.2 below and 0.28 above, KL 0.001 (k3), grpo advantages, ")
+    assert rows["loss"].startswith(
+        "ppo with clip 0.2 below and 0.28 above, KL 0.001 (k3), grpo advantages, "
+    )
     assert rows["optim"] == "learning rate 1e-06, 20 steps of warm-up, then cosine to 0"
     data = "eval (data/aime_2024.parquet, 32 answer(s) each), aime (aime.jsonl, 8 answer(s) each)"
     assert rows["eval"] == f"every 10 steps: {data}"
-    assert rows["kept"] == "checkpoints every 10 minutes, the last 2, and the one with the highest eval/aime/accuracy"
+    assert (
+        rows["kept"]
+        == "checkpoints every 10 minutes, the last 2, and the one with the highest eval/aime/accuracy"
+    )
     assert rows["timeouts"].startswith("the run ends after 1800 s without progress; ")
-    assert rows["timeouts"].endswith("an engine has 600 s to start and 7200 s to answer, a reward 10 s")
+    assert rows["timeouts"].endswith(
+        "an engine has 600 s to start and 7200 s to answer, a reward 10 s"
+    )
     assert rows["changed"] == "loss.kl_coef 0.001, was 0.0 (the command line)"
     assert rows["optim.decay"] == "cosine, was constant (the command line)"
     off = ("eval.every=0", "checkpoint.minutes=0")
-    rows = dict(line.split(maxsplit=1) for line in planned(command, "dapo_fp8.yaml", "1x8xH100", *off).splitlines())
+    rows = dict(
+        line.split(maxsplit=1)
+        for line in planned(command, "dapo_fp8.yaml", "1x8xH100", *off).splitlines()
+    )
     assert rows["learner"] == "8 ranks (TP4 PP2), fp8 (e4m3, blockwise), the rest in bf16"
-    assert (rows["loss"].split(", ")[1], rows["eval"], rows["kept"]) == ("no KL", "never", "no checkpoints")
+    assert (rows["loss"].split(", ")[1], rows["eval"], rows["kept"]) == (
+        "no KL",
+        "never",
+        "no checkpoints",
+    )
 
 
 def test_a_machine_elsewhere_is_for_dry_runs(place: Path, command: Command) -> None:
@@ -168,7 +309,9 @@ def test_a_machine_elsewhere_is_for_dry_runs(place: Path, command: Command) -> N
 
 
 def test_named_machines() -> None:
-    assert named("2x4xh200-141") == Machine(Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2, gib=141)
+    assert named("2x4xh200-141") == Machine(
+        Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2, gib=141
+    )
     assert str(named("2x4xH200")) == "2 nodes of 4 x H200 (141 GiB)"
     with pytest.raises(ConfigError, match="L40S"):
         named("1x1xV100")

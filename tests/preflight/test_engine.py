@@ -28,7 +28,9 @@ HOST = Machine(Device.cpu, "CPU")
 NODE = Machine(Device.cuda, "H100", 9.0, gpus=8)
 
 
-def problems(config: Config, machine: Machine = NODE, family: str = "qwen3", **changes) -> list[str]:
+def problems(
+    config: Config, machine: Machine = NODE, family: str = "qwen3", **changes
+) -> list[str]:
     shape = ModelShape.from_hf(hf_config(family, **changes))
     return list(findings(RULES, vars(config) | {"machine": machine, "shape": shape}))
 
@@ -49,7 +51,12 @@ def test_quantized_experts_are_for_gpus(family, format):
 
 
 @pytest.mark.parametrize(
-    "entry", [r"re:.*\.experts\.1\..*", r"re:.*\.experts\..*\.down_proj", "model.layers.2.mlp.experts.0.up_proj"]
+    "entry",
+    [
+        r"re:.*\.experts\.1\..*",
+        r"re:.*\.experts\..*\.down_proj",
+        "model.layers.2.mlp.experts.0.up_proj",
+    ],
 )
 def test_experts_of_a_layer_are_quantized_together(entry):
     for machine in (HOST, NODE):
@@ -59,14 +66,22 @@ def test_experts_of_a_layer_are_quantized_together(entry):
 
 
 def test_experts_are_told_on_gpus_from_the_prefix_cache():
-    config = Config(sampler=SamplerSection(routed_experts=True, vllm={"enable_prefix_caching": False}))
+    config = Config(
+        sampler=SamplerSection(routed_experts=True, vllm={"enable_prefix_caching": False})
+    )
     (found,) = problems(config, NODE, "qwen3_moe")
-    assert found.startswith("sampler.vllm.enable_prefix_caching: false") and found.endswith("use true")
+    assert found.startswith("sampler.vllm.enable_prefix_caching: false") and found.endswith(
+        "use true"
+    )
     assert problems(config, HOST, "qwen3_moe") == []
 
 
-def transport(name: Transport, learner: LearnerSection, machine: Machine = NODE, **sampler) -> list[str]:
-    config = Config(learner=learner, sampler=SamplerSection(**sampler), sync=SyncSection(transport=name))
+def transport(
+    name: Transport, learner: LearnerSection, machine: Machine = NODE, **sampler
+) -> list[str]:
+    config = Config(
+        learner=learner, sampler=SamplerSection(**sampler), sync=SyncSection(transport=name)
+    )
     return problems(config, machine)
 
 
@@ -84,7 +99,9 @@ def test_ipc_stays_on_the_learner_s_gpus_and_host():
     assert "engine runs on 3,4 and the learner on 0 to 3" in found
     (found,) = transport(Transport.ipc, LearnerSection(tensor_parallel=8, data_parallel=2))
     assert "16 ranks and this host 8 GPUs" in found
-    assert transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "3"]) == []
+    assert (
+        transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "3"]) == []
+    )
     (found,) = transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "4"])
     assert "engine runs on 0,4" in found
 
@@ -95,9 +112,14 @@ def test_nccl_wants_gpus_of_its_own():
     assert "both take 0,1" in found
     assert "sampler.devices='4,5'" in found
     found = transport(Transport.nccl, learner, engines=2, tensor_parallel=2, devices="2,3,4,5")
-    assert any("both take 2,3; give the engine GPUs of its own (sampler.devices='4,5,6,7')" in one for one in found)
+    assert any(
+        "both take 2,3; give the engine GPUs of its own (sampler.devices='4,5,6,7')" in one
+        for one in found
+    )
     assert transport(Transport.nccl, learner, tensor_parallel=2, devices="4,5") == []
-    (found,) = transport(Transport.nccl, learner, fleet=FleetSection(replicas=2), devices=["3", "4"])
+    (found,) = transport(
+        Transport.nccl, learner, fleet=FleetSection(replicas=2), devices=["3", "4"]
+    )
     assert "both take 3; give the engine GPUs of its own (sampler.devices=['4', '5'])" in found
 
 
@@ -111,7 +133,9 @@ def test_sleep():
     (found,) = problems(asleep(Sleep.offload), HOST)
     assert found.startswith("sampler.sleep: offload")
     fleet = asleep(Sleep.offload)
-    fleet = replace(fleet, sampler=replace(fleet.sampler, fleet=replace(fleet.sampler.fleet, replicas=2)))
+    fleet = replace(
+        fleet, sampler=replace(fleet.sampler, fleet=replace(fleet.sampler.fleet, replicas=2))
+    )
     (found,) = problems(fleet)
     assert "not for a fleet" in found
 
@@ -130,10 +154,20 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
     [
         (HOST, {}, {}, []),
         (NODE, {}, {}, ["built for hosts so far; leave it out on GPUs"]),
-        (HOST, {}, {"tensor_parallel": 2}, ["sampler.tensor_parallel=2 does not show its modules; use 1"]),
+        (
+            HOST,
+            {},
+            {"tensor_parallel": 2},
+            ["sampler.tensor_parallel=2 does not show its modules; use 1"],
+        ),
         (HOST, {}, {"fleet": FleetSection(replicas=2)}, ["or use the embedded engine"]),
         (HOST, {}, {"vllm": {"enforce_eager": False}}, ["does not show its modules; use true"]),
-        (HOST, {"tensor_parallel": 8}, {}, ["does not divide 4 key/value heads; use one that does"]),
+        (
+            HOST,
+            {"tensor_parallel": 8},
+            {},
+            ["does not divide 4 key/value heads; use one that does"],
+        ),
     ],
 )
 def test_layers_are_compared_where_both_sides_show_them(machine, learner, sampler, said):
@@ -147,7 +181,9 @@ def test_layers_are_compared_where_both_sides_show_them(machine, learner, sample
 def test_filters_of_a_small_vocabulary():
     def found(top_k: int | None, replicas: int = 0) -> list[str]:
         fleet = SamplerSection(fleet=FleetSection(replicas=replicas))
-        return problems(Config(rollout=RolloutSection(top_k=top_k), sampler=fleet), HOST, vocab_size=20)
+        return problems(
+            Config(rollout=RolloutSection(top_k=top_k), sampler=fleet), HOST, vocab_size=20
+        )
 
     assert found(None, 2) == found(19) == found(4, 2) == []
     assert "keeps everything" in found(20)[0]
@@ -160,9 +196,16 @@ def test_several_embedded_engines(monkeypatch):
     def several(engines: int, **sampler) -> Config:
         return Config(sampler=SamplerSection(engines=engines, **sampler))
 
-    assert problems(several(1)) == problems(several(4), HOST) == problems(several(2, tensor_parallel=2), HOST) == []
+    assert (
+        problems(several(1))
+        == problems(several(4), HOST)
+        == problems(several(2, tensor_parallel=2), HOST)
+        == []
+    )
     (found,) = problems(several(5), HOST)
-    assert found == "sampler.engines: 5 engines, each on cores of its own, but there are 4; use fewer"
+    assert (
+        found == "sampler.engines: 5 engines, each on cores of its own, but there are 4; use fewer"
+    )
     (found,) = problems(several(3, tensor_parallel=2), HOST)
     assert "3 engines of 2 ranks" in found
     assert problems(several(2, tensor_parallel=2, devices="0,1,2,3")) == []

@@ -1,4 +1,6 @@
-"""model.path may be a checkpoint that the converter made: config.json and tokenizer are those that it keeps."""
+"""model.path may be a checkpoint that the converter made: config.json and tokenizer are those that
+it keeps.
+"""
 
 import json
 import re
@@ -19,7 +21,8 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.checks import check_served
 
-MODEL, IMPORTED = Path("data/toy/model"), Path("imported")
+MODEL = Path("data/toy/model")
+IMPORTED = Path("imported")
 
 
 @pytest.fixture
@@ -31,9 +34,12 @@ def imported(place: Path) -> Path:
     for param in params(shape):
         whole = param.local_shape(Layout())
         for entry in entries(param, shape, stacked=True)[: 0 if param.row.copy else 1]:
-            lengths, places = [length for _, length in entry.axes], [index for index, _ in entry.axes]
+            lengths = [length for _, length in entry.axes]
+            places = [index for index, _ in entry.axes]
             values = torch.zeros((*(1 for _ in lengths), *whole), dtype=torch.bfloat16)
-            blocks.append(Block(entry.key, (*lengths, *whole), (*places, *(0 for _ in whole)), values))
+            blocks.append(
+                Block(entry.key, (*lengths, *whole), (*places, *(0 for _ in whole)), values)
+            )
     write_index(IMPORTED, write_blocks(IMPORTED / "rank_0.distcp", blocks))
     return IMPORTED
 
@@ -47,12 +53,18 @@ def test_a_dry_run_takes_an_import(imported: Path, command: Command) -> None:
     assert ModelSection(str(MODEL)).folder == MODEL
 
 
-@pytest.mark.fault("an imported checkpoint lacks its index, its config.json or its tokenizer", "a dry run says so")
+@pytest.mark.fault(
+    "an imported checkpoint lacks its index, its config.json or its tokenizer", "a dry run says so"
+)
 @pytest.mark.parametrize(
     ("lost", "word"),
-    [(".metadata", "no .safetensors"), ("metadata.json", "no .safetensors"), ("hf/config.json", "no config.json"),
-     ("hf/tokenizer.json", "tokenizer.json")],
-)  # fmt: skip
+    [
+        (".metadata", "no .safetensors"),
+        ("metadata.json", "no .safetensors"),
+        ("hf/config.json", "no config.json"),
+        ("hf/tokenizer.json", "tokenizer.json"),
+    ],
+)
 def test_what_an_import_lacks(imported: Path, command: Command, lost: str, word: str) -> None:
     (imported / lost).unlink()
     said = command.refused(*STARTS)
@@ -60,7 +72,9 @@ def test_what_an_import_lacks(imported: Path, command: Command, lost: str, word:
     assert word in said
 
 
-@pytest.mark.fault("a file of the model's folder is a link to elsewhere", "a run that exports the model is refused")
+@pytest.mark.fault(
+    "a file of the model's folder is a link to elsewhere", "a run that exports the model is refused"
+)
 def test_an_export_would_copy_what_a_link_leads_to(imported: Path, command: Command) -> None:
     Path("secret").write_text("secret")
     (imported / "hf" / "notes.txt").symlink_to(Path("secret").resolve())
@@ -69,12 +83,18 @@ def test_an_export_would_copy_what_a_link_leads_to(imported: Path, command: Comm
     assert "log.export: imported/hf/notes.txt is a link out of its folder" in said
 
 
-@pytest.mark.fault("config.json lies about the shapes of an imported checkpoint", "a dry run and `serve` say so")
+@pytest.mark.fault(
+    "config.json lies about the shapes of an imported checkpoint", "a dry run and `serve` say so"
+)
 @pytest.mark.parametrize(
     ("key", "word"),
-    [("intermediate_size", "has shape"), ("num_hidden_layers", "lacks|stacks"), ("vocab_size", "has shape"),
-     ("num_key_value_heads", "has shape")],
-)  # fmt: skip
+    [
+        ("intermediate_size", "has shape"),
+        ("num_hidden_layers", "lacks|stacks"),
+        ("vocab_size", "has shape"),
+        ("num_key_value_heads", "has shape"),
+    ],
+)
 def test_shapes_that_lie(imported: Path, command: Command, key: str, word: str) -> None:
     path = imported / "hf" / "config.json"
     config = json.loads(path.read_text())
@@ -86,7 +106,9 @@ def test_shapes_that_lie(imported: Path, command: Command, key: str, word: str) 
         check_served(ModelSection(str(imported)))
 
 
-@pytest.mark.fault("the index of an imported checkpoint would run code", "a dry run says so, and nothing runs")
+@pytest.mark.fault(
+    "the index of an imported checkpoint would run code", "a dry run says so, and nothing runs"
+)
 def test_an_index_that_executes(imported: Path, command: Command) -> None:
     (imported / ".metadata").write_bytes(b"cos\nsystem\n(Vtouch executed\ntR.")
     assert "refers to os.system" in command.refused(*STARTS)

@@ -1,4 +1,6 @@
-"""A model's folder whose parts do not belong together is refused by the dry run, in its first second."""
+"""A model's folder whose parts do not belong together is refused by the dry run, in its first
+second.
+"""
 
 import json
 import struct
@@ -41,7 +43,9 @@ in_its_folder = pytest.mark.usefixtures("folder")
 
 
 def change(**changes: object) -> None:
-    (MODEL / "config.json").write_text(json.dumps(json.loads((MODEL / "config.json").read_text()) | changes))
+    (MODEL / "config.json").write_text(
+        json.dumps(json.loads((MODEL / "config.json").read_text()) | changes)
+    )
 
 
 @in_its_folder
@@ -53,62 +57,135 @@ def test_parts_that_belong_together_pass(command: Command) -> None:
 
 
 LIES = [
-    ({"num_hidden_layers": 1}, "num_hidden_layers of config.json is 1, but data/toy/model holds the weights of 2"),
-    ({"num_hidden_layers": 100_000_000}, "num_hidden_layers is 100000000, expected a whole number from 1 to 1024"),
+    (
+        {"num_hidden_layers": 1},
+        "num_hidden_layers of config.json is 1, but data/toy/model holds the weights of 2",
+    ),
+    (
+        {"num_hidden_layers": 100_000_000},
+        "num_hidden_layers is 100000000, expected a whole number from 1 to 1024",
+    ),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', expected a whole number"),
     ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a whole number"),
     ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
     ({"hidden_size": 64.0}, "hidden_size is 64.0, expected a whole number"),
     ({"hidden_size": 1 << 60}, "hidden_size is 1152921504606846976, expected"),
-    ({"hidden_size": 64}, "model.embed_tokens.weight and 19 more tensors is another: [17, 128], config.json says [17"),
-    ({"hidden_size": 126, "head_dim": None}, "hidden_size is 126, which does not divide over 4 attention heads"),
+    (
+        {"hidden_size": 64},
+        "model.embed_tokens.weight and 19 more tensors is another: [17, 128], config.json says [17",
+    ),
+    (
+        {"hidden_size": 126, "head_dim": None},
+        "hidden_size is 126, which does not divide over 4 attention heads",
+    ),
     ({"vocab_size": -5}, "vocab_size is -5, expected a whole number"),
     ({"vocab_size": 12}, "vocab_size of config.json is 12, but data/toy/model/tokenizer.json has"),
-    ({"vocab_size": 50}, "the shape of model.embed_tokens.weight is another: [17, 128], config.json says [50, 128]"),
+    (
+        {"vocab_size": 50},
+        "the shape of model.embed_tokens.weight is another: [17, 128], config.json says [50, 128]",
+    ),
     ({"vocab_size": [17]}, "vocab_size is [17], expected a whole number"),
     ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number"),
-    ({"num_attention_heads": 8}, "self_attn.q_proj.weight and 3 more tensors is another: [128, 128]"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 attention heads"),
+    (
+        {"num_attention_heads": 8},
+        "self_attn.q_proj.weight and 3 more tensors is another: [128, 128]",
+    ),
+    (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads is 3, which does not divide 4 attention heads",
+    ),
     ({"num_key_value_heads": 1}, "self_attn.k_proj.weight and 3 more tensors is another"),
     ({"head_dim": -1}, "head_dim is -1"),
     ({"head_dim": 33}, "head_dim is 33, but rotary embeddings turn pairs"),
     ({"head_dim": 16}, "[128, 128], config.json says [64, 128]"),
     ({"intermediate_size": 255}, "mlp.gate_proj.weight and 5 more tensors is another"),
-    ({"tie_word_embeddings": False}, "data/toy/model lacks lm_head.weight; config.json promises it"),
+    (
+        {"tie_word_embeddings": False},
+        "data/toy/model lacks lm_head.weight; config.json promises it",
+    ),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
     ({"model_type": "qwen2"}, "lacks model.layers.0.self_attn.q_proj.bias and 5 more tensors"),
-    ({"model_type": "llama"}, "holds model.layers.0.self_attn.k_norm.weight and 3 more tensors, which a llama model"),
+    (
+        {"model_type": "llama"},
+        "holds model.layers.0.self_attn.k_norm.weight and 3 more tensors, which a llama model",
+    ),
     ({"model_type": "qwen3_moe", "num_experts": 1 << 40}, "num_experts is 1099511627776"),
-    ({"model_type": "qwen3_moe", "num_experts": 1000, "num_hidden_layers": 1000}, "1000000 experts in all layers"),
-    ({"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": 3}, "norm_topk_prob is 3, expected true or false"),
-    ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": 7}, "mlp_only_layers is 7, expected a list"),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 1000, "num_hidden_layers": 1000},
+        "1000000 experts in all layers",
+    ),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": 3},
+        "norm_topk_prob is 3, expected true or false",
+    ),
+    (
+        {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": 7},
+        "mlp_only_layers is 7, expected a list",
+    ),
     ({"model_type": ["qwen3"]}, "is not supported"),
-    ({"eos_token_id": 17}, "eos_token_id of data/toy/model/config.json is 17, expected ids from 0 to 16"),
-    ({"eos_token_id": [1, -3]}, "eos_token_id of data/toy/model/config.json is [1, -3], expected ids"),
+    (
+        {"eos_token_id": 17},
+        "eos_token_id of data/toy/model/config.json is 17, expected ids from 0 to 16",
+    ),
+    (
+        {"eos_token_id": [1, -3]},
+        "eos_token_id of data/toy/model/config.json is [1, -3], expected ids",
+    ),
     ({"eos_token_id": "1"}, "eos_token_id of data/toy/model/config.json is '1'"),
     ({"eos_token_id": []}, "eos_token_id of data/toy/model/config.json is []"),
     ({"rope_scaling": [1]}, "rope_scaling of config.json is [1], expected keys"),
     ({"rope_scaling": "linear"}, "rope_scaling of config.json is 'linear', expected keys"),
-    ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type ['linear'] of config.json is not supported"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor of config.json is 'two', expected a number"),
+    (
+        {"rope_scaling": {"rope_type": ["linear"]}},
+        "rope_type ['linear'] of config.json is not supported",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
+        "factor of config.json is 'two', expected a number",
+    ),
     ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor of config.json is -2"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}},
-     "rope_type 'llama3' of config.json lacks original_max_position_embeddings; add what the model needs"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1,
-                       "original_max_position_embeddings": 64}}, "low_freq_factor of config.json is 4, which is not"),
+    (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+            }
+        },
+        "rope_type 'llama3' of config.json lacks original_max_position_embeddings; add what the "
+        "model needs",
+    ),
+    (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 4,
+                "high_freq_factor": 1,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "low_freq_factor of config.json is 4, which is not",
+    ),
     ({"rope_theta": -1}, "rope_theta of config.json is -1, expected a number above 0"),
     ({"rope_theta": float("nan")}, "rope_theta of config.json is nan"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps of config.json is 'small'"),
     ({"rms_norm_eps": None}, "config.json of a qwen3 model lacks rms_norm_eps"),
-    ({"model_type": "mixtral", "num_local_experts": 4}, "config.json of a mixtral model lacks num_experts_per_tok"),
+    (
+        {"model_type": "mixtral", "num_local_experts": 4},
+        "config.json of a mixtral model lacks num_experts_per_tok",
+    ),
     ({"initializer_range": -1}, "initializer_range of config.json is -1"),
     ({"max_position_embeddings": "64"}, "max_position_embeddings is '64', expected a whole number"),
     ({"layer_types": 5}, "layer_types of config.json names 5, but there are 2 layers"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.fault("config.json says what weights or tokenizer deny", "the dry run names the key and both values")
+@pytest.mark.fault(
+    "config.json says what weights or tokenizer deny", "the dry run names the key and both values"
+)
 @in_its_folder
 @pytest.mark.parametrize(("changes", "said"), LIES, ids=[str(lie[0])[:60] for lie in LIES])
 def test_lies_of_config_json(command: Command, changes: dict, said: str) -> None:
@@ -146,7 +223,9 @@ def lose_a_shard() -> None:
 
 def index(content: object) -> None:
     in_shards()
-    (MODEL / weight_files.INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
+    (MODEL / weight_files.INDEX).write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
 
 
 def untied_head() -> None:
@@ -164,9 +243,15 @@ def header(content: bytes, length: int | None = None) -> None:
 
 DAMAGES = {
     "a tensor is missing": (lambda: without(NORM), f"lacks {NORM}; config.json promises it"),
-    "tensors are missing": (lambda: without(NORM, "model.layers.1.mlp.up_proj.weight"), "lacks model.layers.1.mlp.up"),
+    "tensors are missing": (
+        lambda: without(NORM, "model.layers.1.mlp.up_proj.weight"),
+        "lacks model.layers.1.mlp.up",
+    ),
     "a shard is missing": (lose_a_shard, "names model-0000"),
-    "the file ends early": (lambda: WEIGHTS.write_bytes(WEIGHTS.read_bytes()[:-100]), "is cut off or padded"),
+    "the file ends early": (
+        lambda: WEIGHTS.write_bytes(WEIGHTS.read_bytes()[:-100]),
+        "is cut off or padded",
+    ),
     "the file is empty": (lambda: WEIGHTS.write_bytes(b""), "safetensors header"),
     "the header ends early": (lambda: WEIGHTS.write_bytes(WEIGHTS.read_bytes()[:60]), "is cut off"),
     "the header is no JSON": (lambda: header(b"{{{{"), "no readable safetensors"),
@@ -176,25 +261,43 @@ DAMAGES = {
     "a shape is another": (lambda: norm(shape=[64, 2]), "[64, 2], config.json says [128]"),
     "bytes do not fit the shape": (lambda: norm(shape=[129]), "is BF16 [129], but has 256 bytes"),
     "two tensors overlap": (
-        lambda: rewrite(lambda header: header.update(more={**header[NORM]})), "those before it end at"),
+        lambda: rewrite(lambda header: header.update(more={**header[NORM]})),
+        "those before it end at",
+    ),
     "a place is negative": (lambda: norm(data_offsets=[-256, 0]), "no dtype, shape"),
     "a tensor too many": (
-        lambda: rewrite(lambda header: header.update({"model.layers.7.x": header.pop(NORM)})), "the weights of 8"),
+        lambda: rewrite(lambda header: header.update({"model.layers.7.x": header.pop(NORM)})),
+        "the weights of 8",
+    ),
     "weights are quantized": (as_int8, f"holds {NORM} as I8, expected one of"),
     "a tied model has a head of its own": (untied_head, "lm_head.weight of data/toy/model differs"),
     "the index is a list": (lambda: index([]), "holds a list, expected keys"),
     "the index is deep": (lambda: index("[" * 100_000), "nested too deeply"),
-    "the index leads outside": (lambda: index({"weight_map": {NORM: "../x.safetensors"}}), "no weight_map of tensors"),
-    "the index is absolute": (lambda: index({"weight_map": {NORM: "/x.safetensors"}}), "no weight_map of tensors"),
+    "the index leads outside": (
+        lambda: index({"weight_map": {NORM: "../x.safetensors"}}),
+        "no weight_map of tensors",
+    ),
+    "the index is absolute": (
+        lambda: index({"weight_map": {NORM: "/x.safetensors"}}),
+        "no weight_map of tensors",
+    ),
     **{
-        f"the index names {name!r}": (lambda name=name: index({"weight_map": {NORM: name}}), "no weight_map of tensors")
+        f"the index names {name!r}": (
+            lambda name=name: index({"weight_map": {NORM: name}}),
+            "no weight_map of tensors",
+        )
         for name in ("..", "", "a/b", "../../other/model.safetensors")
     },
-    "the index names no text": (lambda: index({"weight_map": {NORM: 5}}), "no weight_map of tensors"),
-}  # fmt: skip
+    "the index names no text": (
+        lambda: index({"weight_map": {NORM: 5}}),
+        "no weight_map of tensors",
+    ),
+}
 
 
-@pytest.mark.fault("weights are missing, cut short, misshapen or lie", "the dry run names file and tensor")
+@pytest.mark.fault(
+    "weights are missing, cut short, misshapen or lie", "the dry run names file and tensor"
+)
 @in_its_folder
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_weights_that_cannot_be_loaded(command: Command, damage: str) -> None:
@@ -217,8 +320,12 @@ def test_shards_and_what_is_harmless_pass(command: Command) -> None:
 
 @pytest.mark.fault("a file of a model's folder is damaged", "the dry run names the file")
 @in_its_folder
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, "5", "\x00", "1" * 6000], ids=range(6))
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+)
+@pytest.mark.parametrize(
+    "content", ["[1]", "{", "[" * 100_000, "5", "\x00", "1" * 6000], ids=range(6)
+)
 def test_files_that_are_not_what_they_should_be(command: Command, name: str, content: str) -> None:
     (MODEL / name).write_text(content)
     assert f"model.path: data/toy/model/{name}" in command.refused(*PRETRAINED)
@@ -236,8 +343,12 @@ def test_a_huge_config(command: Command) -> None:
 @in_its_folder
 def test_added_tokens(command: Command) -> None:
     tokenizer = json.loads((MODEL / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 17, "content": "<think>"})
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": 17, "content": "<think>"}
+    )
     (MODEL / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "tokenizer.json has '<think>' (id 17) beyond it" in command.refused(*PRETRAINED)
     (MODEL / "generation_config.json").write_text('{"eos_token_id": [1, 99]}')
-    assert "eos_token_id of data/toy/model/generation_config.json is [1, 99]" in command.refused(*PRETRAINED)
+    assert "eos_token_id of data/toy/model/generation_config.json is [1, 99]" in command.refused(
+        *PRETRAINED
+    )

@@ -1,4 +1,6 @@
-"""Every recipe on nodes of one, two, four and eight GPUs, as a stand-in for nvidia-smi lists them."""
+"""Every recipe on nodes of one, two, four and eight GPUs, as a stand-in for nvidia-smi lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,23 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, node) -> None:
     node(gpus)
-    config, machine = load(recipe), named(str(cluster(recipe)[1]))
+    config = load(recipe)
+    machine = named(str(cluster(recipe)[1]))
     places = ("learner: ", "sampler.devices", "sampler.fleet")
     about = [line for line in checks.problems(config) if line.startswith(places)]
     learns = Layout.from_config(config.learner).world
-    fits = gpus >= max(learns + config.sampler.fleet.servers * config.sampler.tensor_parallel, machine.gpus)
+    fits = gpus >= max(
+        learns + config.sampler.fleet.servers * config.sampler.tensor_parallel, machine.gpus
+    )
     assert (about == []) == fits, about
     assert all(str(gpus) in line for line in about)
 
 
 def test_a_server_has_the_gpus_of_one_node() -> None:
-    wide = load("recipes/dapo-qwen3_8b-2n16g-int8.yaml", ["sampler.tensor_parallel=16", "sampler.fleet.servers=1"])
+    wide = load(
+        "recipes/dapo-qwen3_8b-2n16g-int8.yaml",
+        ["sampler.tensor_parallel=16", "sampler.fleet.servers=1"],
+    )
     (said,) = ranks(named("3x8xH100-80"), wide.learner, wide.sampler)
     assert "a server has the GPUs of one node, and a node has 8" in said
 
@@ -73,13 +81,17 @@ def test_what_nvidia_smi_says_is_the_machine(node, monkeypatch: pytest.MonkeyPat
 def test_the_gpu_set_has_no_engine_for_hosts(wanted: Device, gpus: int, node) -> None:
     """On a login node, or told to leave the GPUs alone: said at once, with the ways out."""
     node(gpus)
-    with pytest.raises(ConfigError, match=r"what is installed is the gpu set.*--on 1x8xH100-80.*EXTRA=cpu"):
+    with pytest.raises(
+        ConfigError, match=r"what is installed is the gpu set.*--on 1x8xH100-80.*EXTRA=cpu"
+    ):
         detect(wanted)
 
 
 def test_a_build_for_hosts_leaves_gpus_alone(node, monkeypatch: pytest.MonkeyPatch) -> None:
     node(8)
-    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else _absent(name))
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else _absent(name)
+    )
     assert detect(Device.auto).kind == Device.cpu
     with pytest.raises(ConfigError, match="torch is a CPU build"):
         detect(Device.cuda)
@@ -93,10 +105,15 @@ def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_it_needs(
     wanted: Device, node, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node(8, OLD)
-    with pytest.raises(ConfigError, match=rf"{wanted}, but the NVIDIA driver is {OLD}, and torch.*CUDA 13, needs 580"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{wanted}, but the NVIDIA driver is {OLD}, and torch.*CUDA 13, needs 580",
+    ):
         detect(wanted)
     for words in (["plan"], ["plan", "--suggest"], ["train", "--dry-run"], ["serve"]):
-        assert cli.main([*words, str(ROOT / "recipes" / "dapo_fp8.yaml"), f"run.device={wanted}"]) == 2
+        assert (
+            cli.main([*words, str(ROOT / "recipes" / "dapo_fp8.yaml"), f"run.device={wanted}"]) == 2
+        )
         assert f"the NVIDIA driver is {OLD}, and torch" in capsys.readouterr().err
 
 

@@ -1,4 +1,6 @@
-"""The plan lists what a sync really yields, and finds every invalid pair of sizes with a way out."""
+"""The plan lists what a sync really yields, and finds every invalid pair of sizes with a way
+out.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ def test_the_plan_is_what_is_yielded(format: Format) -> None:
     layout = Layout(tp=2, pp=2, ep=2, etp=1)
     sources, yielded = run_sources(random_hf(shape), shape, layout, format)
     plan = plan_sync(Model(shape, layout, {}), format)
-    real = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes) for y in yielded for name, t in y}
-    assert {t.name: (t.shape, t.dtype, t.nbytes) for t in (one.tensor for one in plan.transfers)} == real
+    real = {
+        name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
+        for y in yielded
+        for name, t in y
+    }
+    assert {
+        t.name: (t.shape, t.dtype, t.nbytes) for t in (one.tensor for one in plan.transfers)
+    } == real
     assert sorted(plan.writers.values()) == sorted(source.nbytes for source in sources)
     assert plan.nbytes == sum(source.nbytes for source in sources)
 
@@ -33,7 +41,8 @@ def test_every_problem_at_once_with_the_nearest_values() -> None:
     )
     assert {
         "learner.tensor_parallel=3 does not divide 8 attention heads (nearest valid: 2 or 4)",
-        "learner.tensor_parallel=3 neither divides 4 key-value heads nor is a multiple of them (nearest valid: 2 or 4)",
+        "learner.tensor_parallel=3 neither divides 4 key-value heads nor is a multiple of them "
+        "(nearest valid: 2 or 4)",
         "learner.tensor_parallel=3 does not divide the experts' width 64 (nearest valid: 2 or 4)",
         "sampler.tensor_parallel=5 does not divide 8 attention heads (nearest valid: 4 or 8)",
         "learner.expert_parallel=3 does not divide 4 experts (nearest valid: 2 or 4)",
@@ -48,7 +57,8 @@ def test_blocks_that_straddle_shards() -> None:
 
     assert found(128, 4, 4) == found(64, 4, 4, Format.fp8) == []
     assert found(64, 4, 1) == [
-        f"learner.tensor_parallel=4 cuts 128x128 blocks of {name}: 256 / 4 is not a multiple of 128 (nearest valid: 2)"
+        f"learner.tensor_parallel=4 cuts 128x128 blocks of {name}: 256 / 4 is not a multiple of "
+        "128 (nearest valid: 2)"
         for name in ("k_proj", "v_proj")
     ]
     assert found(64, 2, 4)[0].startswith("sampler.tensor_parallel=4 cuts")
@@ -57,13 +67,26 @@ def test_blocks_that_straddle_shards() -> None:
 @pytest.mark.parametrize(
     ("family", "layout", "message"),
     [
-        ("llama", Layout(pp=2, vp=4), "virtual_pipeline_model_parallel_size=4 does not divide the 2 layers of a pipel"),
+        (
+            "llama",
+            Layout(pp=2, vp=4),
+            "virtual_pipeline_model_parallel_size=4 does not divide the 2 layers of a pipel",
+        ),
         ("llama", Layout(pp=2, first_layers=5), "num_layers_in_first/last_pipeline_stage"),
-        ("llama", Layout(ep=2, dp=2), "learner.expert_parallel=2: a llama model has no experts; take 1"),
-        ("mixtral", Layout(ep=2), "learner.expert_parallel=2 x expert tensor parallel 1 does not divide the 1 ranks of "
-         "a pipeline stage: raise learner.data_parallel, or set learner.megatron.expert_tensor_parallel_size"),
+        (
+            "llama",
+            Layout(ep=2, dp=2),
+            "learner.expert_parallel=2: a llama model has no experts; take 1",
+        ),
+        (
+            "mixtral",
+            Layout(ep=2),
+            "learner.expert_parallel=2 x expert tensor parallel 1 does not divide the 1 ranks of "
+            "a pipeline stage: raise learner.data_parallel, or set "
+            "learner.megatron.expert_tensor_parallel_size",
+        ),
     ],
-)  # fmt: skip
+)
 def test_pipelines_and_experts(family: str, layout: Layout, message: str) -> None:
     (found,) = problems(Model.of(hf_config(family), layout), 1, Format.none)
     assert message in found

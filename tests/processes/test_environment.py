@@ -16,17 +16,45 @@ from megatron_rl.processes.environment import (
 )
 
 SECRETS = (
-    "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "OPENAI_API_KEY",
-    "GITHUB_TOKEN", "MEGATRON_RL_FLEET_KEY", "DB_PASSWORD", "PGPASSWORD", "MY_SECRET_THING", "SLURM_JWT", "apikey",
-    "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "AZURE_STORAGE_CONNECTION_STRING", "SSH_PASSPHRASE", "token",
-)  # fmt: skip
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_PROFILE",
+    "OPENAI_API_KEY",
+    "GITHUB_TOKEN",
+    "MEGATRON_RL_FLEET_KEY",
+    "DB_PASSWORD",
+    "PGPASSWORD",
+    "MY_SECRET_THING",
+    "SLURM_JWT",
+    "apikey",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "SSH_AUTH_SOCK",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "SSH_PASSPHRASE",
+    "token",
+)
 HARMLESS = (
-    "PATH", "HOME", "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "MONKEY", "KEYBOARD",
-    "SLURM_JOB_ID", "VLLM_CPU_KVCACHE_SPACE", "WANDB_RUN_GROUP", "PATTERN", "HF_HOME", "PYTHONHASHSEED",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "TOKENIZERS_PARALLELISM",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "MONKEY",
+    "KEYBOARD",
+    "SLURM_JOB_ID",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "WANDB_RUN_GROUP",
+    "PATTERN",
+    "HF_HOME",
+    "PYTHONHASHSEED",
+)
 
 
-@pytest.mark.fault("secrets in the environment of a run", "engines and ranks that need none get none")
+@pytest.mark.fault(
+    "secrets in the environment of a run", "engines and ranks that need none get none"
+)
 def test_what_looks_like_a_secret_stays_behind() -> None:
     assert [name for name in SECRETS if not is_secret(name)] == []
     assert [name for name in HARMLESS if is_secret(name)] == []
@@ -34,7 +62,9 @@ def test_what_looks_like_a_secret_stays_behind() -> None:
     assert given == {"A_KEY": "1", "PATH": "3"}
 
 
-@pytest.mark.fault("W&B's service takes the environment of rank 0", "it gets W&B's key, and no other secret")
+@pytest.mark.fault(
+    "W&B's service takes the environment of rank 0", "it gets W&B's key, and no other secret"
+)
 def test_secrets_are_hidden_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*SECRETS, "WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"):
         monkeypatch.setenv(name, "x")
@@ -45,10 +75,18 @@ def test_secrets_are_hidden_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None
     assert dict(os.environ) == before
 
 
-@pytest.mark.fault("a reward looks for secrets in its environment", "it finds what `reward.environment` names, no more")
+@pytest.mark.fault(
+    "a reward looks for secrets in its environment",
+    "it finds what `reward.environment` names, no more",
+)
 def test_rewards_are_given_a_short_list() -> None:
     everything = dict.fromkeys((*SECRETS, *HARMLESS, "MY_SERVICE"), "x")
-    assert set(for_rewards(everything, ())) == {"PATH", "HOME", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED"}
+    assert set(for_rewards(everything, ())) == {
+        "PATH",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTHONHASHSEED",
+    }
     named = for_rewards(everything, ("OPENAI_API_KEY", "MY_SERVICE"))
     assert set(named) - set(for_rewards(everything, ())) == {"OPENAI_API_KEY", "MY_SERVICE"}
     with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE not set"):
@@ -63,16 +101,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "megatron-rl"
 
 
-def test_compiled_code_is_kept_in_a_private_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_kept_in_a_private_folder(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
-    assert compiled_code() == {"TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor", "VLLM_CACHE_ROOT": f"{home}/vllm"}
+    assert compiled_code() == {
+        "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
+        "VLLM_CACHE_ROOT": f"{home}/vllm",
+    }
     assert home.stat().st_mode & 0o777 == 0o700
     home.chmod(0o755)
     assert compiled_code()
     assert home.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.fault("a stranger owns, links to or writes into the cache of compiled code", "it is refused by name")
+@pytest.mark.fault(
+    "a stranger owns, links to or writes into the cache of compiled code", "it is refused by name"
+)
 @pytest.mark.parametrize("what", ["a link", "another user's", "open", "a file"])
 def test_code_of_strangers_is_not_run(home: Path, what: str) -> None:
     home.parent.mkdir()

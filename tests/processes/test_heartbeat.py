@@ -33,7 +33,9 @@ def server(child: str) -> Iterator[int]:
     """A process with one child, which runs `child`, and has started."""
     inner = [sys.executable, "-c", f"import os, time; print(os.getpid(), flush=True)\n{child}"]
     outer = f"import subprocess; subprocess.call({inner!r})"
-    process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", outer], stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         pid = int(process.stdout.readline())
         while "sleep(100)" in child and state_of(pid) != "S":
@@ -78,7 +80,9 @@ def test_a_stopped_process_is_named():
     assert "is stopped" in body["error"]
 
 
-@pytest.mark.fault("an engine is busy, or waits for a lock, and does not answer", "/health says busy, with 200")
+@pytest.mark.fault(
+    "an engine is busy, or waits for a lock, and does not answer", "/health says busy, with 200"
+)
 @pytest.mark.parametrize("work", ["pass", "time.sleep(0.02)"])
 def test_an_engine_that_works_is_busy(work, monkeypatch):
     monkeypatch.setattr(pulse, "ANSWER_S", 3.0)  # it has a core within that

@@ -1,4 +1,6 @@
-"""Matrix products on hosts that lack instructions: an abler host plays them, its products kept down by a variable."""
+"""Matrix products on hosts that lack instructions: an abler host plays them, its products kept down
+by a variable.
+"""
 
 import json
 
@@ -39,7 +41,11 @@ def host(tmp_path, monkeypatch):
         (ABLE, "AVX2", {"bf16": f"{LIMIT}=AVX2", "int8": f"{LIMIT}=AVX2"}),
         ("flags : fpu amx_tile\n", "", {}),
         ("flags : avx512f avx512_vnni\n", "", {"bf16": "no avx512_bf16 or amx_tile"}),
-        ("flags : avx2\n", "AVX2", {"bf16": "no avx512_bf16 or amx_tile", "int8": "no avx512_vnni or amx_tile"}),
+        (
+            "flags : avx2\n",
+            "AVX2",
+            {"bf16": "no avx512_bf16 or amx_tile", "int8": "no avx512_vnni or amx_tile"},
+        ),
         ("Features : asimd\n", "", {}),  # not known to be slow
         (None, "AVX2", {}),
     ],

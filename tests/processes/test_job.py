@@ -1,4 +1,6 @@
-"""The kernel's count of processes that it has ended for their memory: read where it is, 0 where nobody counts."""
+"""The kernel's count of processes that it has ended for their memory: read where it is, 0 where
+nobody counts.
+"""
 
 import os
 from pathlib import Path
@@ -40,8 +42,12 @@ def test_where_the_count_is(tmp_path: Path, lines: str, place: str) -> None:
     assert memory_kills(tmp_path, tmp_path / "none") == 0
 
 
-@pytest.mark.skipif(not os.access(V1, os.W_OK), reason="needs the right to make a group of the first version")
-@pytest.mark.fault("the kernel ends a process because its group's memory is used up", "its count says so")
+@pytest.mark.skipif(
+    not os.access(V1, os.W_OK), reason="needs the right to make a group of the first version"
+)
+@pytest.mark.fault(
+    "the kernel ends a process because its group's memory is used up", "its count says so"
+)
 def test_a_group_that_is_too_small() -> None:
     GROUP.mkdir()
     try:

@@ -31,10 +31,14 @@ def test_the_usual_pace_comes_back_whatever_happens() -> None:
 
 
 def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
-    assert int(program("import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])")) < 10_000
+    assert (
+        int(program("import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])")) < 10_000
+    )
 
 
-@pytest.mark.fault("USR1 and Ctrl-C reach an engine or a reward worker in its first moment", "it goes on")
+@pytest.mark.fault(
+    "USR1 and Ctrl-C reach an engine or a reward worker in its first moment", "it goes on"
+)
 def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
     release(signal.SIGUSR1, signal.SIGINT)
     with for_the_driver_alone():
@@ -52,7 +56,9 @@ def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT}
 
 
-@pytest.mark.fault("the parent dies before its child has asked to die with it", "the child ends by itself")
+@pytest.mark.fault(
+    "the parent dies before its child has asked to die with it", "the child ends by itself"
+)
 @pytest.mark.parametrize("name", ["rank", "engine.child", "engine.server", "rewards.worker"])
 def test_no_orphan_of_the_first_second(name: str) -> None:
     gone = subprocess.Popen(["true"])
@@ -66,7 +72,9 @@ def test_no_orphan_of_the_first_second(name: str) -> None:
         "rewards.worker": [str(read), parent],
     }
     command = [sys.executable, "-m", f"megatron_rl.{name}", *words[name]]
-    child = subprocess.Popen(command, stdin=read, pass_fds=[read], stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, stdin=read, pass_fds=[read], stderr=subprocess.PIPE, text=True
+    )
     assert child.communicate(timeout=120)[1] == ""
     assert child.returncode == 1
     os.close(read)

@@ -57,7 +57,9 @@ def test_phases_and_waits(mine: Pulse, beats: Beats, tmp_path: Path) -> None:
     assert told(tmp_path)["phase"] == "between phases"
 
 
-def test_silence_grows_until_something_is_done(mine: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_grows_until_something_is_done(
+    mine: Pulse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file_of(tmp_path, 0).parent.mkdir(parents=True)
     now = [0.0]
     monkeypatch.setattr(pulse.time, "monotonic", lambda: now[0])

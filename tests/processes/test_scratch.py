@@ -1,4 +1,6 @@
-"""A run's own temporary folder: private, gone at its end, and after a kill with the next start, never a live one."""
+"""A run's own temporary folder: private, gone at its end, and after a kill with the next start,
+never a live one.
+"""
 
 import json
 import os
@@ -14,9 +16,17 @@ import pytest
 from megatron_rl.config import ConfigError
 from megatron_rl.processes import folder_lock, scratch
 from megatron_rl.processes.folder_lock import LOCK
-from megatron_rl.processes.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
+from megatron_rl.processes.scratch import (
+    ELSEWHERE,
+    PREFIX,
+    Scratch,
+    entered,
+    remove_stale,
+    remove_with_it,
+)
 
-DEAD = f"{folder_lock._boot_id()} {os.uname().nodename} 1"  # an owner of this machine that lives no more
+# an owner of this machine that lives no more
+DEAD = f"{folder_lock._boot_id()} {os.uname().nodename} 1"
 HOLDER = """
 import json, sys, time
 from pathlib import Path
@@ -30,7 +40,9 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def there(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     tmp_path_factory.getbasetemp()  # where the other tests' folders are: not below what goes again
     with tempfile.TemporaryDirectory(prefix="short-") as name:
         monkeypatch.setattr(tempfile, "tempdir", None)
@@ -49,7 +61,9 @@ def folder_of(parent: Path, owner: str, uid: int | None = None) -> Path:
 
 @pytest.mark.fault("a run ends", "its temporary folder goes, and what it has listed elsewhere")
 def test_it_is_private_and_goes_at_the_end(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, file, kept = there / "in_memory", there / "sem.mp-1", there / "kept"
+    folder = there / "in_memory"
+    file = there / "sem.mp-1"
+    kept = there / "kept"
     for path in (folder, kept):
         path.mkdir()
     file.touch()
@@ -62,7 +76,9 @@ def test_it_is_private_and_goes_at_the_end(there: Path, monkeypatch: pytest.Monk
     assert sorted(path.name for path in there.iterdir()) == ["kept"]
 
 
-def test_torch_s_precompiled_headers_outlive_it(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_s_precompiled_headers_outlive_it(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -82,11 +98,15 @@ def test_without_a_folder_of_a_run_nothing_is_listed(there: Path) -> None:
     assert not list(there.iterdir())
 
 
-@pytest.mark.fault("kill -9 of a run's owner", "the next start removes its folder; it removes none of a live run")
+@pytest.mark.fault(
+    "kill -9 of a run's owner", "the next start removes its folder; it removes none of a live run"
+)
 def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
     elsewhere = there / "megatron-rl-sync-x"
     elsewhere.mkdir()
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(elsewhere)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(elsewhere)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout
         left = Path(json.loads(holder.stdout.readline()))
@@ -102,10 +122,13 @@ def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
         holder.wait()
 
 
-@pytest.mark.fault("the folder of another machine's run on a shared file system", "it is left alone, locked or not")
+@pytest.mark.fault(
+    "the folder of another machine's run on a shared file system", "it is left alone, locked or not"
+)
 def test_what_another_machine_owns_is_left_to_it(there: Path) -> None:
     foreign = folder_of(there, "6f0c-other-boot node7 17")
-    empty, odd = folder_of(there, ""), folder_of(there, "\0 \n")
+    empty = folder_of(there, "")
+    odd = folder_of(there, "\0 \n")
     rebooted = folder_of(there, f"6f0c-other-boot {os.uname().nodename} 17")
     assert remove_stale(there) == [rebooted]
     assert all(folder.exists() for folder in (foreign, empty, odd))
@@ -128,14 +151,20 @@ def test_what_strangers_put_there_is_ignored(there: Path) -> None:
     assert sorted(there.iterdir()) == before
 
 
-@pytest.mark.fault("the temporary folder is full or missing", "the start is refused with a sentence")
-def test_a_folder_that_cannot_be_used_is_named(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "the temporary folder is full or missing", "the start is refused with a sentence"
+)
+def test_a_folder_that_cannot_be_used_is_named(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "tempdir", str(there))
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ConfigError, match=r"temporary folder .* cannot be used: .*No space left.*TMPDIR"):
+    with pytest.raises(
+        ConfigError, match=r"temporary folder .* cannot be used: .*No space left.*TMPDIR"
+    ):
         Scratch()
     assert not list(there.iterdir())
 
@@ -163,7 +192,9 @@ def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPa
     assert not list(there.iterdir())
 
 
-def test_who_has_left_it_uses_the_folder_from_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_left_it_uses_the_folder_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with entered():

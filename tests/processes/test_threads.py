@@ -1,4 +1,6 @@
-"""Threads: what work in one comes to, that nothing of it stays, those without helpers, those that pace themselves."""
+"""Threads: what work in one comes to, that nothing of it stays, those without helpers, those that
+pace themselves.
+"""
 
 import asyncio
 import os
@@ -73,28 +75,36 @@ def test_later_threads_have_no_helpers():
 
 def test_it_does_not_hold_a_process_back():
     program(
-        "from megatron_rl.processes.threads import in_thread as it; import time; it('work', lambda: time.sleep(999))"
+        "from megatron_rl.processes.threads import in_thread as it; import time; it('work', "
+        "lambda: time.sleep(999))"
     )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for threads")
 def test_a_thread_that_ends_meanwhile_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of an engine come and go: one that is listed may be gone when its cores are asked for."""
-    everywhere, gone = os.sched_getaffinity(0), str(2**22)  # larger than any thread's number
+    """Threads of an engine come and go: one that is listed may be gone when its cores are asked
+    for.
+    """
+    # larger than any thread's number
+    everywhere = os.sched_getaffinity(0)
+    gone = str(2**22)
     monkeypatch.setattr(os, "listdir", lambda _: [str(threading.get_native_id()), gone])
     os.sched_setaffinity(0, {min(everywhere)})
     ask = os.sched_getaffinity
-    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: ask(thread) and everywhere)  # where there is such a one
+    # where there is such a one
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: ask(thread) and everywhere)
     use_all_cores()
     monkeypatch.undo()
     assert os.sched_getaffinity(0) == everywhere
 
 
-PIECES, PIECE_S = 10, 0.01
+PIECES = 10
+PIECE_S = 0.01
 
 
 def _working(share: float) -> tuple[Pace, list[float], threading.Thread]:
-    pace, done = Pace(share), list[float]()
+    pace = Pace(share)
+    done = list[float]()
 
     def work() -> None:
         for _ in range(PIECES):
@@ -141,7 +151,8 @@ def test_whoever_calls_an_event_loop_while_it_is_stopped_gets_an_answer_or_its_e
         return 1
 
     for _ in range(20):
-        loop, answers = EventLoopThread("test", ZeroDivisionError), []
+        loop = EventLoopThread("test", ZeroDivisionError)
+        answers = []
 
         def call(loop: EventLoopThread = loop, answers: list[int] = answers) -> None:
             while True:
@@ -157,9 +168,12 @@ def test_whoever_calls_an_event_loop_while_it_is_stopped_gets_an_answer_or_its_e
                 caller.result(60)
 
 
-def test_whoever_waits_for_what_cannot_be_cancelled_hears_of_the_loop_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_for_what_cannot_be_cancelled_hears_of_the_loop_s_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(threads, "SHUT_S", 0.2)
-    loop, begun = EventLoopThread("test", ZeroDivisionError), threading.Event()
+    loop = EventLoopThread("test", ZeroDivisionError)
+    begun = threading.Event()
 
     async def stubborn() -> None:
         begun.set()

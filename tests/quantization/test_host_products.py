@@ -1,11 +1,19 @@
-"""BF16 products by way of FP32: rounded once, as a processor with BF16 instructions does. INT8 and FP8 layers."""
+"""BF16 products by way of FP32: rounded once, as a processor with BF16 instructions does. INT8 and
+FP8 layers.
+"""
 
 import pytest
 import torch
 
 from megatron_rl.config.schema import Format
 from megatron_rl.quantization import host_products, vllm_operators
-from megatron_rl.quantization.host_products import PRODUCTS, Fp8Weight, Int8Weight, _through_fp32, fp8_codes
+from megatron_rl.quantization.host_products import (
+    PRODUCTS,
+    Fp8Weight,
+    Int8Weight,
+    _through_fp32,
+    fp8_codes,
+)
 from megatron_rl.quantization.quantize import quantize
 
 SHAPES = {
@@ -33,10 +41,15 @@ def test_a_product_is_rounded_once(name):
 def test_other_types_and_transposed_and_empty_matrices():
     torch.manual_seed(1)
     multiply = _through_fp32(torch.ops.aten.mm.out)
-    left, right = torch.randn(48, 5), torch.randn(7, 48)
+    left = torch.randn(48, 5)
+    right = torch.randn(7, 48)
     for dtype in (torch.float32, torch.float64):  # left as they are
-        assert torch.equal(multiply(left.t().to(dtype), right.t().to(dtype)), left.t().to(dtype) @ right.t().to(dtype))
-    left, right = left.bfloat16().t(), right.bfloat16().t()
+        assert torch.equal(
+            multiply(left.t().to(dtype), right.t().to(dtype)),
+            left.t().to(dtype) @ right.t().to(dtype),
+        )
+    left = left.bfloat16().t()
+    right = right.bfloat16().t()
     assert torch.equal(multiply(left, right), multiply(left.contiguous(), right.contiguous()))
     assert multiply(torch.zeros(0, 4).bfloat16(), torch.zeros(4, 2).bfloat16()).shape == (0, 2)
     nothing = multiply(torch.zeros(3, 0).bfloat16(), torch.zeros(0, 2).bfloat16())
@@ -55,11 +68,15 @@ def test_int8_sums_are_exact(features, codes):
     assert torch.equal(Int8Weight(right, torch.ones(9, 1)).sums(left), exact)
 
 
-@pytest.mark.skipif(not vllm_operators.has_int8(), reason="no INT8 instructions, or no vLLM for hosts")
+@pytest.mark.skipif(
+    not vllm_operators.has_int8(), reason="no INT8 instructions, or no vLLM for hosts"
+)
 @pytest.mark.parametrize("features", [48, 1025, 4096])
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(features, tokens, biased, monkeypatch):
+def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(
+    features, tokens, biased, monkeypatch
+):
     monkeypatch.setattr(vllm_operators, "SUMS", 96 * 17)  # of 40 tokens 17, 17 and 6
     torch.manual_seed(1)
     made = quantize(torch.randn(96, 2 * features), Format.int8)
@@ -87,8 +104,11 @@ def test_fp8_codes_clip_nothing_and_the_largest_of_a_token_is_the_largest_code()
     assert not codes_MK[0].float().any()
     error = (codes_MK.double() * scale_M1 - x_MK.bfloat16().double()).abs()
     # half a step: of three bits after the leading one, or of the subnormal ones
-    assert (error <= (x_MK.bfloat16().double().abs() * 2**-4).maximum(scale_M1 * 2**-10) * (1 + 1e-6)).all()
-    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5], [1e-39, 0]]))  # next to nothing: the least scale
+    assert (
+        error <= (x_MK.bfloat16().double().abs() * 2**-4).maximum(scale_M1 * 2**-10) * (1 + 1e-6)
+    ).all()
+    # next to nothing: the least scale
+    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5], [1e-39, 0]]))
     assert scale_M1.flatten().tolist() == [pytest.approx(1 / (448 * 512))] * 2
     assert codes_MK[0].float().tolist() == [0, -2.25] and not codes_MK[1].float().any()
 
@@ -99,18 +119,23 @@ def test_fp8_sums_are_rounded_once_and_add_up_over_parts(dtype, has_bf16, monkey
     monkeypatch.setattr(host_products, "has_bf16", lambda: has_bf16)
     torch.manual_seed(1)
     made = quantize(torch.randn(9, 200), Format.fp8)
-    weight, bias_N = Fp8Weight(made["weight"], made["weight_scale"]), torch.randn(9).to(dtype)
+    weight = Fp8Weight(made["weight"], made["weight_scale"])
+    bias_N = torch.randn(9).to(dtype)
     codes_MK, scale_M1 = weight.codes(torch.randn(6, 200).to(dtype))
     exact_MN = codes_MK.double() @ made["weight"].double().t()
     found_MN = weight.product(codes_MK, scale_M1, bias_N, dtype)
     assert found_MN.dtype == dtype
-    wanted_MN = (exact_MN.to(dtype).float() * scale_M1 * made["weight_scale"].flatten() + bias_N).to(dtype)
+    wanted_MN = (
+        exact_MN.to(dtype).float() * scale_M1 * made["weight_scale"].flatten() + bias_N
+    ).to(dtype)
     assert torch.allclose(found_MN, wanted_MN, rtol=1e-6, atol=1e-6)
     parts = [
         Fp8Weight(part, made["weight_scale"]).addable_sums(codes)
         for part, codes in zip(made["weight"].split(100, 1), codes_MK.split(100, 1), strict=True)
     ]
-    assert torch.allclose(weight.scaled(sum(parts), scale_M1, bias_N, dtype), wanted_MN, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(
+        weight.scaled(sum(parts), scale_M1, bias_N, dtype), wanted_MN, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_processor_with_fp8_products_is_known(tmp_path, monkeypatch):

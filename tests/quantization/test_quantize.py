@@ -10,7 +10,13 @@ from megatron_rl.config.schema import Format
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import FAMILIES, ModelShape
 from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized, quantization_config
-from megatron_rl.quantization.quantize import dequantize, quantize, row_amax, sample_error, summarize
+from megatron_rl.quantization.quantize import (
+    dequantize,
+    quantize,
+    row_amax,
+    sample_error,
+    summarize,
+)
 
 CHANNEL_FORMATS = [Format.int8, Format.fp8]
 
@@ -22,11 +28,18 @@ def random_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("format", CHANNEL_FORMATS)
-@given(rows=st.integers(1, 40), columns=st.integers(2, 40), shards=st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(2, 40),
+    shards=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=25, deadline=None)
 def test_shards_hold_the_bytes_of_the_whole(format, rows, columns, shards, seed):
     weight_OI = random_weight(rows, columns, seed)
@@ -36,25 +49,34 @@ def test_shards_hold_the_bytes_of_the_whole(format, rows, columns, shards, seed)
     row_parallel = [quantize(part, format, amax_O) for part in parts]
     assert same_bytes(torch.cat([part["weight"] for part in row_parallel], dim=1), whole["weight"])
     assert all(torch.equal(part["weight_scale"], whole["weight_scale"]) for part in row_parallel)
-    column_parallel = [quantize(part, format) for part in weight_OI.tensor_split(min(shards, rows), dim=0)]
+    column_parallel = [
+        quantize(part, format) for part in weight_OI.tensor_split(min(shards, rows), dim=0)
+    ]
     for suffix in ("weight", "weight_scale"):
         assert same_bytes(torch.cat([part[suffix] for part in column_parallel]), whole[suffix])
 
 
 def test_blocks_of_a_shard_are_blocks_of_the_whole_and_scaled_by_what_they_hold():
     weight_OI = random_weight(3 * BLOCK, 4 * BLOCK)
-    whole, half = (quantize(weight, Format.fp8_block) for weight in (weight_OI, weight_OI[:, 2 * BLOCK :]))
+    whole, half = (
+        quantize(weight, Format.fp8_block) for weight in (weight_OI, weight_OI[:, 2 * BLOCK :])
+    )
     assert whole["weight_scale"].shape == (3, 4)
     assert same_bytes(half["weight"], whole["weight"][:, 2 * BLOCK :])
     assert torch.equal(half["weight_scale"], whole["weight_scale"][:, 2:])
     ragged = quantize(weight_OI[: BLOCK + 3, : BLOCK + 5], Format.fp8_block)
-    assert ragged["weight"].shape == (BLOCK + 3, BLOCK + 5) and ragged["weight_scale"].shape == (2, 2)
+    assert ragged["weight"].shape == (BLOCK + 3, BLOCK + 5) and ragged["weight_scale"].shape == (
+        2,
+        2,
+    )
     corner = weight_OI[BLOCK : BLOCK + 3, BLOCK : BLOCK + 5].float().abs().max() / 448
     assert torch.equal(ragged["weight_scale"][1, 1], corner)
 
 
 @pytest.mark.parametrize(
-    ("format", "largest", "half_steps"), [(Format.int8, 127, 0.5), (Format.fp8, 448, 16.0)], ids=["int8", "fp8"]
+    ("format", "largest", "half_steps"),
+    [(Format.int8, 127, 0.5), (Format.fp8, 448, 16.0)],
+    ids=["int8", "fp8"],
 )
 def test_error_is_within_half_a_step_and_the_amax_is_exact(format, largest, half_steps):
     weight_OI = random_weight(16, 256)
@@ -94,7 +116,9 @@ def test_relative_error_is_that_of_the_format():
     weight_OI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
 
     def relative_error(format: Format) -> float:
-        return summarize([sample_error("x", weight_OI, quantize(weight_OI, format), format)]).worst[0][1]
+        return summarize([sample_error("x", weight_OI, quantize(weight_OI, format), format)]).worst[
+            0
+        ][1]
 
     assert relative_error(Format.int8) < 0.012
     assert 0.1 < relative_error(Format.int4) < 0.2
@@ -103,10 +127,22 @@ def test_relative_error_is_that_of_the_format():
 
 def test_which_parameters_are_quantized():
     layer = "model.layers.3."
-    held = ("self_attn.q_proj", "mlp.down_proj", "mlp.experts.7.gate_proj", "block_sparse_moe.experts.7.w2")
-    whole = ("mlp.gate.weight", "self_attn.q_proj.bias", "self_attn.q_norm.weight", "input_layernorm.weight")
+    held = (
+        "self_attn.q_proj",
+        "mlp.down_proj",
+        "mlp.experts.7.gate_proj",
+        "block_sparse_moe.experts.7.w2",
+    )
+    whole = (
+        "mlp.gate.weight",
+        "self_attn.q_proj.bias",
+        "self_attn.q_norm.weight",
+        "input_layernorm.weight",
+    )
     for name in (f"{layer}{module}.weight" for module in held):
-        assert is_quantized(name, Format.int8, ["lm_head"]) and not is_quantized(name, Format.none), name
+        assert is_quantized(name, Format.int8, ["lm_head"]) and not is_quantized(
+            name, Format.none
+        ), name
     for name in (*(layer + name for name in whole), "model.embed_tokens.weight", "lm_head.weight"):
         assert not is_quantized(name, Format.int8, ["lm_head"]), name
 
@@ -120,10 +156,14 @@ def test_ignore_takes_names_and_patterns():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_is_told_what_the_sender_quantizes(family):
-    """vLLM quantizes every linear layer that it is not told to leave: a matrix is one or the other."""
+    """vLLM quantizes every linear layer that it is not told to leave: a matrix is one or the
+    other.
+    """
     ignored = quantization_config(Format.int8, ["re:.*o_proj"])["ignore"]
     for param in params(ModelShape.from_hf(hf_config(family))):
         for name, shape in param.sizes.items():
             if len(shape) == 2 and "embed_tokens" not in name:
                 module = name.removesuffix(".weight")
-                assert is_quantized(name, Format.int8, ["re:.*o_proj"]) is not is_ignored(module, ignored), name
+                assert is_quantized(name, Format.int8, ["re:.*o_proj"]) is not is_ignored(
+                    module, ignored
+                ), name

@@ -1,4 +1,5 @@
-"""Smoothing changes no function, gives the same bytes on every layout, and makes INT8 better where there are outliers.
+"""Smoothing changes no function, gives the same bytes on every layout, and makes INT8 better where
+there are outliers.
 
 O output features, I input features, L layers, N norms of a layer, H hidden channels, T tokens.
 """
@@ -45,7 +46,9 @@ ROUTER = r"mlp\.gate|block_sparse_moe\.gate"
 
 
 def seen(shape: ModelShape, seed: int = 3) -> torch.Tensor:
-    """Activations with outliers of several orders of magnitude, and channels that were never seen to move."""
+    """Activations with outliers of several orders of magnitude, and channels that were never seen
+    to move.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = (shape.layers, len(Norm), shape.hidden)
     amax_LNH = torch.exp(3 * torch.randn(size, generator=generator))
@@ -53,7 +56,9 @@ def seen(shape: ModelShape, seed: int = 3) -> torch.Tensor:
     return amax_LNH
 
 
-def smoothed_by_hand(hf: dict[str, torch.Tensor], amax_LNH: torch.Tensor) -> dict[str, torch.Tensor]:
+def smoothed_by_hand(
+    hf: dict[str, torch.Tensor], amax_LNH: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """The original tensors, smoothed whole, without the mapping table."""
     out = dict(hf)
     for layer in range(len(amax_LNH)):
@@ -64,7 +69,11 @@ def smoothed_by_hand(hf: dict[str, torch.Tensor], amax_LNH: torch.Tensor) -> dic
             wanted_H = amax_LNH[layer, norm] ** ALPHA / weight_H ** (1 - ALPHA)
             typical = wanted_H[wanted_H > 0].median()
             scale_H = torch.where(wanted_H > 0, 2.0 ** (wanted_H / typical).log2().trunc(), 1.0)
-            routers = [name for name in hf if norm == 1 and re.fullmatch(rf"{stem}({ROUTER})\.weight", name)]
+            routers = [
+                name
+                for name in hf
+                if norm == 1 and re.fullmatch(rf"{stem}({ROUTER})\.weight", name)
+            ]
             for name in read + routers:
                 out[name] = (hf[name] * scale_H).to(hf[name].dtype)
             name = f"model.layers.{layer}.{norm_name}.weight"
@@ -72,7 +81,9 @@ def smoothed_by_hand(hf: dict[str, torch.Tensor], amax_LNH: torch.Tensor) -> dic
     return out
 
 
-def partly(amax_LNH: torch.Tensor, shape: ModelShape, layout: Layout) -> Callable[[Place, ThreadGroup], Smoothing]:
+def partly(
+    amax_LNH: torch.Tensor, shape: ModelShape, layout: Layout
+) -> Callable[[Place, ThreadGroup], Smoothing]:
     """Every rank has seen its stage's layers, and only some channels at their largest."""
     number = {place: index for index, place in enumerate(layout.places())}
 
@@ -81,7 +92,9 @@ def partly(amax_LNH: torch.Tensor, shape: ModelShape, layout: Layout) -> Callabl
         for chunk in range(layout.chunks):
             layers = layout.layers(shape.layers, place.pp, chunk)
             mine_LNH[layers.start : layers.stop] = amax_LNH[layers.start : layers.stop] / 2
-        own = torch.arange(shape.hidden) % (layout.world // layout.pp) == number[place] % (layout.world // layout.pp)
+        own = torch.arange(shape.hidden) % (layout.world // layout.pp) == number[place] % (
+            layout.world // layout.pp
+        )
         mine_LNH[..., own] *= 2
         return Smoothing(shape, ALPHA, 1, world, mine_LNH.clone)
 
@@ -89,10 +102,19 @@ def partly(amax_LNH: torch.Tensor, shape: ModelShape, layout: Layout) -> Callabl
 
 
 LAYOUTS = [
-    Layout(), Layout(tp=2), Layout(tp=4, pp=2, first_layers=1), Layout(tp=2, pp=2, vp=2), Layout(dp=2),
-    Layout(ep=2, dp=2), Layout(tp=2, ep=2, etp=1), Layout(tp=2, ep=2, etp=2, dp=2), Layout(tp=2, pp=2, ep=2, etp=1),
-]  # fmt: skip
-CASES = [(f, at) for f in cases.FAMILIES for at in LAYOUTS if at.ep == 1 or f in ("qwen3_moe", "mixtral")]
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4, pp=2, first_layers=1),
+    Layout(tp=2, pp=2, vp=2),
+    Layout(dp=2),
+    Layout(ep=2, dp=2),
+    Layout(tp=2, ep=2, etp=1),
+    Layout(tp=2, ep=2, etp=2, dp=2),
+    Layout(tp=2, pp=2, ep=2, etp=1),
+]
+CASES = [
+    (f, at) for f in cases.FAMILIES for at in LAYOUTS if at.ep == 1 or f in ("qwen3_moe", "mixtral")
+]
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
@@ -100,8 +122,11 @@ def test_every_layout_sends_the_same_bytes(family: str, layout: Layout) -> None:
     config = hf_config(family, tie_word_embeddings=layout.tp == 2)
     config |= {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
     shape = ModelShape.from_hf(config)
-    hf, amax_LNH = random_hf(shape), seen(shape)
-    sources, yielded = run_sources(hf, shape, layout, Format.int8, smoothing=partly(amax_LNH, shape, layout))
+    hf = random_hf(shape)
+    amax_LNH = seen(shape)
+    sources, yielded = run_sources(
+        hf, shape, layout, Format.int8, smoothing=partly(amax_LNH, shape, layout)
+    )
     assert [source.failure for source in sources] == [None] * layout.world
     want = quantized_whole(smoothed_by_hand(hf, amax_LNH), Format.int8)
     assert_same_bits([pair for of_rank in yielded for pair in of_rank], want)
@@ -112,10 +137,15 @@ def smoothing_of(shape: ModelShape, amax_LNH: torch.Tensor, every: int = 1) -> S
 
 
 def sync(
-    smoothing: Smoothing | None, shape: ModelShape, hf: dict[str, torch.Tensor], ignore: Sequence[str] = ()
+    smoothing: Smoothing | None,
+    shape: ModelShape,
+    hf: dict[str, torch.Tensor],
+    ignore: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """What a sampler receives; the learner's own weights stay as they are."""
-    source = ShardSource(Model(shape, Layout(), {}), ShardGroups(), Format.int8, ignore, smoothing=smoothing)
+    source = ShardSource(
+        Model(shape, Layout(), {}), ShardGroups(), Format.int8, ignore, smoothing=smoothing
+    )
     local = local_parameters(hf, shape, Layout(), Place())
     kept = {name: tensor.clone() for name, tensor in local.items()}
     received = dict(source.tensors(local))
@@ -127,7 +157,9 @@ def sync(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", cases.FAMILIES)
-def test_the_function_stays_the_same(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_function_stays_the_same(
+    family: str, tied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Bit for bit: scales are powers of two, so no product and no sum rounds otherwise."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,7 +196,9 @@ def test_scales_are_powers_of_two_around_the_median() -> None:
     weights = torch.cat([torch.full((7,), 2.0), torch.tensor(unknown["weight"])])
     wanted = [1.0, 1.0, 1.0, 2.0, 0.5, 4.0, 2.0**LARGEST_EXPONENT, 1.0, 1.0, 1.0]
     assert (exponents.median() - 0.3).abs() < 1e-6  # which 3.1 is only two whole steps away from
-    found_2H = scales(torch.stack([activations, activations * 0]), torch.stack([weights, weights]), 0.5)
+    found_2H = scales(
+        torch.stack([activations, activations * 0]), torch.stack([weights, weights]), 0.5
+    )
     assert found_2H[0].tolist() == wanted
     assert found_2H[1].tolist() == [1.0] * 10
     # a larger alpha gives the activations more of a say
@@ -180,14 +214,23 @@ def test_scales_stay_until_they_are_due() -> None:
     hf = random_hf(shape)
     before = {name: tensor.clone() for name, tensor in hf.items()}
     plain = sync(None, shape, hf)
-    answers = [torch.zeros_like(seen(shape)), seen(shape, 1), seen(shape, 2)]  # of the syncs that ask
+    # of the syncs that ask
+    answers = [
+        torch.zeros_like(seen(shape)),
+        seen(shape, 1),
+        seen(shape, 2),
+    ]
     smoothing = Smoothing(shape, ALPHA, 2, TorchGroup(), lambda: answers.pop(0))
     name = "model.layers.0.mlp.gate_proj.weight"
     first, second, third, fourth = (sync(smoothing, shape, hf) for _ in range(4))
     assert all(torch.equal(first[n], plain[n]) for n in plain)  # nothing was seen yet
-    assert_same_bits(list(second.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 1)), Format.int8))
+    assert_same_bits(
+        list(second.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 1)), Format.int8)
+    )
     assert torch.equal(second[name], third[name])
-    assert_same_bits(list(fourth.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 2)), Format.int8))
+    assert_same_bits(
+        list(fourth.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 2)), Format.int8)
+    )
     assert answers == []
     assert all(torch.equal(hf[n], before[n]) for n in hf)  # the learner's own weights
 
@@ -195,22 +238,29 @@ def test_scales_stay_until_they_are_due() -> None:
 def test_layers_that_are_ignored_still_compute_the_same() -> None:
     """A layer held in BF16 reads the smoothed norm too; its own size does not enter the scale."""
     shape = ModelShape.from_hf(hf_config("llama", num_hidden_layers=1))
-    hf, amax_LNH = random_hf(shape), seen(shape)
+    hf = random_hf(shape)
+    amax_LNH = seen(shape)
     names = [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
     hf[names[1] + ".weight"] *= 1000
     smoothing = smoothing_of(shape, amax_LNH)
     received = sync(smoothing, shape, hf, [names[1], "lm_head"])
     weight_H = torch.cat([hf[names[0] + ".weight"], hf[names[2] + ".weight"]]).abs().amax(0).float()
     scale_H = scales(amax_LNH[0, 0], weight_H, ALPHA)
-    assert torch.equal(received[names[1] + ".weight"], hf[names[1] + ".weight"] * scale_H.bfloat16())
+    assert torch.equal(
+        received[names[1] + ".weight"], hf[names[1] + ".weight"] * scale_H.bfloat16()
+    )
     assert torch.equal(smoothing.scales_LNH[0, 0], scale_H)
 
 
 def test_a_diverged_reader_is_named_and_does_not_hang() -> None:
-    shape, layout = ModelShape.from_hf(hf_config("llama")), Layout(tp=2)
-    hf, name = random_hf(shape), "model.layers.1.mlp.up_proj.weight"
+    shape = ModelShape.from_hf(hf_config("llama"))
+    layout = Layout(tp=2)
+    hf = random_hf(shape)
+    name = "model.layers.1.mlp.up_proj.weight"
     hf[name][-1, 3] = float("nan")  # on the last rank alone
-    sources, _ = run_sources(hf, shape, layout, Format.int8, smoothing=partly(seen(shape), shape, layout))
+    sources, _ = run_sources(
+        hf, shape, layout, Format.int8, smoothing=partly(seen(shape), shape, layout)
+    )
     assert sources[0].failure is None
     assert name in str(sources[1].failure)
 
@@ -218,7 +268,8 @@ def test_a_diverged_reader_is_named_and_does_not_hang() -> None:
 def int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """W8A8 as the engine does it: weights per output row, activations per token."""
     scale_T1 = x_TI.abs().amax(1, keepdim=True) / 127
-    rounded_TI, made = (x_TI / scale_T1).round() * scale_T1, quantize(weight_OI, Format.int8)
+    rounded_TI = (x_TI / scale_T1).round() * scale_T1
+    made = quantize(weight_OI, Format.int8)
     return rounded_TI @ dequantize(made["weight"], made["weight_scale"]).T
 
 
@@ -226,7 +277,8 @@ def int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 def test_outliers_cost_less(outlier: float, gain: float) -> None:
     """Eight of 512 channels stand out, as in real models; without any, nothing may be lost."""
     torch.manual_seed(0)
-    x_TI, weight_OI = torch.randn(64, 512), torch.randn(128, 512) / 512**0.5
+    x_TI = torch.randn(64, 512)
+    weight_OI = torch.randn(128, 512) / 512**0.5
     x_TI[:, ::64] *= outlier
     weight_OI[:, ::64] /= outlier
     exact_TO = x_TI @ weight_OI.T

@@ -1,4 +1,6 @@
-"""Functions of the user's: found where they lie, called as we, verl and TRL call them, their mistakes found at once."""
+"""Functions of the user's: found where they lie, called as we, verl and TRL call them, their
+mistakes found at once.
+"""
 
 from pathlib import Path
 
@@ -38,9 +40,12 @@ def no_score(row, key, response):
     return {"accuracy": 1.0}
 """
 ROW = {
-    "prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "level": 3, "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "solution": "2",
+    "level": 3,
+    "data_source": "gsm8k",
     "extra_info": {"index": 7},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -56,23 +61,39 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 in_a_folder = pytest.mark.usefixtures("folder")
 
 
-def judged(weights: dict[str, float], response: str, row: dict | None = None, finish_reason: str = "stop") -> Judgement:
-    return Rewards(weights, wrong=0.0).judge(Task(row or ROW, response, finish_reason, answer_key="solution"))
+def judged(
+    weights: dict[str, float], response: str, row: dict | None = None, finish_reason: str = "stop"
+) -> Judgement:
+    return Rewards(weights, wrong=0.0).judge(
+        Task(row or ROW, response, finish_reason, answer_key="solution")
+    )
 
 
 @in_a_folder
 def test_ours() -> None:
     assert judged({"mine.py:ours": 1.0}, "2").score == 1.0
-    assert judged({"sub/mine.py:ours": 1.0}, "2", finish_reason="length") == Judgement(Verdict.wrong, 0.25)
+    assert judged({"sub/mine.py:ours": 1.0}, "2", finish_reason="length") == Judgement(
+        Verdict.wrong, 0.25
+    )
 
 
 @in_a_folder
 def test_verl_s() -> None:
-    right, wrong = judged({"mine.py:verl": 1.0}, "2"), judged({"mine.py:verl": 1.0}, "31")
-    assert (right.verdict, right.score, wrong.verdict, wrong.score) == (Verdict.right, 1.0, Verdict.wrong, -1.0)
+    right = judged({"mine.py:verl": 1.0}, "2")
+    wrong = judged({"mine.py:verl": 1.0}, "31")
+    assert (right.verdict, right.score, wrong.verdict, wrong.score) == (
+        Verdict.right,
+        1.0,
+        Verdict.wrong,
+        -1.0,
+    )
     assert wrong.details == {
-        "own/acc": 0.0, "own/length": 2.0, "own/seen": 1.0, "own/index": 7.0, "own/stopped": 1.0,
-    }  # fmt: skip
+        "own/acc": 0.0,
+        "own/length": 2.0,
+        "own/seen": 1.0,
+        "own/index": 7.0,
+        "own/stopped": 1.0,
+    }
     assert judged({"mine.py:verl_without_extras": 1.0}, "").score == 1.0
     assert read({"score": 0.25, "acc": 0.25}).verdict == Verdict.wrong
     assert read(sum([0.1] * 10)).verdict == Verdict.right, "though the sum is a little less than 1"
@@ -90,9 +111,15 @@ def test_trl_s() -> None:
 
 @in_a_folder
 def test_several_add_up_and_the_first_has_the_verdict() -> None:
-    both = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "2", {"prompt": "1+1=", "solution": "2"})
-    assert both == Judgement(Verdict.right, 1.05, {"part/exact_match": 1.0, "part/mine.py:trl_plain": 0.1}, "2")
-    none = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "?", {"prompt": "1+1=", "solution": "2"})
+    both = judged(
+        {"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "2", {"prompt": "1+1=", "solution": "2"}
+    )
+    assert both == Judgement(
+        Verdict.right, 1.05, {"part/exact_match": 1.0, "part/mine.py:trl_plain": 0.1}, "2"
+    )
+    none = judged(
+        {"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "?", {"prompt": "1+1=", "solution": "2"}
+    )
     assert (none.verdict, none.score) == (Verdict.wrong, 0.0)
     with pytest.raises(ValueError, match="no reward applies to this row"):
         judged({"mine.py:trl_plain": 1.0}, "?", {"prompt": "", "solution": "2"})
@@ -122,7 +149,10 @@ def test_a_worker_hands_everything_over() -> None:
     [
         ("nowhere/mine.py:ours", "FileNotFoundError: no file "),
         ("mine.py:theirs", "has no attribute 'theirs'"),
-        ("mine.py", "is not a built-in reward (exact_match, math_dapo, math_verify, reasoning_gym)"),
+        (
+            "mine.py",
+            "is not a built-in reward (exact_match, math_dapo, math_verify, reasoning_gym)",
+        ),
     ],
 )
 def test_a_name_that_leads_nowhere(name: str, said: str) -> None:
@@ -134,7 +164,9 @@ def test_a_name_that_leads_nowhere(name: str, said: str) -> None:
 GOOD = "def right(row, answer_key, response):\n    return 0.5\n"
 
 
-@pytest.mark.fault("a reward lies beside the recipe, the command runs elsewhere", "command and workers find it")
+@pytest.mark.fault(
+    "a reward lies beside the recipe, the command runs elsewhere", "command and workers find it"
+)
 def test_beside_the_recipe(place: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RECIPE_FOLDER, "")
     (place / "sub" / "pack").mkdir(parents=True)
@@ -142,7 +174,9 @@ def test_beside_the_recipe(place: Path, command: Command, monkeypatch: pytest.Mo
     (place / "sub" / "beside_recipe.py").write_text(GOOD)
     (place / "sub" / "pack" / "inner.py").write_text(GOOD)
     (place / "where_it_runs.py").write_text(GOOD)
-    (place / "sub" / "math.py").write_text(GOOD.replace("return 0.5", "import math; return math.sqrt(0.25)"))
+    (place / "sub" / "math.py").write_text(
+        GOOD.replace("return 0.5", "import math; return math.sqrt(0.25)")
+    )
     for name in ("beside_recipe:right", "pack.inner:right", "where_it_runs:right", "math.py:right"):
         command.dry_run(f"reward.name={name}", recipe="sub/mine.yaml")
         pool = RewardPool(RewardSection(name=name))
@@ -158,19 +192,33 @@ MISTAKES = {
     "sys.exit": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
     "sys.exit without a word": ("raise SystemExit\n", "SystemExit"),
     "the end of the process": ("import os; os._exit(0)\n", "the reward worker died at its start"),
-    "a crash": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n", "the reward worker died at its start"),
+    "a crash": (
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n",
+        "the reward worker died at its start",
+    ),
     "no such function": ("def left(row, answer_key, response): ...\n", "has no attribute 'right'"),
-    "two parameters": ("def right(row, response): ...\n", "is called as (row, answer_key, response)"),
-    "four parameters": ("def right(row, a, b, c): ...\n", "is called as (row, answer_key, response)"),
-    "named parameters": ("def right(*, row, answer_key, response): ...\n", "is called as (row, answer_key, response)"),
+    "two parameters": (
+        "def right(row, response): ...\n",
+        "is called as (row, answer_key, response)",
+    ),
+    "four parameters": (
+        "def right(row, a, b, c): ...\n",
+        "is called as (row, answer_key, response)",
+    ),
+    "named parameters": (
+        "def right(*, row, answer_key, response): ...\n",
+        "is called as (row, answer_key, response)",
+    ),
     "no function": ("right = 5\n", "is int, not a function"),
     "a coroutine": ("async def right(row, a, r): ...\n", "gives no number when it is called"),
     "a generator": ("def right(row, a, r): yield 1\n", "gives no number when it is called"),
     "an import that is missing": ("import no_such_thing\n", "No module named 'no_such_thing'"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.fault("a reward's module has a mistake, ends its process or crashes it", "the dry run says so")
+@pytest.mark.fault(
+    "a reward's module has a mistake, ends its process or crashes it", "the dry run says so"
+)
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_mistakes(kind: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text, said = MISTAKES[kind]

@@ -1,4 +1,6 @@
-"""Rewards run apart: order, exceptions, deadlines and deaths become scores with a reason, never a hang."""
+"""Rewards run apart: order, exceptions, deadlines and deaths become scores with a reason, never a
+hang.
+"""
 
 import os
 import signal
@@ -134,7 +136,9 @@ def run(row, answer_key, response):
 
 
 @contextmanager
-def started(name: str = "hostile_rewards:run", timeout_s: float = PATIENCE_S, **keys: Any) -> Iterator[RewardPool]:
+def started(
+    name: str = "hostile_rewards:run", timeout_s: float = PATIENCE_S, **keys: Any
+) -> Iterator[RewardPool]:
     pool = RewardPool(RewardSection(name=name, timeout_s=timeout_s, **keys))
     try:
         pool.start()
@@ -166,10 +170,18 @@ def hostile(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rewar
 
 def test_what_an_answer_prints_is_no_score_and_shifts_none(hostile: RewardPool) -> None:
     scores = scored(hostile, *(({}, word) for word in ("print", "3", "print again", "4", "5")))
-    assert [(score.reward, score.error) for score in scores] == [(0, None), (3, None), (0, None), (4, None), (5, None)]
+    assert [(score.reward, score.error) for score in scores] == [
+        (0, None),
+        (3, None),
+        (0, None),
+        (4, None),
+        (5, None),
+    ]
 
 
-@pytest.mark.fault("a reward prints megabytes", "the log gets one, and says so once; the scores are right")
+@pytest.mark.fault(
+    "a reward prints megabytes", "the log gets one, and says so once; the scores are right"
+)
 def test_what_rewards_print_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
     with started(workers=2) as pool:
         assert scored(pool, *[({}, "shout")] * 4) == [number(1.0)] * 4
@@ -179,17 +191,24 @@ def test_what_rewards_print_is_limited(capfd: pytest.CaptureFixture[str]) -> Non
     assert said.count("left out") == 1
 
 
-@pytest.mark.fault("a reward asks for a secret of the run", "it sees what `reward.environment` names")
+@pytest.mark.fault(
+    "a reward asks for a secret of the run", "it sees what `reward.environment` names"
+)
 def test_a_reward_sees_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("WANDB_API_KEY", "2")
     with started(environment=["WANTED"]) as pool:
         assert scored(pool, ({}, "seen")) == [number(1.0)]
-    with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"), started(environment=["NOT_THERE"]):
+    with (
+        pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"),
+        started(environment=["NOT_THERE"]),
+    ):
         pass
 
 
-@pytest.mark.fault("USR1 and Ctrl-C reach a reward worker", "it goes on, and what it started has not heard of USR1")
+@pytest.mark.fault(
+    "USR1 and Ctrl-C reach a reward worker", "it goes on, and what it started has not heard of USR1"
+)
 def test_signals_for_the_driver_leave_rewards_alone() -> None:
     with started() as pool:
         assert scored(pool, ({}, "signalled"), ({}, "3")) == [number(1.0), number(3.0)]
@@ -235,28 +254,48 @@ def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> N
 
 def test_a_reward_that_always_hangs_ends_the_run() -> None:
     told = r"reward\.timeout_s: 3[0-2] of the last"
-    with started("odd_rewards:by_word", 0.05, workers=2) as pool, pytest.raises(RewardsHang, match=told):
+    with (
+        started("odd_rewards:by_word", 0.05, workers=2) as pool,
+        pytest.raises(RewardsHang, match=told),
+    ):
         scored(pool, *[({}, "sleep")] * 4096)
 
 
 def test_scores_come_in_the_order_of_the_tasks() -> None:
-    tasks = [({"answer": str(index)}, f" {index if index % 3 else 'wrong'}\n") for index in range(20)]
+    tasks = [
+        ({"answer": str(index)}, f" {index if index % 3 else 'wrong'}\n") for index in range(20)
+    ]
     with started("exact_match", workers=3) as pool:
-        assert [score.reward for score in scored(pool, *tasks)] == [float(bool(index % 3)) for index in range(20)]
+        assert [score.reward for score in scored(pool, *tasks)] == [
+            float(bool(index % 3)) for index in range(20)
+        ]
 
 
 @late
 def test_one_bad_answer_does_not_touch_the_others(odd: RewardPool) -> None:
-    scores = scored(odd, *(({}, word) for word in ("1", "raise", "2", "sleep", "3", "die", "4", "5")))
+    scores = scored(
+        odd, *(({}, word) for word in ("1", "raise", "2", "sleep", "3", "die", "4", "5"))
+    )
     assert [score.reward for score in scores] == [1, 0, 2, 0, 3, 0, 4, 5]
-    assert [bool(score.error) for score in scores] == [False, True, False, True, False, True, False, False]
+    assert [bool(score.error) for score in scores] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert "no digits" in str(scores[1].error)
     assert "reward.timeout_s=5" in str(scores[3].error)
     assert "died" in str(scores[5].error)
     assert [score.reward for score in scored(odd, ({}, "6"), ({}, "7"))] == [6, 7]
 
 
-@pytest.mark.fault("a reward worker is killed by somebody", "the answer it was at is judged by the next one")
+@pytest.mark.fault(
+    "a reward worker is killed by somebody", "the answer it was at is judged by the next one"
+)
 def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) -> None:
     process = odd._workers[0]._process
     assert process is not None
@@ -275,12 +314,19 @@ def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) ->
 
 
 NO_SCORES = {
-    "nan": "score is nan", "text": "the reward is '1.0', expected a number", "exit": "SystemExit",
-    "interrupt": "KeyboardInterrupt", "generator": "GeneratorExit: y", "mute": "odd_rewards.Mute",
-}  # fmt: skip
+    "nan": "score is nan",
+    "text": "the reward is '1.0', expected a number",
+    "exit": "SystemExit",
+    "interrupt": "KeyboardInterrupt",
+    "generator": "GeneratorExit: y",
+    "mute": "odd_rewards.Mute",
+}
 
 
-@pytest.mark.fault("a reward gives NaN or text, exits, forks", "each is an error with its reason; a fork answers once")
+@pytest.mark.fault(
+    "a reward gives NaN or text, exits, forks",
+    "each is an error with its reason; a fork answers once",
+)
 def test_what_is_no_score(odd: RewardPool) -> None:
     scores = scored(odd, *(({}, word) for word in (*NO_SCORES, "fork", "2", "fork", "3")))
     assert [score.reward for score in scores] == [0] * len(NO_SCORES) + [0, 2, 0, 3]
@@ -299,7 +345,10 @@ FORGED = [
 ]
 
 
-@pytest.mark.fault("a reward writes into every socket that it has", "its answer is an error; the others' scores stand")
+@pytest.mark.fault(
+    "a reward writes into every socket that it has",
+    "its answer is an error; the others' scores stand",
+)
 def test_what_a_reward_writes_into_its_channel(odd: RewardPool) -> None:
     tasks = [({}, word) for forged in FORGED for word in (f"write {forged.hex()}", "5", "2", "5")]
     scores = scored(odd, *tasks)

@@ -1,4 +1,6 @@
-"""Verdicts: equal to verl's rule and to the library's own metric, case by case; what is cut off is wrong."""
+"""Verdicts: equal to verl's rule and to the library's own metric, case by case; what is cut off is
+wrong.
+"""
 
 import importlib
 import json
@@ -17,8 +19,13 @@ EXPECTED = json.loads((Path(__file__).parent / "expected_verdicts.json").read_te
 def differing(name: str, every: int) -> list[tuple[str, str, str]]:
     """Cases whose verdict is not the expected one: response, truth, verdict."""
     chosen = list(zip(cases(), EXPECTED[name], strict=True))[::every]
-    judged = [(response, truth, verdict(name, truth, response), sign) for (response, truth), sign in chosen]
-    return [(*case, found) for *case, found, sign in judged if (found == Verdict.right) != (sign == "+")]
+    judged = [
+        (response, truth, verdict(name, truth, response), sign)
+        for (response, truth), sign in chosen
+    ]
+    return [
+        (*case, found) for *case, found, sign in judged if (found == Verdict.right) != (sign == "+")
+    ]
 
 
 def verdict(name: str, truth: object, response: str, finish_reason: str = "stop") -> Verdict:
@@ -55,7 +62,12 @@ def test_a_truth_that_is_a_number(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "response"),
-    [("exact_match", "  "), ("math_dapo", "It is 34."), ("math_dapo", "Answer: 34" + " " * 300), ("math_verify", "Ω")],
+    [
+        ("exact_match", "  "),
+        ("math_dapo", "It is 34."),
+        ("math_dapo", "Answer: 34" + " " * 300),
+        ("math_verify", "Ω"),
+    ],
 )
 def test_no_answer_is_no_wrong_answer(name: str, response: str) -> None:
     assert verdict(name, "34", response) == Verdict.no_answer
@@ -82,7 +94,11 @@ def test_reasoning_gym_judges_its_own_tasks() -> None:
     import reasoning_gym
 
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)[0]
-    row = {"question": entry["question"], "answer": entry["answer"], "metadata": json.dumps(entry["metadata"])}
+    row = {
+        "question": entry["question"],
+        "answer": entry["answer"],
+        "metadata": json.dumps(entry["metadata"]),
+    }
     judge = resolve("reasoning_gym")
     for response, found in (
         (entry["answer"], Verdict.right),
@@ -98,4 +114,7 @@ def test_wrong_is_worth_what_the_recipe_says() -> None:
     published = Rewards({"math_dapo": 1.0}, wrong=-1.0)
     for response, score in (("Answer: 34", 1.0), ("Answer: 35", -1.0), ("34", -1.0)):
         assert published.judge(Task({"answer": "34"}, response)).score == score
-    assert Rewards({"math_dapo": 1.0}, wrong=0.0).judge(Task({"answer": "34"}, "Answer: 35")).score == 0.0
+    assert (
+        Rewards({"math_dapo": 1.0}, wrong=0.0).judge(Task({"answer": "34"}, "Answer: 35")).score
+        == 0.0
+    )

@@ -1,7 +1,9 @@
-"""Answers as models write them beside the truth: 60 truths, the forms they are answered in, 14 ways of saying so.
+"""Answers as models write them beside the truth: 60 truths, the forms they are answered in, 14 ways
+of saying so.
 
-`expected_verdicts.json` holds what verl's `math_dapo` and the library's own metric say about each, in this order: `+`
-right, `-` wrong, `?` the library raised (no truth to be read), one text per reward.
+`expected_verdicts.json` holds what verl's `math_dapo` and the library's own metric say about each,
+in this order: `+` right, `-` wrong, `?` the library raised (no truth to be read), one text per
+reward.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ SAID = (
 
 
 def cases() -> list[tuple[str, str]]:
-    """(response, truth). Each form is said in four of the ways in turn, every fourth truth in all of them."""
+    """(response, truth). Each form is said in four of the ways in turn, every fourth truth in all
+    of them.
+    """
     found = []
     forms = [(form, truth) for truth, forms in ANSWERS.items() for form in forms]
     for turn, (form, truth) in enumerate(forms):

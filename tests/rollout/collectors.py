@@ -24,20 +24,39 @@ class Words:
 
 
 class Script:
-    """Answers and scores as written: one word per answer, `?` has no score, a capital was cut off."""
+    """Answers and scores as written: one word per answer, `?` has no score, a capital was cut
+    off.
+    """
 
     def __init__(self, *groups: str) -> None:
         self.groups = list(groups)
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> AtOnce:
-        return AtOnce(lambda prompts, first: self.generate(prompts, params, seed=seed, first_group=first, step=step))
+        return AtOnce(
+            lambda prompts, first: self.generate(
+                prompts, params, seed=seed, first_group=first, step=step
+            )
+        )
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        seed: int,
+        first_group: int,
+        step: int,
     ) -> list[Rollout]:
         about: dict[str, Any] = {"logprobs": (-1.0,), "loss_mask": (True,), "policy_version": step}
         return [
-            Rollout(prompt, group, at, (ord(word),), finish_reason="length" if word.isupper() else "stop", **about)
+            Rollout(
+                prompt,
+                group,
+                at,
+                (ord(word),),
+                finish_reason="length" if word.isupper() else "stop",
+                **about,
+            )
             for group, prompt in enumerate(prompts, first_group)
             for at, word in enumerate(self.groups.pop(0) if self.groups else "nnnn")
         ]
@@ -53,7 +72,11 @@ def judged(word: str) -> Score:
 
 
 def collector(
-    answers: Any, scores: Any, rollout: RolloutSection, reward: RewardSection | None = None, rebaseline: bool = True
+    answers: Any,
+    scores: Any,
+    rollout: RolloutSection,
+    reward: RewardSection | None = None,
+    rebaseline: bool = True,
 ) -> Collector:
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(997))
     order = PromptOrder(Dataset(prompts, len(prompts), 0, 0), seed=1, shuffle=False)

@@ -23,7 +23,9 @@ LIMIT_S = 240.0
 
 
 class Source:
-    """Answers in an order and after times of its own, each with the version that is served when it is begun."""
+    """Answers in an order and after times of its own, each with the version that is served when it
+    is begun.
+    """
 
     def __init__(self, seed: int = 0, dull: float = 0.3) -> None:
         self.version = 0
@@ -31,7 +33,8 @@ class Source:
         self.open = 0
         self.added: list[tuple[int, int]] = []  # group, and the version that was served
         self.failure: Exception | None = None
-        self._random, self._dull = random.Random(seed), dull
+        self._random = random.Random(seed)
+        self._dull = dull
 
     def answering(self, params: SamplingParams, *, seed: int, step: int) -> Stream:
         return Stream(self, params.samples, self._random, self._dull)
@@ -42,7 +45,10 @@ class Source:
 
 class Stream:
     def __init__(self, source: Source, samples: int, chance: random.Random, dull: float) -> None:
-        self._source, self._samples, self._chance, self._dull = source, samples, chance, dull
+        self._source = source
+        self._samples = samples
+        self._chance = chance
+        self._dull = dull
         self._groups: list[list[Rollout]] = []
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
@@ -52,9 +58,16 @@ class Stream:
             source.open += 1
             dull = random.Random(group).random() < self._dull
             words = ["0" if dull else str(sample % 2) for sample in range(self._samples)]
-            about: dict[str, Any] = {"loss_mask": (1,), "finish_reason": "stop", "policy_version": source.version}
+            about: dict[str, Any] = {
+                "loss_mask": (1,),
+                "finish_reason": "stop",
+                "policy_version": source.version,
+            }
             self._groups.append(
-                [Rollout(prompt, group, at, (ord(word),), (-1.0,), **about) for at, word in enumerate(words)]
+                [
+                    Rollout(prompt, group, at, (ord(word),), (-1.0,), **about)
+                    for at, word in enumerate(words)
+                ]
             )
 
     def finished(self) -> list[list[Rollout]]:
@@ -64,7 +77,8 @@ class Stream:
             time.sleep(0.002)
         some = self._chance.randint(1, max(1, len(self._groups)))
         self._chance.shuffle(self._groups)
-        done, self._groups = self._groups[:some], self._groups[some:]
+        done = self._groups[:some]
+        self._groups = self._groups[some:]
         self._source.open -= len(done)
         return done
 
@@ -74,7 +88,9 @@ class Stream:
 
 
 def section(**keys: Any) -> RolloutSection:
-    return RolloutSection(**{"prompts_per_step": 8, "samples_per_prompt": 2, "max_gen_batches": 3, "ahead": 1} | keys)
+    return RolloutSection(
+        **{"prompts_per_step": 8, "samples_per_prompt": 2, "max_gen_batches": 3, "ahead": 1} | keys
+    )
 
 
 @contextmanager
@@ -103,7 +119,9 @@ def begin_and_hold(source: Source, batches: Ahead) -> None:
 def test_refills_that_are_drawn_early_are_those_of_whole_rounds(seed: int) -> None:
     """Rounds of a source that finishes everything at once are the measure."""
     chance = random.Random(seed)
-    rollout = section(prompts_per_step=chance.randint(1, 24), max_gen_batches=chance.randint(1, 5), ahead=0)
+    rollout = section(
+        prompts_per_step=chance.randint(1, 24), max_gen_batches=chance.randint(1, 5), ahead=0
+    )
     dull = chance.choice([0.1, 0.5, 0.9, 1.0])
     found = []
     for source in (Source(seed, dull), Whole(seed, dull)):
@@ -111,7 +129,12 @@ def test_refills_that_are_drawn_early_are_those_of_whole_rounds(seed: int) -> No
         steps = [one.collect(step) for step in range(1, 4)]
         for step in steps:
             del step.metrics["reward/std"]  # of another order of the same numbers
-        found.append([(step.ordinals, [each.rollout.group for each in step.scored], step.metrics) for step in steps])
+        found.append(
+            [
+                (step.ordinals, [each.rollout.group for each in step.scored], step.metrics)
+                for step in steps
+            ]
+        )
     assert found[0] == found[1]
 
 
@@ -122,7 +145,8 @@ class Whole(Source):
 
 class WholeRounds(Stream):
     def finished(self) -> list[list[Rollout]]:
-        done, self._groups = self._groups, []
+        done = self._groups
+        self._groups = []
         return done
 
 
@@ -132,9 +156,11 @@ class WholeRounds(Stream):
 def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
     most: int, stale: Stale, in_flight: InFlight
 ) -> None:
-    source, chance = Source(most), random.Random(most)
+    source = Source(most)
+    chance = random.Random(most)
     with ahead(source, last=30, ahead=most, stale=stale, in_flight=in_flight) as batches:
-        drawn_to, ages = 0, set()
+        drawn_to = 0
+        ages = set()
         for step in range(1, 31):
             found = batches.take(step)
             ages |= {step - 1 - one.rollout.policy_version for one in found.scored}
@@ -149,14 +175,16 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
                 source.version = step
         assert min(ages) >= 0 and most >= max(ages) > 0
         time.sleep(0.02)
-        assert max(group for group, _ in source.added) < drawn_to  # nothing is begun for a step that never comes
+        # nothing is begun for a step that never comes
+        assert max(group for group, _ in source.added) < drawn_to
 
 
 def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
     source = Source(dull=0)
     with ahead(source, ahead=3) as batches:
         batches.take(1)
-        wait_for(lambda: len(source.added) == 4 * 8)  # of steps 1 to 4: version 0 is 3 updates older there
+        # of steps 1 to 4: version 0 is 3 updates older there
+        wait_for(lambda: len(source.added) == 4 * 8)
         batches.take(2)
         time.sleep(0.05)
         assert len(source.added) == 4 * 8

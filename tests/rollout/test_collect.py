@@ -1,4 +1,6 @@
-"""prompt -> rollout -> reward -> group filter: answers without a score, truncated answers, refills."""
+"""prompt -> rollout -> reward -> group filter: answers without a score, truncated answers,
+refills.
+"""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +11,13 @@ import torch
 from collectors import Script, collector
 
 from megatron_rl.batch import collate
-from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    Config,
+    CorrectionConfig,
+    RewardSection,
+    RolloutSection,
+)
 from megatron_rl.rollout.collect import (
     MOST_DETAILS,
     Collected,
@@ -29,23 +37,35 @@ CORRECTION = CorrectionConfig()
 def config(**keys: Any) -> Config:
     sizes = {"prompts_per_step": 1, "samples_per_prompt": 4, "max_gen_batches": 2}
     return Config(
-        rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}), advantage=AdvantageConfig("dr_grpo"), **keys
+        rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}),
+        advantage=AdvantageConfig("dr_grpo"),
+        **keys,
     )
 
 
 def collected(setting: Config, *groups: str) -> Collected:
-    script, rebaseline = Script(*groups), setting.correction.rebaseline
+    script = Script(*groups)
+    rebaseline = setting.correction.rebaseline
     return collector(script, script, setting.rollout, setting.reward, rebaseline).collect(1)
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])
-def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(rebaseline: bool) -> None:
+def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(
+    rebaseline: bool,
+) -> None:
     setting = config(correction=CorrectionConfig(rebaseline=rebaseline))
     found = collected(setting, "yn?y")
     batch = collate(found.scored)
     assert batch.mask_BT[:, 0].tolist() == [True, True, False, True]
-    assert [math.isnan(reward) for reward in batch.rewards_B.tolist()] == [False, False, True, False]
-    correction, advantages_B = correct(batch.sampler_logprobs_BT, batch, setting.correction, setting.advantage)
+    assert [math.isnan(reward) for reward in batch.rewards_B.tolist()] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    correction, advantages_B = correct(
+        batch.sampler_logprobs_BT, batch, setting.correction, setting.advantage
+    )
     assert torch.allclose(advantages_B, torch.tensor([1 / 3, -2 / 3, 0.0, 1 / 3]))
     assert not correction.mask_BT[2].any()
     assert not correction.denominator_mask_BT[2].any()
@@ -57,7 +77,8 @@ def test_a_missing_score_makes_no_spread() -> None:
     found = collected(config(), "nnn?", "ynnn")
     assert [one.text for one in found.scored] == list("ynnn")
     assert found.metrics["rollout/gen_batches"] == 2
-    assert found.metrics["rollout/groups_all_wrong"] == 4  # the first, and three of the four that replaced it
+    # the first, and three of the four that replaced it
+    assert found.metrics["rollout/groups_all_wrong"] == 4
     every = collected(config(rollout={"dynamic_sampling": False}), "nnn?").metrics
     assert (every["rollout/groups_kept"], every["rollout/groups_all_wrong"]) == (0, 1)
 
@@ -65,11 +86,16 @@ def test_a_missing_score_makes_no_spread() -> None:
 @pytest.mark.parametrize(("rebaseline", "kept"), [(True, "ynnn"), (False, "yYNN")])
 def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> None:
     """With rebaseline they leave the baseline too, so a spread that only they make is none."""
-    setting = config(correction=CorrectionConfig(rebaseline=rebaseline), reward=RewardSection(overlong_filter=True))
+    setting = config(
+        correction=CorrectionConfig(rebaseline=rebaseline),
+        reward=RewardSection(overlong_filter=True),
+    )
     found = collected(setting, "yYNN", "ynnn")
     assert "".join(one.text for one in found.scored) == kept
     batch = collate(found.scored)
-    correction = rollout_correction(batch.sampler_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CORRECTION)
+    correction = rollout_correction(
+        batch.sampler_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CORRECTION
+    )
     trained_on = [letter.islower() for letter in kept]
     assert correction.mask_BT[:, 0].tolist() == trained_on
     assert correction.baseline_keep_B(CORRECTION).tolist() == trained_on
@@ -83,16 +109,27 @@ def test_a_reward_that_never_works_stops_the_run() -> None:
 def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() -> None:
     prompt = Prompt("0", (1,), "", {})
     rollout = Rollout(prompt, 0, 0, (1,), (0.0,), (1,), "stop", 0)
-    scored = [Scored(rollout, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5}) for each in range(1000)]
+    scored = [
+        Scored(rollout, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5})
+        for each in range(1000)
+    ]
     metrics = _verdicts(scored)
     assert metrics["reward/part/style"] == 0.5
     assert sum(name.startswith("reward/own/") for name in metrics) == MOST_DETAILS - 1
 
 
 def test_the_sampler_is_asked_for_what_the_recipe_says() -> None:
-    keys = {"samples_per_prompt": 3, "max_response_tokens": 9, "temperature": 0.7, "top_k": 5, "top_p": 0.8}
+    keys = {
+        "samples_per_prompt": 3,
+        "max_response_tokens": 9,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.8,
+    }
     asked = sampling_params(RolloutSection(**keys), (1, 2))
-    assert (asked.samples, asked.max_tokens, asked.temperature, asked.top_k, asked.top_p) == tuple(keys.values())
+    assert (asked.samples, asked.max_tokens, asked.temperature, asked.top_k, asked.top_p) == tuple(
+        keys.values()
+    )
     assert asked.stop_token_ids == (1, 2)
     assert asked.candidates == RolloutSection(**keys).candidates > 5
     assert sampling_params(RolloutSection(), ()).top_k == -1  # among all
@@ -102,7 +139,9 @@ def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> 
     turns = [SessionTurn(finish_reason="length", tokens=3), SessionTurn(tokens=2)]
     for end, expected in (("done", "stop"), ("length", "length")):
         session = Session(turns, rows=2, end=end, answer="42")
-        cut = Rollout(Prompt(0, (1,), "", {}), 0, 0, (5,), (-1.0,), (True,), "length", 0, session=session)
+        cut = Rollout(
+            Prompt(0, (1,), "", {}), 0, 0, (5,), (-1.0,), (True,), "length", 0, session=session
+        )
         task = _task(cut, "4")
         assert (task.response, task.finish_reason) == ("42", expected)
         assert _sampled(Scored(cut, 0.0)) == 5, "of both branches"
@@ -110,7 +149,9 @@ def test_a_session_is_judged_by_its_last_answer_whatever_ended_this_branch() -> 
 
 def test_a_data_set_s_own_answer_says_where_it_is_cut() -> None:
     params = sampling_params(RolloutSection(max_response_tokens=3), (1,))
-    asked = DatasetAnswers(SimpleNamespace(encode=lambda text: [*map(ord, text)])).answering(params, seed=0, step=4)
+    asked = DatasetAnswers(SimpleNamespace(encode=lambda text: [*map(ord, text)])).answering(
+        params, seed=0, step=4
+    )
     asked.add([Prompt(0, (1,), "", {"answer": text}) for text in ("ab", "abc")], 0)
     (whole,), (cut,) = asked.finished()
     assert (*whole.token_ids, whole.finish_reason, whole.policy_version) == (97, 98, 1, "stop", 3)

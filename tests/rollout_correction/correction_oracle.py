@@ -1,4 +1,5 @@
-"""The correction written once more, slowly: float64, one token at a time, straight from the formulas.
+"""The correction written once more, slowly: float64, one token at a time, straight from the
+formulas.
 
 Shape legend: B sequences, T response positions.
 """
@@ -19,9 +20,14 @@ def exp(x: float) -> float:
 
 
 TOKEN_STATS = {
-    "ratio": exp, "k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: exp(d) - 1 - d, "m2": lambda d: d * d,
-    "abs": lambda d: exp(abs(d)), "excess": lambda d: abs(exp(d) - 1),
-}  # fmt: skip
+    "ratio": exp,
+    "k1": lambda d: -d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: exp(d) - 1 - d,
+    "m2": lambda d: d * d,
+    "abs": lambda d: exp(abs(d)),
+    "excess": lambda d: abs(exp(d) - 1),
+}
 
 
 def mean(xs: list[float]) -> float:
@@ -44,7 +50,11 @@ COIN_STATS: dict[str, Any] = {
 
 def token_stat(stat: str, d: float, p: float) -> float:
     """`p`: the learner's logprob."""
-    return COIN_STATS[stat](math.exp(p), math.exp(p - d)) if stat in COIN_STATS else TOKEN_STATS[stat](d)
+    return (
+        COIN_STATS[stat](math.exp(p), math.exp(p - d))
+        if stat in COIN_STATS
+        else TOKEN_STATS[stat](d)
+    )
 
 
 REDUCERS: dict[str, Any] = {"sum": sum, "mean": mean, "max": max, "min": min, "arithmetic": mean}
@@ -81,11 +91,15 @@ def correct(
     turns: torch.Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(weights, mask, denominator mask); with `advantages`, conditional rules included."""
-    turn_of = {place: 0 if turns is None else int(turns[place]) for place in np.ndindex(*prox.shape)}
-    p, m = prox.double().numpy(), mu.double().numpy()
+    turn_of = {
+        place: 0 if turns is None else int(turns[place]) for place in np.ndindex(*prox.shape)
+    }
+    p = prox.double().numpy()
+    m = mu.double().numpy()
     rows, columns = p.shape
     d: dict[tuple[int, int], float] = {}
-    ones, zeros = set(), set()
+    ones = set()
+    zeros = set()
     stays = np.zeros((rows, columns), dtype=bool)
     for i in range(rows):
         faulty = any(bool(mask[i, t]) and not math.isfinite(m[i, t]) for t in range(columns))
@@ -113,7 +127,9 @@ def correct(
         """d and p of a token's row or turn, or of its row up to it."""
         if level == "prefix":
             return [(d[i, s], p[i, s]) for s in range(t + 1) if (i, s) in d]
-        same = [s for s in range(columns) if (i, s) in d and group(level, i, s) == group(level, i, t)]
+        same = [
+            s for s in range(columns) if (i, s) in d and group(level, i, s) == group(level, i, t)
+        ]
         return [(d[i, s], p[i, s]) for s in same]
 
     kept = stays.copy()
@@ -122,7 +138,9 @@ def correct(
             continue
         level = str(rule.level)
         if level == "token":
-            values: dict[Any, float] = {place: token_stat(str(rule.stat), x, p[place]) for place, x in d.items()}
+            values: dict[Any, float] = {
+                place: token_stat(str(rule.stat), x, p[place]) for place, x in d.items()
+            }
         else:
             values = {group(level, i, t): row_stat(rule, members(level, i, t)) for i, t in d}
         cutoff = None if rule.budget is None else cutoff_of(list(values.values()), rule.budget)
@@ -161,7 +179,10 @@ def correct(
             weights[i, t] = min(max(raw, w.low or 0.0), math.inf if w.high is None else w.high)
     if w.normalize:
         per_unit = list(
-            {group(str(w.level), i, t): weights[i, t] for i, t in zip(*kept.nonzero(), strict=True)}.values()
+            {
+                group(str(w.level), i, t): weights[i, t]
+                for i, t in zip(*kept.nonzero(), strict=True)
+            }.values()
         )
         mean = float(np.mean(per_unit)) if len(per_unit) else 0.0
         weights = weights / mean if mean else weights

@@ -1,4 +1,6 @@
-"""The breakdowns add up to the whole, and each line of cutting shows the fault that it is there for."""
+"""The breakdowns add up to the whole, and each line of cutting shows the fault that it is there
+for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
 from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns, session_table
 
-ROWS, COLUMNS = 6, 20
+ROWS = 6
+COLUMNS = 20
 REASONS = ["stop", "length", "stop", "stop", "abort", "length"]
 VERSIONS = torch.tensor([7, 7, 6, 4, 7, 6])
 VERSIONS_BT = VERSIONS[:, None].expand(ROWS, COLUMNS)
@@ -41,9 +44,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return prox_BT, mu_BT, torch.arange(COLUMNS)[None] < lengths_B[:, None]
 
 
-def cut(prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, list[Slice]]:
+def cut(
+    prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> dict[str, list[Slice]]:
     slices = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT)
-    return {by: [one for one in slices if one.by == by] for by in dict.fromkeys(one.by for one in slices)}
+    return {
+        by: [one for one in slices if one.by == by]
+        for by in dict.fromkeys(one.by for one in slices)
+    }
 
 
 def test_every_cut_adds_up_to_the_batch() -> None:
@@ -61,15 +69,24 @@ def test_every_cut_adds_up_to_the_batch() -> None:
 def test_labels() -> None:
     found = cut(*batch())
     assert [one.label for one in found["length"]] == ["1 to 1", "2 to 3", "8 to 15", "16 to 31"]
-    assert [(one.label, one.tokens) for one in found["staleness"]] == [("0", 41), ("1", 10), ("3", 3)]
-    assert Counter({one.label: one.tokens for one in found["finish"]}) == Counter(stop=33, length=20, abort=1)
-    assert [one.label for one in found["position"]] == [f"{10 * i}-{10 * i + 10} %" for i in range(10)]
+    assert [(one.label, one.tokens) for one in found["staleness"]] == [
+        ("0", 41),
+        ("1", 10),
+        ("3", 3),
+    ]
+    assert Counter({one.label: one.tokens for one in found["finish"]}) == Counter(
+        stop=33, length=20, abort=1
+    )
+    assert [one.label for one in found["position"]] == [
+        f"{10 * i}-{10 * i + 10} %" for i in range(10)
+    ]
     assert found["probability"][0].label == "0.01 to 0.1"
 
 
 def test_each_cut_finds_its_fault() -> None:
     prox_BT, mu_BT, mask_BT = batch()
-    row_B1, column_T = torch.arange(ROWS)[:, None], torch.arange(COLUMNS)
+    row_B1 = torch.arange(ROWS)[:, None]
+    column_T = torch.arange(COLUMNS)
     for by, label, where_BT in [
         ("position", "90-100 %", (column_T >= 18) & (row_B1 < 2)),
         ("probability", "0.01 to 0.1", (mu_BT.exp() > 0.01) & (mu_BT.exp() <= 0.1)),
@@ -112,14 +129,19 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     ]
     path = tmp_path / "step_8.parquet"
     write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
-    direct = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT, policy_version=8)
+    direct = breakdowns(
+        prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT, policy_version=8
+    )
     assert recorded_breakdowns(path, policy_version=8) == direct
     assert [one.label for one in direct if one.by == "staleness"] == ["1", "2", "4"]
     write_rollouts(path, scored)
     assert recorded_breakdowns(path) == []
 
     names = ["int8" if i % 2 else "none" for i in range(len(scored))]
-    mixed = [replace(one, rollout=replace(one.rollout, format=name)) for one, name in zip(scored, names, strict=True)]
+    mixed = [
+        replace(one, rollout=replace(one.rollout, format=name))
+        for one, name in zip(scored, names, strict=True)
+    ]
     write_rollouts(path, mixed, prox_logprobs_BT=prox_BT)
     parts = [one for one in recorded_breakdowns(path) if one.by == "format"]
     assert [one.label for one in parts] == ["int8", "none"]
@@ -130,7 +152,9 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     metrics = mismatch_by_format(prox_BT[:, :width], collated)
     for part in parts:
         assert metrics[f"rollout_corr/{part.label}/k3_kl"] == pytest.approx(part.k3_kl)
-        assert metrics[f"rollout_corr/{part.label}/logp_abs_diff_mean"] == pytest.approx(part.abs_diff)
+        assert metrics[f"rollout_corr/{part.label}/logp_abs_diff_mean"] == pytest.approx(
+            part.abs_diff
+        )
     assert unknown(metrics) == []
     assert mismatch_by_format(None, collated) == {}
 
@@ -147,26 +171,42 @@ def test_several_batches_are_pooled_as_one() -> None:
 
     def cuts(rows: slice) -> list[Slice]:
         return breakdowns(
-            prox_BT[rows], sampler_BT[rows], mask_BT[rows], finish_reasons=reasons[rows],
-            versions_BT=versions_B[rows, None].expand(-1, 40), policy_version=12,
-        )  # fmt: skip
+            prox_BT[rows],
+            sampler_BT[rows],
+            mask_BT[rows],
+            finish_reasons=reasons[rows],
+            versions_BT=versions_B[rows, None].expand(-1, 40),
+            policy_version=12,
+        )
 
-    whole, halves = cuts(slice(0, 8)), pooled([*cuts(slice(3, 8)), *cuts(slice(0, 3))])
+    whole = cuts(slice(0, 8))
+    halves = pooled([*cuts(slice(3, 8)), *cuts(slice(0, 3))])
     assert [(part.by, part.label) for part in halves] == [(part.by, part.label) for part in whole]
     for one, other in zip(halves, whole, strict=True):
         assert asdict(one) == pytest.approx(asdict(other))
 
 
-BY_TURN, BY_PLACE = ("first_turn", "middle_turns", "last_turn"), ("turn_start", "turn_end")
-SAMPLED = [[(3, "T"), (5, "C")], [(4, "T"), (7, "CC"), (6, "A")], [(90, "T"), (2, "T")], [(4, "T"), (2, "A")]]
+BY_TURN = ("first_turn", "middle_turns", "last_turn")
+BY_PLACE = ("turn_start", "turn_end")
+SAMPLED = [
+    [(3, "T"), (5, "C")],
+    [(4, "T"), (7, "CC"), (6, "A")],
+    [(90, "T"), (2, "T")],
+    [(4, "T"), (2, "A")],
+]
 
 
 def sessions() -> list[Scored]:
-    """Rows of (tokens, what they are) by turn, behind two tokens of somebody else's; the last two are one session's."""
+    """Rows of (tokens, what they are) by turn, behind two tokens of somebody else's; the last two
+    are one session's.
+    """
     kinds = {"A": 0, "T": 1, "C": 2}
     scored = []
     for row, turns in enumerate(SAMPLED):
-        ids, mask, of_turn, what = [5, 5], [0, 0], [-1, -1], [0, 0]
+        ids = [5, 5]
+        mask = [0, 0]
+        of_turn = [-1, -1]
+        what = [0, 0]
         for turn, (count, written) in enumerate(turns, start=2 * (row // 3)):
             ids += [7] * count + [5] * 2
             mask += [1] * count + [0] * 2
@@ -174,14 +214,26 @@ def sessions() -> list[Scored]:
             what += [kinds[(written * count)[place]] for place in range(count)] + [0] * 2
         session = Session(turns=tuple(SessionTurn() for _ in turns))
         rollout = Rollout(
-            Prompt(0, (1,), "", {}), 0, min(row, 2), ids, [-1.0] * len(ids), mask, "stop", 0, turns=of_turn, kinds=what,
-            session=session, row=row // 3,
-        )  # fmt: skip
+            Prompt(0, (1,), "", {}),
+            0,
+            min(row, 2),
+            ids,
+            [-1.0] * len(ids),
+            mask,
+            "stop",
+            0,
+            turns=of_turn,
+            kinds=what,
+            session=session,
+            row=row // 3,
+        )
         scored.append(Scored(rollout, 1.0))
     return scored
 
 
-def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tmp_path: Path) -> None:
+def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(
+    tmp_path: Path,
+) -> None:
     scored = sessions()
     batch = collate(scored)
     assert batch.turns_BT is not None and batch.kinds_BT is not None
@@ -189,7 +241,8 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tm
     for row, turns in enumerate(SAMPLED):
         for turn, (count, _) in enumerate(turns, start=2 * (row // 3)):
             order_BT[row, batch.turns_BT[row] == turn] = torch.arange(count)
-    last_B = torch.tensor([1, 2, 3, 3])  # of the session: the third row's turns are followed by those of the fourth
+    # of the session: the third row's turns are followed by those of the fourth
+    last_B = torch.tensor([1, 2, 3, 3])
     last_BT = batch.turns_BT == last_B[:, None]
     ends_BT = batch.mask_BT & ~torch.nn.functional.pad(batch.mask_BT, (0, 1))[:, 1:]
     path = tmp_path / "step_1.parquet"
@@ -214,7 +267,9 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tm
         assert found[label].kl == pytest.approx(0.5)
         assert found[label].tokens == int(where_BT.sum())
         assert sum(one.tokens for one in found.values()) == int(batch.mask_BT.sum())
-        lines = [" ".join(line.split()) for line in session_table([load_recorded(path)]).splitlines()]
+        lines = [
+            " ".join(line.split()) for line in session_table([load_recorded(path)]).splitlines()
+        ]
         (told,) = [line for line in lines if line.startswith(f"{by} ") and "-5.00e-01" in line]
         assert told.startswith(f"{by} {label} ")
 
@@ -224,25 +279,53 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(tm
         off = {name for name in names if metrics.get(f"rollout_corr/{name}/kl")}
         assert off == ({metric} if metric else set())
         if metric:
-            part = metrics[f"rollout_corr/{metric}/kl"] * metrics[f"rollout_corr/{metric}/token_fraction"]
+            part = (
+                metrics[f"rollout_corr/{metric}/kl"]
+                * metrics[f"rollout_corr/{metric}/token_fraction"]
+            )
             assert part * int(batch.mask_BT.sum()) == pytest.approx(0.5 * int(where_BT.sum()))
 
 
 def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Path) -> None:
-    alone = [replace(one, rollout=replace(one.rollout, turns=None, kinds=None, session=None)) for one in sessions()]
-    batch, path = collate(alone), tmp_path / "step_1.parquet"
+    alone = [
+        replace(one, rollout=replace(one.rollout, turns=None, kinds=None, session=None))
+        for one in sessions()
+    ]
+    batch = collate(alone)
+    path = tmp_path / "step_1.parquet"
     assert batch.kinds_BT is None
-    assert mismatch_in_sessions(batch.sampler_logprobs_BT, batch) == mismatch_in_sessions(None, batch) == {}
+    assert (
+        mismatch_in_sessions(batch.sampler_logprobs_BT, batch)
+        == mismatch_in_sessions(None, batch)
+        == {}
+    )
     write_rollouts(path, alone, prox_logprobs_BT=batch.sampler_logprobs_BT)
-    assert {one.by for one in recorded_breakdowns(path)} == {"position", "probability", "length", "staleness", "finish"}
+    assert {one.by for one in recorded_breakdowns(path)} == {
+        "position",
+        "probability",
+        "length",
+        "staleness",
+        "finish",
+    }
     assert session_table([load_recorded(path)]) == ""
     (one, *_) = sessions()
-    alike = replace(one.rollout, turns=[min(turn, 0) for turn in one.rollout.turns or ()], kinds=None)
+    alike = replace(
+        one.rollout, turns=[min(turn, 0) for turn in one.rollout.turns or ()], kinds=None
+    )
     one_turn = collate([replace(one, rollout=alike)])
     prox_BT = one_turn.sampler_logprobs_BT
-    assert {name.split("/")[1] for name in mismatch_in_sessions(prox_BT, one_turn)} == {"turn_start", "turn_end"}
+    assert {name.split("/")[1] for name in mismatch_in_sessions(prox_BT, one_turn)} == {
+        "turn_start",
+        "turn_end",
+    }
 
 
 def test_labels_of_several_batches_keep_their_order() -> None:
-    parts = [Slice(by, label, 1, 0.0, 0.0, 0.0, 1.0) for by in OF_SESSIONS for label in reversed(LABELS[by])]
-    assert [(one.by, one.label) for one in pooled(parts)] == [(by, label) for by in OF_SESSIONS for label in LABELS[by]]
+    parts = [
+        Slice(by, label, 1, 0.0, 0.0, 0.0, 1.0)
+        for by in OF_SESSIONS
+        for label in reversed(LABELS[by])
+    ]
+    assert [(one.by, one.label) for one in pooled(parts)] == [
+        (by, label) for by in OF_SESSIONS for label in LABELS[by]
+    ]

@@ -1,4 +1,6 @@
-"""The learner's reward, estimated from the sampler's answers: by hand, in expectation, and its error bar."""
+"""The learner's reward, estimated from the sampler's answers: by hand, in expectation, and its
+error bar.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ def test_by_hand() -> None:
     estimate = (2 * 1 + 0.5 * 0 + 1 * 3) / 3.5
     errors = [2 * (1 - estimate), 0.5 * (0 - estimate), 1 * (3 - estimate)]
     assert found["reward/learner_estimate"] == pytest.approx(estimate)
-    assert found["reward/learner_estimate_stderr"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 3.5)
+    assert found["reward/learner_estimate_stderr"] == pytest.approx(
+        math.sqrt(sum(e * e for e in errors)) / 3.5
+    )
 
 
 def test_a_session_counts_once_however_many_rows_it_has() -> None:
     d_NT = torch.tensor([[0.3, 0.0], [0.2, 0.2], [0.0, 0.1]])
-    rewards_N, mu_NT = torch.tensor([1.0, 1.0, 0.0]), torch.full((3, 2), -1.0)
-    found = learner_reward(rewards_N, mu_NT + d_NT, mu_NT, ONES, torch.tensor([[0, 0], [0, 0], [0, 1]]))
-    assert found["reward/learner_estimate"] == pytest.approx(math.exp(0.7) / (math.exp(0.7) + math.exp(0.1)))
+    rewards_N = torch.tensor([1.0, 1.0, 0.0])
+    mu_NT = torch.full((3, 2), -1.0)
+    found = learner_reward(
+        rewards_N, mu_NT + d_NT, mu_NT, ONES, torch.tensor([[0, 0], [0, 0], [0, 1]])
+    )
+    assert found["reward/learner_estimate"] == pytest.approx(
+        math.exp(0.7) / (math.exp(0.7) + math.exp(0.1))
+    )
 
 
 def test_the_learner_s_reward_is_recovered_within_its_error() -> None:
@@ -40,7 +49,9 @@ def test_the_learner_s_reward_is_recovered_within_its_error() -> None:
     for _ in range(60):
         drawn = torch.multinomial(sampler, 800, replacement=True, generator=generator).view(400, 2)
         rewards_N = value[drawn].mean(1)
-        found = learner_reward(rewards_N, learner.log()[drawn], sampler.log()[drawn], torch.ones(400, 2))
+        found = learner_reward(
+            rewards_N, learner.log()[drawn], sampler.log()[drawn], torch.ones(400, 2)
+        )
         error = found["reward/learner_estimate_stderr"]
         misses += abs(found["reward/learner_estimate"] - float(learner @ value)) > 1.96 * error
         assert abs(float(rewards_N.mean()) - float(learner @ value)) > 4 * error
@@ -51,8 +62,11 @@ def test_faults_and_extremes() -> None:
     prox_NT = torch.tensor([[math.nan, -1.0], [-1.0, -1.0], [-500.0, -1.0]])
     mu_NT = torch.tensor([[-1.0, -1.0], [math.inf, -1.0], [-1.0, -1.0]])
     found = learner_reward(torch.tensor([1.0, 2.0, 3.0]), prox_NT, mu_NT, ONES)
-    assert found["reward/learner_estimate"] == pytest.approx(1.5)  # ratio 1 where there is none, 0 for the last
-    huge = learner_reward(torch.tensor([1.0, 2.0, 3.0]), prox_NT.nan_to_num() * 0 + 400.0, mu_NT * 0, ONES)
+    # ratio 1 where there is none, 0 for the last
+    assert found["reward/learner_estimate"] == pytest.approx(1.5)
+    huge = learner_reward(
+        torch.tensor([1.0, 2.0, 3.0]), prox_NT.nan_to_num() * 0 + 400.0, mu_NT * 0, ONES
+    )
     assert math.isfinite(huge["reward/learner_estimate"])
     some = learner_reward(torch.tensor([math.nan, 2.0, 2.0]), mu_NT, mu_NT, ONES)
     assert some["reward/learner_estimate"] == 2.0

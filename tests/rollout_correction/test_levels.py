@@ -1,4 +1,5 @@
-"""Weights and rules by turn and by prefix, statistics of probabilities: the oracle's numbers, and what must hold.
+"""Weights and rules by turn and by prefix, statistics of probabilities: the oracle's numbers, and
+what must hold.
 
 Shape legend: B sequences, T response positions.
 """
@@ -48,17 +49,23 @@ GROUPED = [
     WeightConfig(level="prefix", aggregate="min", high=None),
 ]
 STATS = {
-    "ratio": {"low": 0.8, "high": 1.15}, "k3": {"high": 0.08}, "excess": {"high": 0.2},
-    "prob": {"low": -0.05, "high": 0.05}, "tv": {"high": 0.05}, "binary_kl": {"high": 0.02},
+    "ratio": {"low": 0.8, "high": 1.15},
+    "k3": {"high": 0.08},
+    "excess": {"high": 0.2},
+    "prob": {"low": -0.05, "high": 0.05},
+    "tv": {"high": 0.05},
+    "binary_kl": {"high": 0.02},
     "binary_kl_max": {"high": 0.02},
-}  # fmt: skip
+}
 
 
 def turns_of(mask_BT: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """Turns of a few tokens; tool output, which nothing is trained on, is in none."""
     generator = torch.Generator().manual_seed(seed)
     turns_BT = (torch.rand(mask_BT.shape, generator=generator) < 0.3).long().cumsum(dim=1)
-    return turns_BT.masked_fill(~mask_BT & (torch.rand(mask_BT.shape, generator=generator) < 0.7), -1)
+    return turns_BT.masked_fill(
+        ~mask_BT & (torch.rand(mask_BT.shape, generator=generator) < 0.7), -1
+    )
 
 
 def name(one: WeightConfig | RejectRule) -> str:
@@ -67,18 +74,25 @@ def name(one: WeightConfig | RejectRule) -> str:
 
 @pytest.mark.parametrize("weight", GROUPED, ids=name)
 @pytest.mark.parametrize(
-    "bounds", [FREE, {"high": 1.2}, {"low": 0.8, "high": 1.25, "outside": "zero"}, {"normalize": True}]
+    "bounds",
+    [FREE, {"high": 1.2}, {"low": 0.8, "high": 1.25, "outside": "zero"}, {"normalize": True}],
 )
 def test_weights(weight: WeightConfig, bounds: dict) -> None:
     for seed in range(4):
         batch = example(seed)
-        assert_matches(CorrectionConfig(weight=replace(weight, **bounds)), *batch, turns_of(batch[2], seed))
+        assert_matches(
+            CorrectionConfig(weight=replace(weight, **bounds)), *batch, turns_of(batch[2], seed)
+        )
 
 
 @pytest.mark.parametrize("stat", STATS)
 @pytest.mark.parametrize("level", ["token", "sequence", "turn", "prefix"])
 def test_rules(level: str, stat: str) -> None:
-    reduces = [None] if level == "token" else [one for one in Reduce if one != "arithmetic" or stat == "ratio"]
+    reduces = (
+        [None]
+        if level == "token"
+        else [one for one in Reduce if one != "arithmetic" or stat == "ratio"]
+    )
     kept = set()
     for reduce, seed in itertools.product(reduces, range(3)):
         rule = RejectRule(level=level, stat=stat, reduce=reduce, **STATS[stat])
@@ -86,7 +100,9 @@ def test_rules(level: str, stat: str) -> None:
         batch = (prox_BT.clamp(max=-0.01), *others)  # a probability
         turns_BT = turns_of(batch[2], seed)
         assert_matches(CorrectionConfig(reject=[rule]), *batch, turns_BT)
-        kept.add(int(rollout_correction(*batch, CorrectionConfig(reject=[rule]), turns_BT).mask_BT.sum()))
+        kept.add(
+            int(rollout_correction(*batch, CorrectionConfig(reject=[rule]), turns_BT).mask_BT.sum())
+        )
     assert len(kept) > 1
 
 
@@ -99,7 +115,9 @@ def test_budgets(level: str) -> None:
 
 
 def test_a_rule_for_what_would_move_outward() -> None:
-    """VACO's mask: in rows too far from the sampler, the tokens that the update would move further."""
+    """VACO's mask: in rows too far from the sampler, the tokens that the update would move
+    further.
+    """
     prox_BT, mu_BT, mask_BT = example(5)
     rule = RejectRule(stat="excess", reduce="mean", high=0.3, when="outward")
     found = rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig(reject=[rule]))
@@ -119,11 +137,19 @@ def test_sixty_turns_have_sixty_weights() -> None:
     ones_BT = torch.ones(1, 3000, dtype=torch.bool)
     found = {
         level: rollout_correction(
-            d_BT - 2, d_BT * 0 - 2, ones_BT, CorrectionConfig(weight=WeightConfig(level=level)), turns_BT
+            d_BT - 2,
+            d_BT * 0 - 2,
+            ones_BT,
+            CorrectionConfig(weight=WeightConfig(level=level)),
+            turns_BT,
         )
         for level in ("token", "turn", "sequence")
     }
-    assert [round(float(one.weights_BT[0, -1]), 4) for one in found.values()] == [0.9991, 0.9541, 0.0596]
+    assert [round(float(one.weights_BT[0, -1]), 4) for one in found.values()] == [
+        0.9991,
+        0.9541,
+        0.0596,
+    ]
 
 
 def same(one: Correction, other: Correction, exact: bool = False) -> None:
@@ -132,43 +158,64 @@ def same(one: Correction, other: Correction, exact: bool = False) -> None:
     assert torch.equal(one.mask_BT, other.mask_BT)
     for key in ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high"):
         key = f"rollout_corr/{key}"
-        assert one.metrics[key] == pytest.approx(other.metrics[key], abs=0.0 if exact else 2e-4), key
+        assert one.metrics[key] == pytest.approx(other.metrics[key], abs=0.0 if exact else 2e-4), (
+            key
+        )
 
 
 def by(level: str, config: CorrectionConfig) -> CorrectionConfig:
     """The same correction, all of it at one level."""
     product = (
-        config.weight.aggregate if level in ("sequence", "turn") and config.weight.aggregate != "min" else "product"
+        config.weight.aggregate
+        if level in ("sequence", "turn") and config.weight.aggregate != "min"
+        else "product"
     )
     weight = replace(config.weight, level=level, aggregate=Aggregate(product))
-    rules = [replace(rule, level=level, reduce=None if level == "token" else "mean") for rule in config.reject]
+    rules = [
+        replace(rule, level=level, reduce=None if level == "token" else "mean")
+        for rule in config.reject
+    ]
     return replace(config, weight=weight, reject=rules)
 
 
 @EXAMPLES
 @given(batches(faults=True), configs())
 def test_one_turn_is_the_sequence(batch: Batch, config: CorrectionConfig) -> None:
-    row, turn = by("sequence", config), by("turn", config)
+    row = by("sequence", config)
+    turn = by("turn", config)
     if far_from_bounds(batch, row):
-        same(rollout_correction(*batch, row), rollout_correction(*batch, turn, torch.full(batch[2].shape, 7)))
+        same(
+            rollout_correction(*batch, row),
+            rollout_correction(*batch, turn, torch.full(batch[2].shape, 7)),
+        )
         same(rollout_correction(*batch, row), rollout_correction(*batch, turn), exact=True)
 
 
 @EXAMPLES
 @given(batches(faults=True), configs())
-def test_one_token_is_its_turn_its_prefix_and_its_row(batch: Batch, config: CorrectionConfig) -> None:
+def test_one_token_is_its_turn_its_prefix_and_its_row(
+    batch: Batch, config: CorrectionConfig
+) -> None:
     one: Batch = tuple(values[:, :1] for values in batch)  # type: ignore[assignment]
-    if config.non_finite == NonFinite.zero:  # a mean weight of tokens counts them, that of rows does not
+    # a mean weight of tokens counts them, that of rows does not
+    if config.non_finite == NonFinite.zero:
         config = replace(config, non_finite=NonFinite.drop)
     if far_from_bounds(one, by("token", config)):
         token = rollout_correction(*one, by("token", config))
         for level in ("sequence", "turn", "prefix"):
-            same(token, rollout_correction(*one, by(level, config), torch.zeros(one[2].shape, dtype=torch.int64)))
+            same(
+                token,
+                rollout_correction(
+                    *one, by(level, config), torch.zeros(one[2].shape, dtype=torch.int64)
+                ),
+            )
 
 
 @EXAMPLES
 @given(batches(), st.sampled_from(GROUPED), st.sampled_from(list(Outside)))
-def test_on_policy_every_weight_is_one(batch: Batch, weight: WeightConfig, outside: Outside) -> None:
+def test_on_policy_every_weight_is_one(
+    batch: Batch, weight: WeightConfig, outside: Outside
+) -> None:
     _, mu_BT, mask_BT = batch
     config = CorrectionConfig(weight=replace(weight, outside=outside, low=0.9, high=1.1))
     found = rollout_correction(mu_BT, mu_BT, mask_BT, config, turns_of(mask_BT))
@@ -177,8 +224,12 @@ def test_on_policy_every_weight_is_one(batch: Batch, weight: WeightConfig, outsi
 
 
 @EXAMPLES
-@given(batches(faults=True), configs(whole_batch=False), st.integers(0, 7), st.sampled_from(GARBAGE))
-def test_splits_padding_and_chunks(batch: Batch, config: CorrectionConfig, cut: int, garbage: float) -> None:
+@given(
+    batches(faults=True), configs(whole_batch=False), st.integers(0, 7), st.sampled_from(GARBAGE)
+)
+def test_splits_padding_and_chunks(
+    batch: Batch, config: CorrectionConfig, cut: int, garbage: float
+) -> None:
     turns_BT = turns_of(batch[2])
     whole = rollout_correction(*batch, config, turns_BT)
     for rows in (slice(cut), slice(cut, None)):
@@ -194,10 +245,16 @@ def test_splits_padding_and_chunks(batch: Batch, config: CorrectionConfig, cut: 
 @pytest.mark.parametrize("weight", GROUPED, ids=name)
 def test_bfloat16_logprobs_are_their_float32_values(weight: WeightConfig) -> None:
     prox_BT, mu_BT, mask_BT = example(2)
-    config = CorrectionConfig(weight=weight, reject=[RejectRule(level="turn", stat="tv", reduce="mean", high=0.2)])
+    config = CorrectionConfig(
+        weight=weight, reject=[RejectRule(level="turn", stat="tv", reduce="mean", high=0.2)]
+    )
     narrow = (prox_BT.bfloat16(), mu_BT.bfloat16())
     found = rollout_correction(*narrow, mask_BT, config, turns_of(mask_BT))
-    same(found, rollout_correction(*(one.float() for one in narrow), mask_BT, config, turns_of(mask_BT)), exact=True)
+    same(
+        found,
+        rollout_correction(*(one.float() for one in narrow), mask_BT, config, turns_of(mask_BT)),
+        exact=True,
+    )
 
 
 def test_more_rows_than_a_chunk_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +285,18 @@ def test_a_turn_may_come_back() -> None:
 @pytest.mark.parametrize("policy", [policy for policy in NonFinite if policy != NonFinite.raise_])
 @pytest.mark.parametrize("weight", GROUPED, ids=name)
 def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: NonFinite) -> None:
-    """Where no pass comes before the update: the driver's weights, and those of the loss in two micro-batches."""
+    """Where no pass comes before the update: the driver's weights, and those of the loss in two
+    micro-batches.
+    """
     prox_BT, mu_BT, mask_BT = example(6)
     mu_BT[-1, 0] = float("nan")
     rule = RejectRule(level="turn", stat="ratio", reduce="min", low=0.5, when="negative_advantage")
     config = CorrectionConfig(
-        weight=replace(weight, high=1.5), reject=[rule], rebaseline=False, renormalize=False, non_finite=policy
+        weight=replace(weight, high=1.5),
+        reject=[rule],
+        rebaseline=False,
+        renormalize=False,
+        non_finite=policy,
     )
     batch = batch_of(mask_BT, mu_BT, rewards_B=torch.arange(7.0), turns_BT=turns_of(mask_BT))
     known, advantages_B = correct(prox_BT, batch, config, AdvantageConfig())
@@ -244,9 +307,14 @@ def test_the_loss_completes_the_same_correction(weight: WeightConfig, policy: No
 
     later, _ = correct(None, batch, config, AdvantageConfig())
     inputs = replace(
-        inputs_of(pi_BT, prox_BT, mu_BT, later, advantages_B), anchor_logprobs_BT=None, turns_BT=batch.turns_BT
+        inputs_of(pi_BT, prox_BT, mu_BT, later, advantages_B),
+        anchor_logprobs_BT=None,
+        turns_BT=batch.turns_BT,
     )
-    parts = [policy_loss(rows_of(inputs, rows), LossConfig(), totals, config)[0] for rows in (slice(3), slice(3, None))]
+    parts = [
+        policy_loss(rows_of(inputs, rows), LossConfig(), totals, config)[0]
+        for rows in (slice(3), slice(3, None))
+    ]
     (found_BT,) = torch.autograd.grad(sum(parts), pi_BT)  # type: ignore[arg-type]
     torch.testing.assert_close(found_BT, expected_BT, rtol=1e-6, atol=1e-8)
     assert found_BT.any()
@@ -259,20 +327,31 @@ def test_shapes_that_do_not_fit() -> None:
 
 
 def test_weights_for_some_advantages() -> None:
-    """TOPR: what is pushed down weighs its row's bounded geometric ratio, the rest 1; what has no ratio stays at 0."""
+    """TOPR: what is pushed down weighs its row's bounded geometric ratio, the rest 1; what has no
+    ratio stays at 0.
+    """
     prox_BT, mu_BT, mask_BT = example(5)
     mu_BT[-1, 0] = float("inf")
     weight = WeightConfig(level="sequence", aggregate="geometric", high=1.0)
-    plain = rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig(weight=weight, non_finite="zero"))
+    plain = rollout_correction(
+        prox_BT, mu_BT, mask_BT, CorrectionConfig(weight=weight, non_finite="zero")
+    )
     advantages_B = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, 2.0])
     config = CorrectionConfig(weight=replace(weight, when="negative_advantage"), non_finite="zero")
-    found = apply_conditional_rules(rollout_correction(prox_BT, mu_BT, mask_BT, config), advantages_B, config)
+    found = apply_conditional_rules(
+        rollout_correction(prox_BT, mu_BT, mask_BT, config), advantages_B, config
+    )
     down_B1 = (advantages_B < 0)[:, None]
     ones_BT = mask_BT.float()
     ones_BT[-1, 0] = 0.0
     assert torch.equal(found.weights_BT, plain.weights_BT.where(down_B1, ones_BT))
-    outward = replace(config, weight=replace(weight, level="token", aggregate="product", high=None, when="outward"))
-    found = apply_conditional_rules(rollout_correction(prox_BT, mu_BT, mask_BT, outward), advantages_B, outward)
+    outward = replace(
+        config,
+        weight=replace(weight, level="token", aggregate="product", high=None, when="outward"),
+    )
+    found = apply_conditional_rules(
+        rollout_correction(prox_BT, mu_BT, mask_BT, outward), advantages_B, outward
+    )
     d_BT = (prox_BT - mu_BT).masked_fill(ones_BT == 0, 0.0)
     expected_BT = d_BT.exp().where(d_BT * advantages_B[:, None] > 0, 1.0) * ones_BT
     torch.testing.assert_close(found.weights_BT, expected_BT)
@@ -287,7 +366,9 @@ def test_the_step_follows_the_sample_size() -> None:
 
 
 def test_the_weighed_baseline_has_the_least_variance() -> None:
-    """b = sum m R / sum m minimises sum m (R - b)^2 for m = the row's sum of squared weights; sessions count once."""
+    """b = sum m R / sum m minimises sum m (R - b)^2 for m = the row's sum of squared weights;
+    sessions count once.
+    """
     prox_BT, mu_BT, mask_BT = example(1, rows=6)
     mask_BT[0] = mask_BT[1]
     rewards_B = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
@@ -298,9 +379,13 @@ def test_the_weighed_baseline_has_the_least_variance() -> None:
     baseline = float((masses_B * rewards_B).sum() / masses_B.sum())
     torch.testing.assert_close(advantages_B, (rewards_B - baseline).float())
     _, by_deviation_B = correct(prox_BT, batch, config, AdvantageConfig("grpo"))
-    torch.testing.assert_close(by_deviation_B, (rewards_B - baseline).float() / (rewards_B.std() + 1e-6))
+    torch.testing.assert_close(
+        by_deviation_B, (rewards_B - baseline).float() / (rewards_B.std() + 1e-6)
+    )
     forked = replace(
-        batch, samples_B=torch.tensor([0, 0, 1, 2, 3, 4]), rewards_B=rewards_B.index_fill(0, torch.tensor([1]), 1.0)
+        batch,
+        samples_B=torch.tensor([0, 0, 1, 2, 3, 4]),
+        rewards_B=rewards_B.index_fill(0, torch.tensor([1]), 1.0),
     )
     _, advantages_B = correct(prox_BT, forked, config, AdvantageConfig("dr_grpo"))
     baseline = float((masses_B * forked.rewards_B).sum() / masses_B.sum())
@@ -311,12 +396,18 @@ def test_a_long_turn_is_summed_as_its_row_is() -> None:
     generator = torch.Generator().manual_seed(0)
     d_BT = 0.05 * torch.randn(2, 50_000, generator=generator)
     found = Turns.of(torch.zeros(2, 50_000, dtype=torch.int64)).sum(d_BT)
-    torch.testing.assert_close(found[:, 1:].double(), d_BT.double().sum(dim=1, keepdim=True), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found[:, 1:].double(), d_BT.double().sum(dim=1, keepdim=True), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("policy", [NonFinite.drop, NonFinite.one, NonFinite.zero])
-@pytest.mark.parametrize("weight", [WeightConfig(), WeightConfig(low=0.9, outside="zero"), *GROUPED], ids=name)
-def test_weights_drawn_to_one_until_enough_samples_count(weight: WeightConfig, policy: NonFinite) -> None:
+@pytest.mark.parametrize(
+    "weight", [WeightConfig(), WeightConfig(low=0.9, outside="zero"), *GROUPED], ids=name
+)
+def test_weights_drawn_to_one_until_enough_samples_count(
+    weight: WeightConfig, policy: NonFinite
+) -> None:
     """All by one share, the largest that will do."""
     prox_BT, mu_BT, mask_BT = example(7, rows=9)
     mu_BT[tuple(mask_BT.nonzero()[0].tolist())] = float("nan")
@@ -334,7 +425,9 @@ def test_weights_drawn_to_one_until_enough_samples_count(weight: WeightConfig, p
     share = found.metrics["rollout_corr/mix"]
     assert 0 < share < 1
     assert size(found.weights_BT) == pytest.approx(target, abs=1e-5)
-    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(target, abs=1e-5)
+    assert found.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
+        target, abs=1e-5
+    )
     moves_BT = free.mask_BT & (free.weights_BT != 0) | (free.mask_BT & torch.isfinite(mu_BT))
     expected_BT = torch.where(moves_BT, 1 + share * (free.weights_BT - 1), free.weights_BT)
     torch.testing.assert_close(found.weights_BT, expected_BT, rtol=1e-5, atol=1e-6)
@@ -342,4 +435,7 @@ def test_weights_drawn_to_one_until_enough_samples_count(weight: WeightConfig, p
     fewer = keep_rows(found, rows_B, mixed)
     torch.testing.assert_close(fewer.weights_BT[rows_B], found.weights_BT[rows_B])
     easy = replace(mixed, weight=replace(mixed.weight, target_ess=0.5 * target))
-    assert rollout_correction(prox_BT, mu_BT, mask_BT, easy, turns_BT).metrics["rollout_corr/mix"] == 1.0
+    assert (
+        rollout_correction(prox_BT, mu_BT, mask_BT, easy, turns_BT).metrics["rollout_corr/mix"]
+        == 1.0
+    )

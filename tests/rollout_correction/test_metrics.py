@@ -1,4 +1,6 @@
-"""The metrics of rollout_correction against plain definitions, and against the benchmark's plain version."""
+"""The metrics of rollout_correction against plain definitions, and against the benchmark's plain
+version.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
-from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
+from megatron_rl.rollout_correction.correction import (
+    apply_conditional_rules,
+    keep_rows,
+    rollout_correction,
+)
 from megatron_rl.runs.metrics import METRICS
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
@@ -22,7 +28,9 @@ import corrections as bench
 def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two rows and one empty row, worked by hand below."""
     mu_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.25, -1.5, 0.0], [0.0, 0.0, 0.0]])
-    d_BT = torch.tensor([[math.log(3.0), math.log(0.5), 0.0], [math.log(0.25), math.log(2.0), 9.0], [5.0, 5.0, 5.0]])
+    d_BT = torch.tensor(
+        [[math.log(3.0), math.log(0.5), 0.0], [math.log(0.25), math.log(2.0), 9.0], [5.0, 5.0, 5.0]]
+    )
     mask_BT = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
     return mu_BT + d_BT, mu_BT, mask_BT
 
@@ -34,11 +42,14 @@ def found(config: CorrectionConfig) -> dict[str, float]:
 
 def test_worked_by_hand() -> None:
     metrics = found(CorrectionConfig(weight=WeightConfig(high=2.0)))
-    rho, weights = [3.0, 0.5, 1.0, 0.25, 2.0], [2.0, 0.5, 1.0, 0.25, 2.0]
+    rho = [3.0, 0.5, 1.0, 0.25, 2.0]
+    weights = [2.0, 0.5, 1.0, 0.25, 2.0]
     d = [math.log(x) for x in rho]
-    row_mu, row_p = [-3.5 / 3, -1.75 / 2], [(-3.5 + math.log(1.5)) / 3, (-1.75 + math.log(0.5)) / 2]
+    row_mu = [-3.5 / 3, -1.75 / 2]
+    row_p = [(-3.5 + math.log(1.5)) / 3, (-1.75 + math.log(0.5)) / 2]
     gaps = [m - p for m, p in zip(row_mu, row_p, strict=True)]
-    mean, square = fmean(weights), fmean(w * w for w in weights)
+    mean = fmean(weights)
+    square = fmean(w * w for w in weights)
     expected = {
         "kl": -fmean(d),
         "k3_kl": fmean(x - 1 - y for x, y in zip(rho, d, strict=True)),
@@ -91,32 +102,47 @@ def test_normalized_weights_are_described_after_the_division() -> None:
     metrics = found(CorrectionConfig(weight=WeightConfig(high=2.0, normalize=True)))
     plain = found(CorrectionConfig(weight=WeightConfig(high=2.0)))
     assert metrics["rollout_is_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["rollout_is_std"] == pytest.approx(plain["rollout_is_std"] / plain["rollout_is_mean"], abs=1e-6)
+    assert metrics["rollout_is_std"] == pytest.approx(
+        plain["rollout_is_std"] / plain["rollout_is_mean"], abs=1e-6
+    )
     assert metrics["rollout_is_max"] == pytest.approx(2.0 / plain["rollout_is_mean"], abs=1e-6)
-    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(plain["rollout_is_eff_sample_size"])
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(
+        plain["rollout_is_eff_sample_size"]
+    )
 
 
 def test_bias_and_variance_of_the_weights() -> None:
     config = CorrectionConfig(weight=WeightConfig(high=2.0))
     advantages_B = torch.tensor([1.0, -2.0, 7.0])
-    corrected = apply_conditional_rules(rollout_correction(*example(), config), advantages_B, config)
+    corrected = apply_conditional_rules(
+        rollout_correction(*example(), config), advantages_B, config
+    )
     wa = [2.0, 0.5, 1.0, -0.5, -4.0]
     rho_a = [3.0, 0.5, 1.0, -0.5, -4.0]
     mean = sum(wa) / 5
-    assert corrected.metrics["rollout_corr/weight_bias"] == pytest.approx(mean - sum(rho_a) / 5, abs=1e-6)
+    assert corrected.metrics["rollout_corr/weight_bias"] == pytest.approx(
+        mean - sum(rho_a) / 5, abs=1e-6
+    )
     variance = sum(x * x for x in wa) / 5 - mean * mean
-    assert corrected.metrics["rollout_corr/weight_variance"] == pytest.approx(variance / 5, abs=1e-6)
-    only = replace(config, weight=replace(config.weight, when="negative_advantage"))  # the first row weighs 1 then
+    assert corrected.metrics["rollout_corr/weight_variance"] == pytest.approx(
+        variance / 5, abs=1e-6
+    )
+    # the first row weighs 1 then
+    only = replace(config, weight=replace(config.weight, when="negative_advantage"))
     applied = apply_conditional_rules(rollout_correction(*example(), only), advantages_B, only)
     weights = applied.weights_BT[applied.mask_BT]
     assert weights.mean() != corrected.weights_BT[corrected.mask_BT].mean()
-    assert applied.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(float(weights.mean()), abs=1e-6)
+    assert applied.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(
+        float(weights.mean()), abs=1e-6
+    )
     assert applied.metrics["rollout_corr/rollout_is_min"] == float(weights.min())
 
 
 def test_narrowing_brings_the_metrics_up_to_date() -> None:
     config = CorrectionConfig(weight=WeightConfig(high=2.0))
-    narrowed = keep_rows(rollout_correction(*example(), config), torch.tensor([True, False, True]), config)
+    narrowed = keep_rows(
+        rollout_correction(*example(), config), torch.tensor([True, False, True]), config
+    )
     prox_BT, mu_BT, mask_BT = example()
     mask_BT[1] = False
     again = rollout_correction(prox_BT, mu_BT, mask_BT, config)
@@ -136,7 +162,9 @@ def test_nothing_left_is_all_zeros_and_finite() -> None:
 
 
 def test_small_deviations_survive_float32() -> None:
-    """d of 1e-4: a variance from plain sums of squares, or k3 from exp(d) - 1 - d, would be rounding noise."""
+    """d of 1e-4: a variance from plain sums of squares, or k3 from exp(d) - 1 - d, would be
+    rounding noise.
+    """
     generator = torch.Generator().manual_seed(0)
     mu_BT = -torch.rand(64, 512, generator=generator)
     d_BT = 1e-4 * torch.randn(64, 512, generator=generator)
@@ -144,21 +172,31 @@ def test_small_deviations_survive_float32() -> None:
     mask_BT = torch.ones(64, 512, dtype=torch.bool)
     metrics = rollout_correction(prox_BT, mu_BT.double(), mask_BT, CorrectionConfig()).metrics
     exact = d_BT.double()
-    assert metrics["rollout_corr/rho_std"] == pytest.approx(float(exact.exp().std(correction=0)), rel=1e-3)
-    assert metrics["rollout_corr/rollout_is_std"] == pytest.approx(float(exact.exp().std(correction=0)), rel=1e-2)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(float((exact.expm1() - exact).mean()), rel=1e-2)
+    assert metrics["rollout_corr/rho_std"] == pytest.approx(
+        float(exact.exp().std(correction=0)), rel=1e-3
+    )
+    assert metrics["rollout_corr/rollout_is_std"] == pytest.approx(
+        float(exact.exp().std(correction=0)), rel=1e-2
+    )
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(
+        float((exact.expm1() - exact).mean()), rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("d", [0.3, -11.3, 0.0])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (80, 1000)])  # the last takes two slices
 def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> None:
-    """A variance from plain sums of squares would be the rounding of the mean, and its root large."""
+    """A variance from plain sums of squares would be the rounding of the mean, and its root
+    large.
+    """
     mu_BT = torch.full(shape, -1.7)
     for config in (
         CorrectionConfig(weight=WeightConfig(high=None)),
         CorrectionConfig(weight=WeightConfig(level="sequence", aggregate="geometric", high=None)),
     ):
-        metrics = rollout_correction(mu_BT + d, mu_BT, torch.ones(shape, dtype=torch.bool), config).metrics
+        metrics = rollout_correction(
+            mu_BT + d, mu_BT, torch.ones(shape, dtype=torch.bool), config
+        ).metrics
         size = max(1.0, abs(d), metrics["rollout_corr/rho_max"])
         for name in ("rho", "logp_abs_diff", "probs_diff", "rollout_is"):
             key = f"rollout_corr/{name}_std"
@@ -184,7 +222,9 @@ def test_one_far_token_in_a_slice_of_its_own_spoils_no_deviation(first: int) -> 
 def test_two_signs_of_one_distance_have_no_deviation() -> None:
     mu_BT = torch.full((1, 4), -2.0)
     prox_BT = mu_BT + torch.tensor([[0.7, -0.7, -0.7, 0.7]])
-    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(1, 4, dtype=torch.bool), CorrectionConfig()).metrics
+    metrics = rollout_correction(
+        prox_BT, mu_BT, torch.ones(1, 4, dtype=torch.bool), CorrectionConfig()
+    ).metrics
     assert metrics["rollout_corr/logp_abs_diff_std"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -193,16 +233,24 @@ def test_the_correlation_of_nearly_equal_probabilities() -> None:
     generator = torch.Generator().manual_seed(0)
     mu_BT = -1e-3 * torch.rand(8, 50, generator=generator)
     prox_BT = mu_BT - 5e-4 * torch.rand(8, 50, generator=generator)
-    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(8, 50, dtype=torch.bool), CorrectionConfig()).metrics
+    metrics = rollout_correction(
+        prox_BT, mu_BT, torch.ones(8, 50, dtype=torch.bool), CorrectionConfig()
+    ).metrics
     pairs = torch.stack([prox_BT.double().exp().flatten(), mu_BT.double().exp().flatten()])
-    assert metrics["rollout_corr/probs_pearson_corr"] == pytest.approx(float(torch.corrcoef(pairs)[0, 1]), abs=1e-3)
+    assert metrics["rollout_corr/probs_pearson_corr"] == pytest.approx(
+        float(torch.corrcoef(pairs)[0, 1]), abs=1e-3
+    )
 
 
 def test_ratios_are_clamped_before_they_are_squared() -> None:
-    """A row's product of 12 is inside the clamp, its square of 24 is no exponent of its own; as for tokens."""
+    """A row's product of 12 is inside the clamp, its square of 24 is no exponent of its own; as for
+    tokens.
+    """
     mu_BT = torch.full((1, 1), -15.0)
     for d, ratio in [(12.0, math.exp(12.0)), (25.0, math.exp(20.0))]:
-        metrics = rollout_correction(mu_BT + d, mu_BT, torch.ones(1, 1, dtype=torch.bool), CorrectionConfig()).metrics
+        metrics = rollout_correction(
+            mu_BT + d, mu_BT, torch.ones(1, 1, dtype=torch.bool), CorrectionConfig()
+        ).metrics
         for name in ("chi2_token", "chi2_seq"):
             assert metrics[f"rollout_corr/{name}"] == pytest.approx(ratio**2 - 1, rel=1e-5), name
 
@@ -230,19 +278,28 @@ def test_memory() -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     config = CorrectionConfig(weight=WeightConfig(target_ess=0.9))
-    corrected = apply_conditional_rules(rollout_correction(*example(), config), torch.ones(3), config)
+    corrected = apply_conditional_rules(
+        rollout_correction(*example(), config), torch.ones(3), config
+    )
     assert set(corrected.metrics) <= set(METRICS)
 
 
 @pytest.mark.parametrize("shift", [-25.0, 25.0])
 def test_probabilities_stay_true_where_the_ratio_is_bounded(shift: float) -> None:
-    """A learner that is e^25 off: the exponent of rho is bounded, the two probabilities are not its business."""
-    certain, doubtful = math.log(0.5), math.log(0.5) - 25.0
+    """A learner that is e^25 off: the exponent of rho is bounded, the two probabilities are not its
+    business.
+    """
+    certain = math.log(0.5)
+    doubtful = math.log(0.5) - 25.0
     prox, sampler = (doubtful, certain) if shift < 0 else (certain, doubtful)
-    found = rollout_correction(torch.tensor([[prox]]), torch.tensor([[sampler]]), torch.ones(1, 1), CorrectionConfig())
+    found = rollout_correction(
+        torch.tensor([[prox]]), torch.tensor([[sampler]]), torch.ones(1, 1), CorrectionConfig()
+    )
     assert found.metrics["rollout_corr/probs_diff_max"] == pytest.approx(0.5, abs=1e-6)
     assert found.metrics["rollout_corr/logp_abs_diff_max"] == pytest.approx(25.0, abs=1e-5)
-    assert found.metrics["rollout_corr/rho_max"] == pytest.approx(math.exp(math.copysign(20.0, shift)), rel=1e-5)
+    assert found.metrics["rollout_corr/rho_max"] == pytest.approx(
+        math.exp(math.copysign(20.0, shift)), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])

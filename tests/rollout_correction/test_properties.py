@@ -30,22 +30,32 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
-from megatron_rl.rollout_correction.correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
+from megatron_rl.rollout_correction.correction import (
+    Correction,
+    apply_conditional_rules,
+    keep_rows,
+    rollout_correction,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # the same examples in every run; more of them, on demand, when the code changes
-EXAMPLES = settings(max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "60")), deadline=None, derandomize=True)
+EXAMPLES = settings(
+    max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "60")), deadline=None, derandomize=True
+)
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38]
 
 
 @st.composite
 def batches(draw: st.DrawFn, faults: bool = False) -> Batch:
-    rows, columns = draw(st.integers(1, 7)), draw(st.integers(1, 8))
+    rows = draw(st.integers(1, 7))
+    columns = draw(st.integers(1, 8))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     mu_BT = -3 * torch.rand(rows, columns, generator=generator)
     spread = draw(st.sampled_from([0.0, 1e-3, 0.3, 5.0]))
     prox_BT = mu_BT + spread * torch.randn(rows, columns, generator=generator)
-    mask_BT = torch.rand(rows, columns, generator=generator) < draw(st.sampled_from([0.0, 0.4, 1.0]))
+    mask_BT = torch.rand(rows, columns, generator=generator) < draw(
+        st.sampled_from([0.0, 0.4, 1.0])
+    )
     if faults:
         for logprobs_BT in (mu_BT, prox_BT):
             where_BT = torch.rand(rows, columns, generator=generator) < 0.15
@@ -79,8 +89,12 @@ def rules(draw: st.DrawFn, whole_batch: bool = True) -> RejectRule:
     level = draw(st.sampled_from(list(Level)[1:]))
     reduce = draw(st.sampled_from(list(Reduce))) if level != "token" else None
     if whole_batch and draw(st.booleans()):
-        return RejectRule(level=level, stat=stat, reduce=reduce, budget=draw(st.sampled_from([0.05, 1.1, 5.0])))
-    low, high = draw(st.sampled_from([(None, 1.2), (0.8, 1.2), (0.9, None), (None, 0.1), (0.01, 0.5)]))
+        return RejectRule(
+            level=level, stat=stat, reduce=reduce, budget=draw(st.sampled_from([0.05, 1.1, 5.0]))
+        )
+    low, high = draw(
+        st.sampled_from([(None, 1.2), (0.8, 1.2), (0.9, None), (None, 0.1), (0.01, 0.5)])
+    )
     when = draw(st.sampled_from([None, "negative_advantage"]))
     return RejectRule(level=level, stat=stat, reduce=reduce, low=low, high=high, when=when)
 
@@ -91,11 +105,15 @@ def configs(draw: st.DrawFn, whole_batch: bool = True) -> CorrectionConfig:
         weight=draw(weights(whole_batch)),
         reject=draw(st.lists(rules(whole_batch), max_size=2)),
         renormalize=draw(st.booleans()),
-        non_finite=draw(st.sampled_from([NonFinite.drop, NonFinite.one, NonFinite.zero, NonFinite.reject])),
+        non_finite=draw(
+            st.sampled_from([NonFinite.drop, NonFinite.one, NonFinite.zero, NonFinite.reject])
+        ),
     )
 
 
-def run(batch: Batch, config: CorrectionConfig, advantages_B: torch.Tensor | None = None) -> Correction:
+def run(
+    batch: Batch, config: CorrectionConfig, advantages_B: torch.Tensor | None = None
+) -> Correction:
     found = rollout_correction(*batch, config)
     if advantages_B is None:
         advantages_B = torch.linspace(-1, 1, len(batch[0]))
@@ -117,14 +135,17 @@ def far_from_bounds(batch: Batch, config: CorrectionConfig) -> bool:
     """Whether the verdicts survive rounding: they do not depend on the last bits of d."""
     prox_BT, mu_BT, mask_BT = batch
     verdicts = [
-        run((prox_BT * (1 + sign * 1e-6) + sign * 1e-6, mu_BT, mask_BT), config).mask_BT for sign in (-1.0, 1.0)
+        run((prox_BT * (1 + sign * 1e-6) + sign * 1e-6, mu_BT, mask_BT), config).mask_BT
+        for sign in (-1.0, 1.0)
     ]
     return torch.equal(*verdicts)
 
 
 @EXAMPLES
 @given(batches(faults=True), configs())
-def test_always_finite_zero_outside_and_inside_the_original(batch: Batch, config: CorrectionConfig) -> None:
+def test_always_finite_zero_outside_and_inside_the_original(
+    batch: Batch, config: CorrectionConfig
+) -> None:
     found = run(batch, config)
     assert bool(torch.isfinite(found.weights_BT).all())
     assert bool((found.weights_BT >= 0).all())
@@ -135,17 +156,34 @@ def test_always_finite_zero_outside_and_inside_the_original(batch: Batch, config
 
 
 @EXAMPLES
-@given(batches(faults=True), configs(), st.integers(1, 4), st.sampled_from(GARBAGE), st.sampled_from(GARBAGE))
-def test_padding_changes_nothing(batch: Batch, config: CorrectionConfig, extra: int, one: float, two: float) -> None:
+@given(
+    batches(faults=True),
+    configs(),
+    st.integers(1, 4),
+    st.sampled_from(GARBAGE),
+    st.sampled_from(GARBAGE),
+)
+def test_padding_changes_nothing(
+    batch: Batch, config: CorrectionConfig, extra: int, one: float, two: float
+) -> None:
     prox_BT, mu_BT, mask_BT = batch
     plain = run(batch, config)
-    dirty = run((prox_BT.masked_fill(~mask_BT, one), mu_BT.masked_fill(~mask_BT, two), mask_BT), config)
+    dirty = run(
+        (prox_BT.masked_fill(~mask_BT, one), mu_BT.masked_fill(~mask_BT, two), mask_BT), config
+    )
     assert_same(plain, dirty, exact=True)
     rows, columns = mask_BT.shape
-    tail = (torch.full((rows, extra), one), torch.full((rows, extra), two), torch.zeros(rows, extra, dtype=torch.bool))
+    tail = (
+        torch.full((rows, extra), one),
+        torch.full((rows, extra), two),
+        torch.zeros(rows, extra, dtype=torch.bool),
+    )
     longer = run(tuple(torch.cat(pair, dim=1) for pair in zip(batch, tail, strict=True)), config)  # type: ignore[arg-type]
     if far_from_bounds(batch, config):
-        cut = {name: getattr(longer, name)[:, :columns] for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
+        cut = {
+            name: getattr(longer, name)[:, :columns]
+            for name in ("weights_BT", "mask_BT", "denominator_mask_BT")
+        }
         assert_same(plain, replace(longer, **cut))
     assert not longer.weights_BT[:, columns:].any()
 
@@ -160,16 +198,24 @@ def test_row_order_changes_nothing(batch: Batch, config: CorrectionConfig, rando
         return
     plain = run(batch, config, advantages_B)
     moved = run(tuple(one[order] for one in batch), config, advantages_B[order])  # type: ignore[arg-type]
-    rows = {name: getattr(plain, name)[order] for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
+    rows = {
+        name: getattr(plain, name)[order]
+        for name in ("weights_BT", "mask_BT", "denominator_mask_BT")
+    }
     assert_same(replace(plain, **rows), moved)
 
 
 @EXAMPLES
 @given(batches(faults=True), configs(whole_batch=False), st.integers(0, 7))
-def test_without_batch_wide_options_any_split_gives_the_same(batch: Batch, config: CorrectionConfig, cut: int) -> None:
+def test_without_batch_wide_options_any_split_gives_the_same(
+    batch: Batch, config: CorrectionConfig, cut: int
+) -> None:
     cut = min(cut, len(batch[0]))
     whole = rollout_correction(*batch, config)
-    parts = [rollout_correction(*(one[rows] for one in batch), config) for rows in (slice(cut), slice(cut, None))]
+    parts = [
+        rollout_correction(*(one[rows] for one in batch), config)
+        for rows in (slice(cut), slice(cut, None))
+    ]
     for name in ("weights_BT", "mask_BT", "denominator_mask_BT", "rejected_B"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
 
@@ -181,7 +227,9 @@ def test_dtypes_agree_beyond_rounding(batch: Batch, config: CorrectionConfig) ->
     if far_from_bounds(batch, config):
         wide = run((prox_BT.double(), mu_BT.double(), mask_BT), config)
         assert_same(run(batch, config), wide)
-        assert_same(wide, run((prox_BT.double(), mu_BT.double(), mask_BT.float()), config), exact=True)
+        assert_same(
+            wide, run((prox_BT.double(), mu_BT.double(), mask_BT.float()), config), exact=True
+        )
         assert wide.weights_BT.dtype == torch.float32
 
 
@@ -201,16 +249,22 @@ def test_weights_are_bounded_or_average_one_and_ess_is_a_fraction(
         assert bool((kept == 1).all())
     elif weight.normalize and kept.any():
         rows_B1 = torch.where(found.mask_BT, found.weights_BT, -1).amax(dim=1)
-        average = kept.mean() if weight.level in ("token", "prefix") else rows_B1[found.mask_BT.any(1)].mean()
+        average = (
+            kept.mean()
+            if weight.level in ("token", "prefix")
+            else rows_B1[found.mask_BT.any(1)].mean()
+        )
         torch.testing.assert_close(average, torch.ones(()), rtol=1e-4, atol=1e-4)
     elif not weight.normalize:
-        low, high = weight.low or 0.0, math.inf if weight.high is None else weight.high
+        low = weight.low or 0.0
+        high = math.inf if weight.high is None else weight.high
         inside = (kept >= low - 1e-6) & (kept <= high + 1e-6)
         assert bool((inside | ((kept == 0) & (weight.outside == "zero"))).all())
     if weight.target_ess is not None:
         cap = found.metrics["rollout_corr/cap"]
         assert 1.0 <= cap <= (math.inf if weight.high is None else weight.high) + 1e-6
-        conditional = any(rule.when is not None for rule in reject)  # masks after the cap was solved
+        # masks after the cap was solved
+        conditional = any(rule.when is not None for rule in reject)
         assert conditional or cap == 1.0 or weight.low or ess >= weight.target_ess - 1e-4
 
 
@@ -218,7 +272,9 @@ def test_weights_are_bounded_or_average_one_and_ess_is_a_fraction(
 def losses(draw: st.DrawFn) -> LossConfig:
     name = draw(st.sampled_from(list(LossName)))
     reduction = draw(st.sampled_from(list(Reduction)))
-    return LossConfig(name=name, reduction=reduction, kl_coef=draw(st.sampled_from([0.0, 0.1])), dual_clip=3.0)
+    return LossConfig(
+        name=name, reduction=reduction, kl_coef=draw(st.sampled_from([0.0, 0.1])), dual_clip=3.0
+    )
 
 
 def loss_inputs(batch: Batch, found: Correction, advantages_B: torch.Tensor) -> LossInputs:
@@ -243,11 +299,16 @@ def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 def test_losses_ignore_split_order_and_padding(
     batch: Batch, config: CorrectionConfig, loss_config: LossConfig, random, parts: int
 ) -> None:
-    """The whole path: correction, baselines over survivors, conditional rules, loss; then cut, shuffled and padded."""
+    """The whole path: correction, baselines over survivors, conditional rules, loss; then cut,
+    shuffled and padded.
+    """
     rows, columns = batch[0].shape
-    rewards_B, groups_B = torch.arange(rows).float() % 3, torch.arange(rows) // 3
+    rewards_B = torch.arange(rows).float() % 3
+    groups_B = torch.arange(rows) // 3
     found = rollout_correction(*batch, config)
-    advantages_B, keep_B = group_advantages(rewards_B, groups_B, found.baseline_keep_B(config), AdvantageConfig())
+    advantages_B, keep_B = group_advantages(
+        rewards_B, groups_B, found.baseline_keep_B(config), AdvantageConfig()
+    )
     found = apply_conditional_rules(keep_rows(found, keep_B, config), advantages_B, config)
     inputs = loss_inputs(batch, found, advantages_B)
     totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=columns)
@@ -274,7 +335,9 @@ def test_losses_ignore_split_order_and_padding(
 
 
 def test_every_loss_survives_every_non_finite_policy() -> None:
-    """NaN and infinities on both sides, at kept tokens and in padding: loss and gradient stay finite."""
+    """NaN and infinities on both sides, at kept tokens and in padding: loss and gradient stay
+    finite.
+    """
     generator = torch.Generator().manual_seed(5)
     mu_BT = -torch.rand(6, 8, generator=generator)
     prox_BT = mu_BT + 0.1 * torch.randn(6, 8, generator=generator)

@@ -17,19 +17,26 @@ from correction_oracle import correct
 
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
-from megatron_rl.rollout_correction.correction import apply_conditional_rules, keep_rows, rollout_correction
+from megatron_rl.rollout_correction.correction import (
+    apply_conditional_rules,
+    keep_rows,
+    rollout_correction,
+)
 from megatron_rl.workshop.translation.translate import yaml_text
 
 PRESETS = sorted((Path(__file__).parents[2] / "conf" / "correction").glob("*.yaml"))
 
 
-def example(seed: int = 0, rows: int = 7, columns: int = 9, spread: float = 0.4) -> tuple[torch.Tensor, ...]:
+def example(
+    seed: int = 0, rows: int = 7, columns: int = 9, spread: float = 0.4
+) -> tuple[torch.Tensor, ...]:
     """Ragged rows, one of them empty, one with a hole as tool output leaves it."""
     generator = torch.Generator().manual_seed(seed)
     mu_BT = -torch.rand(rows, columns, generator=generator) * 3
     prox_BT = mu_BT + spread * torch.randn(rows, columns, generator=generator)
     lengths_B = torch.randint(1, columns + 1, (rows,), generator=generator)
-    lengths_B[0], lengths_B[-1] = 0, columns
+    lengths_B[0] = 0
+    lengths_B[-1] = columns
     mask_BT = torch.arange(columns)[None] < lengths_B[:, None]
     mask_BT[-1, columns // 2] = False
     return prox_BT, mu_BT, mask_BT
@@ -43,16 +50,20 @@ def preset(path: Path) -> CorrectionConfig:
 
 
 WEIGHTS = {
-    "none": WeightConfig(level="none"), "tis": WeightConfig(high=1.3), "unbounded": WeightConfig(high=None),
-    "two-sided": WeightConfig(low=0.8, high=1.25), "one-sided low": WeightConfig(low=0.9, high=None),
+    "none": WeightConfig(level="none"),
+    "tis": WeightConfig(high=1.3),
+    "unbounded": WeightConfig(high=None),
+    "two-sided": WeightConfig(low=0.8, high=1.25),
+    "one-sided low": WeightConfig(low=0.9, high=None),
     "zero outside": WeightConfig(outside="zero", low=0.7, high=1.5),
     "zero above": WeightConfig(outside="zero", high=1.2),
     "zero below": WeightConfig(outside="zero", low=0.9, high=None),
-    "normalized": WeightConfig(high=1.5, normalize=True), "product": WeightConfig(level="sequence", high=5.0),
+    "normalized": WeightConfig(high=1.5, normalize=True),
+    "product": WeightConfig(level="sequence", high=5.0),
     "geometric": WeightConfig(level="sequence", aggregate="geometric", low=0.9, high=1.1),
     "product, zero outside": WeightConfig(level="sequence", outside="zero", low=0.5, high=2.0),
     "product normalized": WeightConfig(level="sequence", high=3.0, normalize=True),
-}  # fmt: skip
+}
 RULES = [
     RejectRule(level=level, stat=stat, reduce=reduce, **bounds)
     for stat, bounds in {
@@ -63,7 +74,10 @@ RULES = [
         "m2": {"low": 0.01, "high": 0.3},
         "abs": {"high": 1.4},
     }.items()
-    for level, reduce in [("token", None), *itertools.product(["sequence"], ["sum", "mean", "max", "min"])]
+    for level, reduce in [
+        ("token", None),
+        *itertools.product(["sequence"], ["sum", "mean", "max", "min"]),
+    ]
 ]
 
 
@@ -143,7 +157,9 @@ def test_conditional_rules() -> None:
         RejectRule(stat="k1", reduce="mean", high=0.05, when="negative_advantage"),
         RejectRule(level="token", stat="k1", high=0.05, when="negative_advantage"),
     ):
-        for renormalize, weight in itertools.product([True, False], [WEIGHTS["tis"], WEIGHTS["normalized"]]):
+        for renormalize, weight in itertools.product(
+            [True, False], [WEIGHTS["tis"], WEIGHTS["normalized"]]
+        ):
             config = CorrectionConfig(weight=weight, reject=[rule], renormalize=renormalize)
             before = rollout_correction(prox_BT, mu_BT, mask_BT, config)
             assert torch.equal(before.mask_BT, mask_BT)
@@ -158,7 +174,9 @@ def test_conditional_rules() -> None:
 
 def test_a_conditional_budget_is_refused_not_ignored() -> None:
     """It never gets past a recipe; called directly it must not do nothing."""
-    config = CorrectionConfig(reject=[RejectRule(level="token", stat="m2", budget=0.1, when="negative_advantage")])
+    config = CorrectionConfig(
+        reject=[RejectRule(level="token", stat="m2", budget=0.1, when="negative_advantage")]
+    )
     with pytest.raises(ValueError, match="budget"):
         apply_conditional_rules(rollout_correction(*example(), config), -torch.ones(7), config)
 
@@ -166,7 +184,9 @@ def test_a_conditional_budget_is_refused_not_ignored() -> None:
 @pytest.mark.parametrize("anchor", ["prox", "sampler"])
 def test_denominators_are_no_view_of_the_mask(anchor: str) -> None:
     prox_BT, mu_BT, mask_BT = example()
-    found = rollout_correction(None if anchor == "sampler" else prox_BT, mu_BT, mask_BT, CorrectionConfig(anchor))
+    found = rollout_correction(
+        None if anchor == "sampler" else prox_BT, mu_BT, mask_BT, CorrectionConfig(anchor)
+    )
     denominators = found.denominator_mask_BT.clone()
     found.mask_BT.fill_(False)
     assert torch.equal(found.denominator_mask_BT, denominators)
@@ -191,7 +211,9 @@ class TestTargetEss:
     def solved(self, level: str, target: float, high: float | None) -> tuple[float, float]:
         config = CorrectionConfig(weight=WeightConfig(level=level, target_ess=target, high=high))
         spread = 0.7 if level == "token" else 0.15  # a product of 40 ratios spreads more
-        metrics = rollout_correction(*example(6, rows=60, columns=40, spread=spread), config).metrics
+        metrics = rollout_correction(
+            *example(6, rows=60, columns=40, spread=spread), config
+        ).metrics
         return metrics["rollout_corr/cap"], metrics["rollout_corr/rollout_is_eff_sample_size"]
 
     @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -210,15 +232,21 @@ class TestTargetEss:
         prox_BT, mu_BT, mask_BT = example(6)
         config = CorrectionConfig(weight=WeightConfig(target_ess=0.01, high=None))
         found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-        assert found.metrics["rollout_corr/cap"] == pytest.approx(float((prox_BT - mu_BT)[mask_BT].max().exp()))
+        assert found.metrics["rollout_corr/cap"] == pytest.approx(
+            float((prox_BT - mu_BT)[mask_BT].max().exp())
+        )
 
     def test_only_survivors_count(self) -> None:
         prox_BT, mu_BT, mask_BT = example(7, rows=60, columns=40, spread=0.7)
         rule = RejectRule(level="token", stat="ratio", high=2.0)
         config = CorrectionConfig(weight=WeightConfig(target_ess=0.9, high=50.0), reject=[rule])
         both = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-        kept_only = rollout_correction(prox_BT, mu_BT, both.mask_BT, CorrectionConfig(weight=config.weight))
-        assert both.metrics["rollout_corr/cap"] == pytest.approx(kept_only.metrics["rollout_corr/cap"], rel=1e-5)
+        kept_only = rollout_correction(
+            prox_BT, mu_BT, both.mask_BT, CorrectionConfig(weight=config.weight)
+        )
+        assert both.metrics["rollout_corr/cap"] == pytest.approx(
+            kept_only.metrics["rollout_corr/cap"], rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("policy", ["drop", "one", "zero", "reject"])
@@ -235,8 +263,15 @@ def test_non_finite(policy: str, value: float, side: str) -> None:
     for weight in (WEIGHTS["tis"], WEIGHTS["none"], WEIGHTS["product"], WEIGHTS["normalized"]):
         rule = RejectRule(stat="ratio", reduce="mean", low=0.5, high=2.0)
         assert_matches(CorrectionConfig(weight=weight, non_finite=policy), prox_BT, mu_BT, mask_BT)
-        assert_matches(CorrectionConfig(weight=weight, non_finite=policy, reject=[rule]), prox_BT, mu_BT, mask_BT)
-    metrics = rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig(non_finite=policy)).metrics
+        assert_matches(
+            CorrectionConfig(weight=weight, non_finite=policy, reject=[rule]),
+            prox_BT,
+            mu_BT,
+            mask_BT,
+        )
+    metrics = rollout_correction(
+        prox_BT, mu_BT, mask_BT, CorrectionConfig(non_finite=policy)
+    ).metrics
     assert metrics["rollout_corr/non_finite_sampler"] == (0 if side == "learner" else 3)
     assert metrics["rollout_corr/non_finite_learner"] == (0 if side == "sampler" else 3)
     assert all(math.isfinite(found) for found in metrics.values())
@@ -249,13 +284,16 @@ def test_non_finite_raise() -> None:
     prox_BT[6, 1] = math.nan  # the learner's faults are dropped whatever the policy
     rollout_correction(prox_BT, mu_BT, mask_BT, config)
     mu_BT[6, 2] = math.nan
-    with pytest.raises(ValueError, match=r"correction\.non_finite: raise .* drop, one, zero or reject"):
+    with pytest.raises(
+        ValueError, match=r"correction\.non_finite: raise .* drop, one, zero or reject"
+    ):
         rollout_correction(prox_BT, mu_BT, mask_BT, config)
 
 
 def test_a_difference_that_overflows_is_a_learner_fault() -> None:
     prox_BT, mu_BT, mask_BT = example(9)
-    prox_BT[6, 1], mu_BT[6, 1] = -3e38, 3e38
+    prox_BT[6, 1] = -3e38
+    mu_BT[6, 1] = 3e38
     found = rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig())
     assert not found.mask_BT[6, 1]
     assert found.metrics["rollout_corr/non_finite_learner"] == 1
@@ -266,23 +304,32 @@ def test_anchor_sampler_before_the_loss() -> None:
     mu_BT[6, 0] = math.nan
     for policy in ("drop", "one", "zero", "reject"):
         config = CorrectionConfig(
-            anchor="sampler", weight=WEIGHTS["none"], rebaseline=False, renormalize=False, non_finite=policy
+            anchor="sampler",
+            weight=WEIGHTS["none"],
+            rebaseline=False,
+            renormalize=False,
+            non_finite=policy,
         )
         found = rollout_correction(None, mu_BT, mask_BT, config)
         weights, kept, denominators = correct(prox_BT, mu_BT, mask_BT, config)
         np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
         np.testing.assert_array_equal(found.denominator_mask_BT.numpy(), denominators)
         np.testing.assert_array_equal(found.weights_BT.numpy(), weights)
-        np.testing.assert_array_equal(found.rejected_B.numpy(), mask_BT.any(1).numpy() & ~kept.any(1))
+        np.testing.assert_array_equal(
+            found.rejected_B.numpy(), mask_BT.any(1).numpy() & ~kept.any(1)
+        )
         assert found.metrics == {"rollout_corr/non_finite_sampler": 1.0}
     with pytest.raises(ValueError, match=r"correction\.weight\.target_ess needs"):
-        rollout_correction(None, mu_BT, mask_BT, CorrectionConfig(weight=WeightConfig(target_ess=0.9)))
+        rollout_correction(
+            None, mu_BT, mask_BT, CorrectionConfig(weight=WeightConfig(target_ess=0.9))
+        )
 
 
 def test_baseline_keep() -> None:
     batch = example(11)
     rule = RejectRule(stat="ratio", reduce="max", high=1.5)
-    with_it, without = CorrectionConfig(reject=[rule]), CorrectionConfig(reject=[rule], rebaseline=False)
+    with_it = CorrectionConfig(reject=[rule])
+    without = CorrectionConfig(reject=[rule], rebaseline=False)
     found = rollout_correction(*batch, with_it)
     assert found.rejected_B.any()
     assert not found.rejected_B.all()
@@ -294,7 +341,8 @@ def test_baseline_keep() -> None:
 
 def test_bfloat16_logprobs_are_subtracted_in_float32() -> None:
     prox_BT, mu_BT, mask_BT = example(12)
-    prox_BT, mu_BT = prox_BT.bfloat16(), mu_BT.bfloat16()
+    prox_BT = prox_BT.bfloat16()
+    mu_BT = mu_BT.bfloat16()
     assert_matches(CorrectionConfig(weight=WEIGHTS["unbounded"]), prox_BT, mu_BT, mask_BT)
 
 
@@ -308,7 +356,16 @@ def test_presets_are_valid_and_run(path: Path) -> None:
 
 
 def test_presets_are_the_named_ones() -> None:
-    names = ["adaptive", "bypass", "geo_mask", "geo_mask_tis", "icepop", "interpolated", "mixed", "none"]
+    names = [
+        "adaptive",
+        "bypass",
+        "geo_mask",
+        "geo_mask_tis",
+        "icepop",
+        "interpolated",
+        "mixed",
+        "none",
+    ]
     names += ["outlier_veto", "prefix_tis", "seq_tis", "tis", "turn_tis"]
     assert [path.stem for path in PRESETS] == names
     assert yaml_text(preset(PRESETS[names.index("tis")])) == yaml_text(CorrectionConfig())

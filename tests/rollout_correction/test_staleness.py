@@ -1,4 +1,5 @@
-"""Rules on staleness: they judge the ages of tokens, come first, and what they reject counts nowhere.
+"""Rules on staleness: they judge the ages of tokens, come first, and what they reject counts
+nowhere.
 
 Shape legend: B sequences, T response positions.
 """
@@ -13,10 +14,18 @@ from loss_cases import batch_of
 
 from megatron_rl.batch import Batch
 from megatron_rl.config.prox_pass import of_the_whole_batch
-from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    CorrectionConfig,
+    Estimator,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
 from megatron_rl.rollout_correction.correction import correct, without_stale
 
-# the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a hole and padding
+# the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a
+# hole and padding
 VERSIONS_BT = torch.tensor([[3, 3, 4, 5], [5, 5, 5, 5], [3, 3, 3, 3], [4, 4, 6, 0]])
 MASK_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]]).bool()
 MASKED = "rollout_corr/stale_masked_fraction"
@@ -25,11 +34,15 @@ MASKED = "rollout_corr/stale_masked_fraction"
 def aged(seed: int = 0) -> Batch:
     mu_BT = -torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
     rewards_B = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    return batch_of(MASK_BT, mu_BT, rewards_B=rewards_B, versions_B=VERSIONS_BT[:, 0], versions_BT=VERSIONS_BT)
+    return batch_of(
+        MASK_BT, mu_BT, rewards_B=rewards_B, versions_B=VERSIONS_BT[:, 0], versions_BT=VERSIONS_BT
+    )
 
 
 def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> CorrectionConfig:
-    return CorrectionConfig(reject=[RejectRule(level=level, stat="staleness", reduce=reduce, **bounds)])
+    return CorrectionConfig(
+        reject=[RejectRule(level=level, stat="staleness", reduce=reduce, **bounds)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,8 +51,14 @@ def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> C
         (stale(high=0), [[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0]]),
         (stale(high=1), [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
         (stale(high=2), MASK_BT.tolist()),
-        (stale("sequence", "max", high=1), [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
-        (stale("sequence", "mean", high=1.25), [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
+        (
+            stale("sequence", "max", high=1),
+            [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]],
+        ),
+        (
+            stale("sequence", "mean", high=1.25),
+            [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]],
+        ),
         (CorrectionConfig(), MASK_BT.tolist()),
     ],
 )
@@ -58,7 +77,10 @@ def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: bool) -> None:
     """As if the engine had never written it: the answer of the same batch with a shorter mask."""
-    others = [RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1), RejectRule(stat="k2", reduce="max", high=0.1)]
+    others = [
+        RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1),
+        RejectRule(stat="k2", reduce="max", high=0.1),
+    ]
     weight = WeightConfig(level="sequence", high=5.0, normalize=True)
     plain = CorrectionConfig(weight=weight, reject=others, renormalize=renormalize)
     ruled = replace(plain, reject=[*stale(high=0).reject, *others])
@@ -69,7 +91,9 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
         prox_BT = whole.sampler_logprobs_BT + noise_BT
         young, _ = without_stale(whole, ruled, version=5)
         found, advantages_B = correct(prox_BT, young, ruled, advantage)
-        same, same_B = correct(prox_BT, whole.with_matrices(mask_BT=MASK_BT & (VERSIONS_BT >= 5)), plain, advantage)
+        same, same_B = correct(
+            prox_BT, whole.with_matrices(mask_BT=MASK_BT & (VERSIONS_BT >= 5)), plain, advantage
+        )
         assert torch.equal(found.weights_BT, same.weights_BT)
         assert torch.equal(found.denominator_mask_BT, same.denominator_mask_BT)
         assert torch.equal(advantages_B, same_B)
@@ -79,4 +103,8 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
 
 def test_an_age_is_known_before_the_learner_has_scored_anything() -> None:
     assert not list(of_the_whole_batch(stale(high=0)))
-    assert list(of_the_whole_batch(CorrectionConfig(reject=[RejectRule(stat=Stat.k1, reduce="mean", high=0.1)])))
+    assert list(
+        of_the_whole_batch(
+            CorrectionConfig(reject=[RejectRule(stat=Stat.k1, reduce="mean", high=0.1)])
+        )
+    )

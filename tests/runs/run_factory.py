@@ -1,4 +1,6 @@
-"""Synthetic run directories, written by the real Recorder: what the record and report tests read."""
+"""Synthetic run directories, written by the real Recorder: what the record and report tests
+read.
+"""
 
 import math
 import random
@@ -9,7 +11,14 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from megatron_rl.config.schema import Config, CorrectionConfig, Format, Level, QuantizationSection, WeightConfig
+from megatron_rl.config.schema import (
+    Config,
+    CorrectionConfig,
+    Format,
+    Level,
+    QuantizationSection,
+    WeightConfig,
+)
 from megatron_rl.runs.console import Display, PlainDisplay, choose
 from megatron_rl.runs.record import Recorder
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
@@ -17,7 +26,8 @@ from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 
 def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config:
     return Config(
-        correction=CorrectionConfig(weight=WeightConfig(level=level)), quantization=QuantizationSection(format=fmt)
+        correction=CorrectionConfig(weight=WeightConfig(level=level)),
+        quantization=QuantizationSection(format=fmt),
     )
 
 
@@ -37,26 +47,41 @@ def start(path: Path, config: Config | None = None, steps: int = 3, **others: An
     return Recorder(config.log, make_yaml(config, path.name), path, steps, **given)
 
 
-def make_scored(n: int, length: int = 12, noise: float = 0.05, seed: int = 0) -> tuple[list[Scored], torch.Tensor]:
+def make_scored(
+    n: int, length: int = 12, noise: float = 0.05, seed: int = 0
+) -> tuple[list[Scored], torch.Tensor]:
     """Rollouts with sampler logprobs, and the learner's at [B, T]: a little off. Lengths vary."""
     draw = random.Random(seed)
-    scored, prox_BT = [], torch.zeros(n, length)
+    scored = []
+    prox_BT = torch.zeros(n, length)
     for index in range(n):
         size = draw.randint(1, length)
         logprobs = tuple(-draw.expovariate(2.0) for _ in range(size))
         prox_BT[index, :size] = torch.tensor([lp + draw.gauss(0, noise) for lp in logprobs])
         prompt = Prompt(index // 4, (1, 2, 3), "1+1=", {"answer": "2"})
         tokens = tuple(draw.randint(3, 20) for _ in range(size))
-        rollout = Rollout(prompt, index // 4, index % 4, tokens, logprobs, (True,) * size, "stop", 3)
+        rollout = Rollout(
+            prompt, index // 4, index % 4, tokens, logprobs, (True,) * size, "stop", 3
+        )
         right = draw.random() < 0.5
-        scored.append(Scored(rollout, float(right), text="2", verdict=Verdict.right if right else Verdict.wrong))
+        scored.append(
+            Scored(
+                rollout, float(right), text="2", verdict=Verdict.right if right else Verdict.wrong
+            )
+        )
     return scored, prox_BT
 
 
 def make_run(
-    folder: Path, name: str, steps: int = 60, level: Level = Level.token, fmt: Format = Format.int8, seed: int = 0
+    folder: Path,
+    name: str,
+    steps: int = 60,
+    level: Level = Level.token,
+    fmt: Format = Format.int8,
+    seed: int = 0,
 ) -> Path:
-    draw, recorder = random.Random(seed), start(folder / name, make_config(level, fmt), steps)
+    draw = random.Random(seed)
+    recorder = start(folder / name, make_config(level, fmt), steps)
     recorder.log(0, {"eval/accuracy": 0.31, "eval/n": 256})
     kl = {Format.none: 1e-4, Format.int8: 3e-3, Format.fp8: 4e-3}[fmt]
     for step in range(1, steps + 1):
@@ -83,20 +108,30 @@ def make_run(
             "time/rollout": 0.25,
             "time/update": 0.18,
         }
-        metrics |= {f"sync/{part}_s": 0.004 for part in ("plan", "quantize", "gather", "transfer", "load")}
+        metrics |= {
+            f"sync/{part}_s": 0.004 for part in ("plan", "quantize", "gather", "transfer", "load")
+        }
         for phase in ("rollout", "prox", "correction", "update", "sync"):
             with recorder.phase(phase):
                 pass
         if step % 10 == 0:
             metrics |= {"eval/accuracy": 0.31 + 0.6 * skill, "eval/n": 256}
-            metrics |= {"sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004), "sync/probe_budget": 0.08}
+            metrics |= {
+                "sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004),
+                "sync/probe_budget": 0.08,
+            }
             scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.5, seed=step)
             sampler_BT = torch.zeros_like(prox_BT)
             for row, one in enumerate(scored):
                 sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)
             weights_BT = (prox_BT - sampler_BT).exp().clamp(max=2.0)
-            pieces = {row: [f"<{token}>" for token in scored[row].rollout.token_ids] for row in choose(scored, prox_BT)}
-            recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, pieces=pieces)
+            pieces = {
+                row: [f"<{token}>" for token in scored[row].rollout.token_ids]
+                for row in choose(scored, prox_BT)
+            }
+            recorder.rollouts(
+                step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, pieces=pieces
+            )
         recorder.log(step, metrics)
     recorder.close()
     return folder / name

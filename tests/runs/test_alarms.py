@@ -65,11 +65,17 @@ BROKEN = {
 
 
 def steps(changes: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    return [{**HEALTHY, **change, "progress/step": number} for number, change in enumerate(changes, 1)]
+    return [
+        {**HEALTHY, **change, "progress/step": number} for number, change in enumerate(changes, 1)
+    ]
 
 
 def said(alarms: Alarms, changes: Sequence[dict[str, float]]) -> list[tuple[str, bool, int]]:
-    return [(str(one.alarm), one.raised, one.step) for line in steps(changes) for one in alarms.after(line)]
+    return [
+        (str(one.alarm), one.raised, one.step)
+        for line in steps(changes)
+        for one in alarms.after(line)
+    ]
 
 
 def test_the_page_has_the_rules_as_they_are() -> None:
@@ -85,7 +91,12 @@ def test_every_alarm_has_a_rule_and_a_case() -> None:
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("toy_sft", Format.int8), ("quickstart", Format.int8), ("tools", Format.int8), ("quickstart_bf16", Format.none)],
+    [
+        ("toy_sft", Format.int8),
+        ("quickstart", Format.int8),
+        ("tools", Format.int8),
+        ("quickstart_bf16", Format.none),
+    ],
 )
 def test_the_defaults_are_quiet_on_recorded_runs(name: str, format: Format) -> None:
     """Metrics of the shipped recipes, as they were run."""
@@ -96,23 +107,35 @@ def test_the_defaults_are_quiet_on_recorded_runs(name: str, format: Format) -> N
 
 
 def test_the_defaults_are_loud_on_a_broken_run() -> None:
-    """quickstart_bf16 with weights that reach the sampler every 30 steps, and a learning rate that moves them far."""
+    """quickstart_bf16 with weights that reach the sampler every 30 steps, and a learning rate that
+    moves them far.
+    """
     alarms = Alarms()
     found = [one for line in read_metrics(RECORDED / "stale.jsonl") for one in alarms.after(line)]
-    assert [(one.alarm, one.raised, one.step) for one in found] == [("mismatch", True, 6), ("ess", True, 6)]
+    assert [(one.alarm, one.raised, one.step) for one in found] == [
+        ("mismatch", True, 6),
+        ("ess", True, 6),
+    ]
 
 
 def test_a_real_run_that_went_wrong() -> None:
     """The quickstart with 32 prompts and ten times the learning rate."""
     alarms = Alarms({}, [Format.int8])
-    found = [one for line in read_metrics(RECORDED / "collapsed.jsonl") for one in alarms.after(line)]
-    assert [(one.alarm, one.step) for one in found if one.raised] == [("accuracy", 4), ("truncated", 24)]
+    found = [
+        one for line in read_metrics(RECORDED / "collapsed.jsonl") for one in alarms.after(line)
+    ]
+    assert [(one.alarm, one.step) for one in found if one.raised] == [
+        ("accuracy", 4),
+        ("truncated", 24),
+    ]
 
 
 @pytest.mark.parametrize("alarm", list(Alarm))
 def test_each_alarm_is_raised_by_its_case_alone(alarm: Alarm) -> None:
-    rule, bad = RULES[alarm], BROKEN[alarm]
-    before, after = [{}] * FULL, [{}] * (2 * rule.steps)
+    rule = RULES[alarm]
+    bad = BROKEN[alarm]
+    before = [{}] * FULL
+    after = [{}] * (2 * rule.steps)
     found = said(Alarms({}, [Format.int8]), [*before, *[bad] * rule.steps, *after])
     raised_at = FULL + rule.steps
     assert found == [(alarm, True, raised_at), (alarm, False, raised_at + rule.steps)]
@@ -126,10 +149,15 @@ def test_what_is_no_number_is_beyond_every_bound() -> None:
 
 
 def test_a_step_that_does_not_measure_counts_neither_way() -> None:
-    alarms, bad = Alarms(), {**HEALTHY, ESS: 0.1}
+    alarms = Alarms()
+    bad = {**HEALTHY, ESS: 0.1}
     without = {name: value for name, value in HEALTHY.items() if name != ESS}
     lines = [bad, bad, without, bad, without, bad, bad]
-    news = [one for number, line in enumerate(lines, 1) for one in alarms.after({**line, "progress/step": number})]
+    news = [
+        one
+        for number, line in enumerate(lines, 1)
+        for one in alarms.after({**line, "progress/step": number})
+    ]
     assert [(one.alarm, one.step) for one in news] == [("ess", 7)]
 
 
@@ -141,7 +169,11 @@ def test_medians_wait_until_they_are_full() -> None:
 
 
 def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
-    for formats, bound in (([Format.none], 0.005), ([Format.none, Format.fp8], 0.02), (["int8"], 0.02)):
+    for formats, bound in (
+        ([Format.none], 0.005),
+        ([Format.none, Format.fp8], 0.02),
+        (["int8"], 0.02),
+    ):
         (watch,) = (one for one in Alarms({}, formats)._watches if one.alarm == Alarm.mismatch)
         assert watch.bound == bound
     assert bound_of(RULES[Alarm.mismatch], AlarmSetting(bound=0.5), [Format.none]) == 0.5
@@ -149,31 +181,53 @@ def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
 
 def test_responses_of_the_data_set_have_three_alarms() -> None:
     alarms = Alarms(sampled=False)
-    assert {watch.alarm for watch in alarms._watches} == {Alarm.non_finite, Alarm.accuracy, Alarm.failed_saves}
+    assert {watch.alarm for watch in alarms._watches} == {
+        Alarm.non_finite,
+        Alarm.accuracy,
+        Alarm.failed_saves,
+    }
 
 
-def evaluated(alarms: Alarms, *rates: float, n: int = 256, name: str = ACCURACY) -> list[tuple[str, bool, int]]:
-    lines = [{"progress/step": step, name: rate, f"{name[:-8]}n": n} for step, rate in enumerate(rates)]
+def evaluated(
+    alarms: Alarms, *rates: float, n: int = 256, name: str = ACCURACY
+) -> list[tuple[str, bool, int]]:
+    lines = [
+        {"progress/step": step, name: rate, f"{name[:-8]}n": n} for step, rate in enumerate(rates)
+    ]
     return [(str(one.alarm), one.raised, one.step) for line in lines for one in alarms.after(line)]
 
 
 def test_an_accuracy_below_its_start_or_half_of_its_best() -> None:
     assert evaluated(Alarms(), 0.36, 0.07, 0.12, n=100) == [("accuracy", True, 1)]
-    assert evaluated(Alarms(), 0.5, 0.3, 0.3, 0.5) == [("accuracy", True, 1), ("accuracy", False, 3)]
+    assert evaluated(Alarms(), 0.5, 0.3, 0.3, 0.5) == [
+        ("accuracy", True, 1),
+        ("accuracy", False, 3),
+    ]
     assert evaluated(Alarms(), 0.1, 0.9, 0.25) == [("accuracy", True, 2)], "above its start"
     assert evaluated(Alarms(), 0.1, 0.9, 0.6) == []
-    assert evaluated(Alarms(), 0.3, 0.1, name="eval/aime/accuracy", n=960) == [("accuracy", True, 1)]
+    assert evaluated(Alarms(), 0.3, 0.1, name="eval/aime/accuracy", n=960) == [
+        ("accuracy", True, 1)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("rates", "n"), [((0.36, 0.07, 0.1), 8), ((1.0, 0.9, 0.9), 16), ((0.0, 0.03, 0.0), 64), ((0.02, 0.0, 0.0), 256)]
+    ("rates", "n"),
+    [
+        ((0.36, 0.07, 0.1), 8),
+        ((1.0, 0.9, 0.9), 16),
+        ((0.0, 0.03, 0.0), 64),
+        ((0.02, 0.0, 0.0), 256),
+    ],
 )
 def test_what_few_prompts_cannot_tell_raises_nothing(rates: tuple[float, ...], n: int) -> None:
     assert evaluated(Alarms(), *rates, n=n) == []
 
 
 def test_where_a_run_goes_on_its_accuracies_are_those_of_all_attempts() -> None:
-    earlier = [{"progress/step": step, ACCURACY: rate, "eval/n": 256} for step, rate in enumerate((0.5, 0.9, 0.99))]
+    earlier = [
+        {"progress/step": step, ACCURACY: rate, "eval/n": 256}
+        for step, rate in enumerate((0.5, 0.9, 0.99))
+    ]
     alarms = Alarms()
     alarms.goes_on(earlier, step=1)
     assert (alarms.past.first[ACCURACY].value, alarms.past.best[ACCURACY].value) == (0.5, 0.9)
@@ -191,7 +245,9 @@ def only(bound: float) -> dict[str, object]:
 
 
 @given(SERIES, st.floats(0.01, 1))
-def test_raised_and_cleared_take_turns_and_need_their_steps(series: list[float], bound: float) -> None:
+def test_raised_and_cleared_take_turns_and_need_their_steps(
+    series: list[float], bound: float
+) -> None:
     found = said(Alarms(only(bound)), [{ESS: value} for value in series])
     assert [raised for _, raised, _ in found] == [number % 2 == 0 for number in range(len(found))]
     places = [0, *(step for _, _, step in found)]
@@ -199,12 +255,18 @@ def test_raised_and_cleared_take_turns_and_need_their_steps(series: list[float],
     for _, raised, step in found:
         run = series[step - RULE.steps : step]
         clear = clear_at(bound, below=True)
-        assert all(not value >= bound for value in run) if raised else all(value >= clear for value in run)
+        assert (
+            all(not value >= bound for value in run)
+            if raised
+            else all(value >= clear for value in run)
+        )
 
 
 def test_a_value_next_to_its_bound_is_told_from_it() -> None:
     alarms = Alarms(only(1.0))
-    (one,) = [news for line in steps([{ESS: 0.9999964}] * RULE.steps) for news in alarms.after(line)]
+    (one,) = [
+        news for line in steps([{ESS: 0.9999964}] * RULE.steps) for news in alarms.after(line)
+    ]
     assert one.what == f"ess: 0.999996, below 1 for {RULE.steps} steps"
 
 
@@ -227,9 +289,16 @@ def test_to_clear_is_possible_and_stricter_than_the_bound(bound: float) -> None:
 
 @pytest.mark.parametrize(
     ("value", "raised", "stops"),
-    [("warn", True, False), ("stop", True, True), ("off", False, False), (False, False, False), (0.3, False, False),
-     ({"stop": 0.45}, True, True), ({"warn": 0.3}, False, False)],
-)  # fmt: skip
+    [
+        ("warn", True, False),
+        ("stop", True, True),
+        ("off", False, False),
+        (False, False, False),
+        (0.3, False, False),
+        ({"stop": 0.45}, True, True),
+        ({"warn": 0.3}, False, False),
+    ],
+)
 def test_settings(value: object, raised: bool, stops: bool) -> None:
     from_mapping({"log": {"alarms": {"ess": value}}})
     alarms = Alarms({"ess": value})
@@ -242,13 +311,18 @@ def test_settings(value: object, raised: bool, stops: bool) -> None:
     ("given_", "words"),
     [
         ({"es": "warn"}, ["log.alarms.es", "did you mean ess?", "mismatch, probe"]),
-        ({"zzz": "warn"}, ["log.alarms.zzz", "there are mismatch"]), ({"ess": True}, ["log.alarms.ess is true"]),
-        ({"ess": "loud"}, ["log.alarms.ess is loud", "off, warn, stop"]), ({"ess": None}, ["log.alarms.ess is null"]),
-        ({"ess": -1}, ["log.alarms.ess is -1", "0 or more"]), ({"ess": {"stop": "now"}}, ["log.alarms.ess"]),
+        ({"zzz": "warn"}, ["log.alarms.zzz", "there are mismatch"]),
+        ({"ess": True}, ["log.alarms.ess is true"]),
+        ({"ess": "loud"}, ["log.alarms.ess is loud", "off, warn, stop"]),
+        ({"ess": None}, ["log.alarms.ess is null"]),
+        ({"ess": -1}, ["log.alarms.ess is -1", "0 or more"]),
+        ({"ess": {"stop": "now"}}, ["log.alarms.ess"]),
         ({"ess": {"stop": 0.1, "warn": 0.2}}, ["log.alarms.ess"]),
     ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_refused(tmp_path: Path, given_: dict[str, object], words: list[str]) -> None:
+)
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, given_: dict[str, object], words: list[str]
+) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps({"log": {"alarms": given_}}))
     said = refusal(load, tmp_path / "mine.yaml")
     assert all(word in said for word in words), said
@@ -257,7 +331,9 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, given_: dict[str, object
 # where they are heard
 
 
-def recorded(folder: Path, changes: Sequence[dict[str, float]], alarms: Alarms, log: LogSection | None = None) -> Path:
+def recorded(
+    folder: Path, changes: Sequence[dict[str, float]], alarms: Alarms, log: LogSection | None = None
+) -> Path:
     with start(folder / "run", Config(log=log or LogSection()), 99, alarms=alarms) as recorder:
         for line in steps(changes):
             recorder.log(int(line["progress/step"]), line)
@@ -271,12 +347,19 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
     changes = [*[{ESS: 0.4}] * 6, *[{}] * 6, *[{"reward/errors": 60.0}] * 4]
     run = recorded(tmp_path, changes, Alarms(), LogSection(wandb=Wandb.offline))
     text = (run / "logs/attempt_1/driver.log").read_text()
-    assert text.count("alarm    ess: 0.4, below 0.5 for 5 steps. A few tokens carry the gradient.") == 1
+    assert (
+        text.count("alarm    ess: 0.4, below 0.5 for 5 steps. A few tokens carry the gradient.")
+        == 1
+    )
     assert text.count("alarm    ess: 0.99, cleared") == 1
     assert text.index("step  5/99") < text.index("alarm    ess: 0.4") < text.index("step  6/99")
-    assert re.search(r"finished after \w+; alarms that stand: reward_errors since step 15 \(0\.117\)\n", text)
+    assert re.search(
+        r"finished after \w+; alarms that stand: reward_errors since step 15 \(0\.117\)\n", text
+    )
     assert "reward_errors, step 15" in describe(run)
-    assert read_status(run)["alarms"] == {"reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}}
+    assert read_status(run)["alarms"] == {
+        "reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}
+    }
     data = load_run(run)
     found = [(one.raised.alarm, one.steps) for one in episodes(data)]
     assert found == [("ess", "5 to 11"), ("reward_errors", "from 15")]
@@ -304,9 +387,16 @@ def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_report_lists_none_of_a_healthy_run_or_of_a_torn_configuration(tmp_path: Path) -> None:
-    assert "<h2>Alarms</h2>" not in page([load_run(recorded(tmp_path / "healthy", [{}] * 8, Alarms()))])
+    assert "<h2>Alarms</h2>" not in page(
+        [load_run(recorded(tmp_path / "healthy", [{}] * 8, Alarms()))]
+    )
     run = recorded(tmp_path, [{ESS: 0.4}] * 8, Alarms())
-    torn = ("log: {alarms: {ess: [1]}}", "sampler: {fleet: {formats: [[1]]}}", "quantization: {format: {}}", "log: 3")
+    torn = (
+        "log: {alarms: {ess: [1]}}",
+        "sampler: {fleet: {formats: [[1]]}}",
+        "quantization: {format: {}}",
+        "log: 3",
+    )
     for text in torn:
         (run / "config.yaml").write_text(text)
         assert page([load_run(run)])

@@ -1,4 +1,5 @@
-"""Why a run ended: each class from what is really printed, no guess where nothing is known, advice to be followed.
+"""Why a run ended: each class from what is really printed, no guess where nothing is known, advice
+to be followed.
 
 `last_words.txt` holds what torch, vLLM, Slurm and this project print: blocks of a class and a text.
 """
@@ -30,10 +31,14 @@ from megatron_rl.weight_sync import probe
 
 ROOT = Path(__file__).parents[2]
 ENDED = (
-    "SamplerError: the sampler's process ended during `generate` (exit status -9): ended by SIGKILL (out of memory?)"
+    "SamplerError: the sampler's process ended during `generate` (exit status -9): "
+    "ended by SIGKILL (out of memory?)"
 )
 LOG = "The end of runs/a/logs/attempt_1/sampler.log:\n"
-PRINTED = [block.partition("\n")[::2] for block in (ROOT / "tests/runs/last_words.txt").read_text().split("\n\n")]
+PRINTED = [
+    block.partition("\n")[::2]
+    for block in (ROOT / "tests/runs/last_words.txt").read_text().split("\n\n")
+]
 
 
 @pytest.mark.parametrize(("name", "reason"), PRINTED)
@@ -42,7 +47,14 @@ def test_each_class_from_what_is_printed(name: str, reason: str) -> None:
 
 
 def test_how_processes_end() -> None:
-    ends = {9: "dead_process", 11: "crash", 4: "crash", 6: "crash", 7: "shared_memory", 15: "signal"}
+    ends = {
+        9: "dead_process",
+        11: "crash",
+        4: "crash",
+        6: "crash",
+        7: "shared_memory",
+        15: "signal",
+    }
     assert {number: explain(describe_end(-number)).name for number in ends} == ends
     assert explain(describe_end(1)).name == explain("").name == "unknown"
 
@@ -76,8 +88,16 @@ def raised(folder: Path) -> list[tuple[str, BaseException]]:
         with lasting(folder / "metrics.jsonl"):
             raise OSError(number, os.strerror(number))
 
-    zeros_BT, ones_BT = torch.zeros(4, 8), torch.ones(4, 8)
-    check = (probe.check, zeros_BT, ones_BT, ones_BT.bool(), Format.int8, probe.Probe(3, 100, False))
+    zeros_BT = torch.zeros(4, 8)
+    ones_BT = torch.ones(4, 8)
+    check = (
+        probe.check,
+        zeros_BT,
+        ones_BT,
+        ones_BT.bool(),
+        Format.int8,
+        probe.Probe(3, 100, False),
+    )
     assert TOO_LATE <= WATCHED
     return [
         ("host_memory", of(torch.empty, 1 << 50)),
@@ -87,7 +107,10 @@ def raised(folder: Path) -> list[tuple[str, BaseException]]:
         ("disk_full", of(write, errno.ENOSPC)),
         ("run_directory", of(write, errno.ENOENT)),
         ("checkpoint", of(read, folder / "step_1")),
-        ("data", of(load, ROOT / "recipes" / "quickstart.yaml", ["data.prompt_key=3", "data.train=[]"])),
+        (
+            "data",
+            of(load, ROOT / "recipes" / "quickstart.yaml", ["data.prompt_key=3", "data.train=[]"]),
+        ),
         ("configuration", of(from_mapping, {"optim": {"lr": "fast"}})),
         ("unknown", NoServerLeftLess()),
     ]
@@ -117,18 +140,31 @@ def test_the_words_are_still_in_vllm_s_source() -> None:
     assert spec is not None
     assert spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "v1"
-    source = "".join((folder / name).read_text() for name in ("core/kv_cache_utils.py", "worker/utils.py"))
-    for words in ("No available memory for the cache blocks", "Free memory on device", "cache is needed"):
+    source = "".join(
+        (folder / name).read_text() for name in ("core/kv_cache_utils.py", "worker/utils.py")
+    )
+    for words in (
+        "No available memory for the cache blocks",
+        "Free memory on device",
+        "cache is needed",
+    ):
         assert words in source
-    assert "died unexpectedly (exit code:" in (folder / "executor" / "multiproc_executor.py").read_text()
+    assert (
+        "died unexpectedly (exit code:"
+        in (folder / "executor" / "multiproc_executor.py").read_text()
+    )
 
 
 def test_whose_word_it_is() -> None:
     own = explain("ValueError: x", process="rank 1", phase="update", log="rank_1.log")
     assert (own.process, own.phase, own.log) == ("rank 1", "update", "rank_1.log")
-    engine = explain(f"{ENDED}. {LOG}last words", process="rank 0", phase="rollout", log="rank_0.log")
+    engine = explain(
+        f"{ENDED}. {LOG}last words", process="rank 0", phase="rollout", log="rank_0.log"
+    )
     assert (engine.process, engine.log) == (ENGINE, "runs/a/logs/attempt_1/sampler.log")
-    assert engine.paragraph().startswith(f"why: a process was killed (dead_process): {ENGINE}, in rollout. ")
+    assert engine.paragraph().startswith(
+        f"why: a process was killed (dead_process): {ENGINE}, in rollout. "
+    )
     assert engine.paragraph().endswith("Its log is runs/a/logs/attempt_1/sampler.log.")
     assert Cause.read(engine.as_fields()) == engine
     assert Cause.read(None) is None
@@ -145,7 +181,12 @@ def test_a_stuck_process_is_the_cause_of_what_follows_from_it() -> None:
     stuck = {"process": "rank 1", "pid": 7, "phase": "sync", "seconds": 61.0}
     found = explain("rank 1 has not gone on", process="rank 0", stuck=stuck)
     assert (found.name, found.process, found.phase) == (STUCK.name, "rank 1", "sync")
-    for follows in (describe_end(-9), "RuntimeError: Connection closed by peer", "SamplerError: it is gone", ""):
+    for follows in (
+        describe_end(-9),
+        "RuntimeError: Connection closed by peer",
+        "SamplerError: it is gone",
+        "",
+    ):
         assert (explain(follows, stuck=stuck).name, explain(follows, stuck=stuck).process) == (
             "stuck_process",
             "rank 1",
@@ -168,7 +209,10 @@ ADVICE = [
 SECTIONS = "|".join(field.name for field in fields(Config))
 MEGATRON = {
     "learner.megatron": ("transformer/transformer_config.py", "model_parallel_config.py"),
-    "optim.megatron": ("optimizer/optimizer_config.py", "distributed/distributed_data_parallel_config.py"),
+    "optim.megatron": (
+        "optimizer/optimizer_config.py",
+        "distributed/distributed_data_parallel_config.py",
+    ),
 }
 
 
@@ -176,18 +220,32 @@ def passed_through(key: str) -> bool:
     section, _, name = key.rpartition(".")
     if section == "sampler.vllm":
         return name in (fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",)) or {})
-    classes = ("TransformerConfig", "ModelParallelConfig", "OptimizerConfig", "DistributedDataParallelConfig")
-    return section in MEGATRON and name in (fields_of("megatron.core", MEGATRON[section], classes) or {})
+    classes = (
+        "TransformerConfig",
+        "ModelParallelConfig",
+        "OptimizerConfig",
+        "DistributedDataParallelConfig",
+    )
+    return section in MEGATRON and name in (
+        fields_of("megatron.core", MEGATRON[section], classes) or {}
+    )
 
 
 @pytest.mark.parametrize(("name", "advice"), ADVICE)
 def test_advice_names_keys_that_exist(name: str, advice: str) -> None:
     for key in re.findall(rf"(?<![\w/.])(?:{SECTIONS})\.\w+(?:\.\w+)*", advice):
-        assert key in all_keys() or key + "." in "".join(f"{one}." for one in all_keys()) or passed_through(key), key
+        assert (
+            key in all_keys()
+            or key + "." in "".join(f"{one}." for one in all_keys())
+            or passed_through(key)
+        ), key
     for setting in re.findall(rf"(?<![\w/.])(?:{SECTIONS})(?:\.\w+)*=\w+", advice):
         load(ROOT / "recipes" / "quickstart.yaml", [setting])
     for command in re.findall(r"`megatron-rl ([\w-]+)", advice):
-        assert any(f'"{command}"' in path.read_text() for path in (ROOT / "megatron_rl").glob("**/commands/*.py"))
+        assert any(
+            f'"{command}"' in path.read_text()
+            for path in (ROOT / "megatron_rl").glob("**/commands/*.py")
+        )
 
 
 def test_an_advice_that_names_nothing_would_be_found() -> None:

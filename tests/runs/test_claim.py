@@ -1,4 +1,6 @@
-"""Who may have a run directory: one live run, whatever is started beside it, and afterwards the next."""
+"""Who may have a run directory: one live run, whatever is started beside it, and afterwards the
+next.
+"""
 
 import json
 import os
@@ -49,7 +51,9 @@ Holder = subprocess.Popen[str]
 def holder(run_folder: Path) -> Iterator[Holder]:
     """Another process that owns runs/run, in its first step."""
     words = [sys.executable, "-c", HOLDER, str(run_folder), STEP_1]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "open\n"
     yield process
@@ -57,12 +61,16 @@ def holder(run_folder: Path) -> Iterator[Holder]:
     process.communicate()
 
 
-@pytest.mark.fault("five runs are started at once under one name", "one has the directory, the others are told")
+@pytest.mark.fault(
+    "five runs are started at once under one name", "one has the directory, the others are told"
+)
 @pytest.mark.parametrize("if_exists", list(IfExists))
 @pytest.mark.parametrize("old", [False, True])
 def test_of_many_starts_one_wins(tmp_path: Path, if_exists: IfExists, old: bool) -> None:
     for number in range(6):
-        path, kept, told = tmp_path / f"run_{number}", list[RunDir](), list[str]()
+        path = tmp_path / f"run_{number}"
+        kept = list[RunDir]()
+        told = list[str]()
         if old:
             path.mkdir()
             (path / "metrics.jsonl").write_text(STEP_1)
@@ -88,9 +96,16 @@ def test_of_many_starts_one_wins(tmp_path: Path, if_exists: IfExists, old: bool)
             assert archived == ([f"{path.name}.1"] if kept else [])
 
 
-@pytest.mark.fault("another start moves the directory while this one takes its lock", "this one has the new directory")
-def test_a_directory_that_is_moved_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, hold, moved = tmp_path / "run", run_dir.hold, list[Path]()
+@pytest.mark.fault(
+    "another start moves the directory while this one takes its lock",
+    "this one has the new directory",
+)
+def test_a_directory_that_is_moved_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    hold = run_dir.hold
+    moved = list[Path]()
     path.mkdir()
     (path / "metrics.jsonl").write_text(STEP_1)
 
@@ -104,17 +119,25 @@ def test_a_directory_that_is_moved_meanwhile(tmp_path: Path, monkeypatch: pytest
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "run.1"]
 
 
-@pytest.mark.fault("a run is started with the name of one that goes on", "it is refused, archive or not")
+@pytest.mark.fault(
+    "a run is started with the name of one that goes on", "it is refused, archive or not"
+)
 @pytest.mark.parametrize("if_exists", list(IfExists))
-def test_a_live_run_is_neither_moved_nor_claimed(tmp_path: Path, holder: Holder, if_exists: IfExists) -> None:
+def test_a_live_run_is_neither_moved_nor_claimed(
+    tmp_path: Path, holder: Holder, if_exists: IfExists
+) -> None:
     for attempt in (check_run_dir, claim, record):
-        with pytest.raises(RunDirectoryUsed, match=rf"goes on \(process {holder.pid} on .*run\.name=run_2"):
+        with pytest.raises(
+            RunDirectoryUsed, match=rf"goes on \(process {holder.pid} on .*run\.name=run_2"
+        ):
             attempt(tmp_path / "run", if_exists)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
     assert known_status(tmp_path / "run")["state"] == "starting"
 
 
-@pytest.mark.fault("the process that owns a run is killed", "the run counts as failed, its name can be had again")
+@pytest.mark.fault(
+    "the process that owns a run is killed", "the run counts as failed, its name can be had again"
+)
 def test_a_dead_run_is_known_as_one(tmp_path: Path, run_folder: Path, holder: Holder) -> None:
     holder.kill()
     holder.wait()
@@ -130,7 +153,9 @@ def test_a_dead_run_is_known_as_one(tmp_path: Path, run_folder: Path, holder: Ho
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == STEP_1
 
 
-@pytest.mark.fault("the process that owns a run is killed before the first step", "its name is free")
+@pytest.mark.fault(
+    "the process that owns a run is killed before the first step", "its name is free"
+)
 def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: Holder) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     holder.kill()
@@ -140,10 +165,13 @@ def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: Holder) -> N
     assert (tmp_path / "run.1" / "logs" / "attempt_1").is_dir()
 
 
-@pytest.mark.fault("a run is started while another start goes on with it", "the refusal names that one")
+@pytest.mark.fault(
+    "a run is started while another start goes on with it", "the refusal names that one"
+)
 def test_a_refusal_names_who_holds_the_directory(run_folder: Path, holder: Holder) -> None:
     last = {"pid": 2899, "host": "node7", "heartbeat": "2026-01-01T01:30:40+00:00"}
-    mark_status(run_folder, "running", **last)  # as it was copied with the folder, or left by the attempt before
+    # as it was copied with the folder, or left by the attempt before
+    mark_status(run_folder, "running", **last)
     for attempt in (check_run_dir, claim):
         with pytest.raises(RunDirectoryUsed, match=rf"process {holder.pid} on ") as refused:
             attempt(run_folder, IfExists.resume)
@@ -167,8 +195,12 @@ def test_the_ranks_hold_the_lock_too(run_folder: Path) -> None:
 
 
 @pytest.mark.fault("a run goes on where its lock cannot be seen", "its last sign of life decides")
-@pytest.mark.parametrize(("ago", "state"), [(timedelta(minutes=1), "running"), (timedelta(hours=1), "failed")])
-def test_on_another_machine_the_heartbeat_counts(run_folder: Path, ago: timedelta, state: str) -> None:
+@pytest.mark.parametrize(
+    ("ago", "state"), [(timedelta(minutes=1), "running"), (timedelta(hours=1), "failed")]
+)
+def test_on_another_machine_the_heartbeat_counts(
+    run_folder: Path, ago: timedelta, state: str
+) -> None:
     run, _ = claim(run_folder)
     assert run.lock is not None
     run.lock.close()
@@ -183,7 +215,9 @@ def test_on_another_machine_the_heartbeat_counts(run_folder: Path, ago: timedelt
         claim(run.path, IfExists.archive)
 
 
-@pytest.mark.fault("a run ends before its first step", "its name is free, and its logs are kept beside it")
+@pytest.mark.fault(
+    "a run ends before its first step", "its name is free, and its logs are kept beside it"
+)
 @pytest.mark.parametrize("lines", [0, 1])
 def test_a_run_that_never_began_makes_room(tmp_path: Path, run_folder: Path, lines: int) -> None:
     recorder = record(run_folder)
@@ -244,7 +278,9 @@ def test_a_place_that_takes_no_folder(root: str) -> None:
         claim(Path(root) / "run")
 
 
-@pytest.mark.fault("a strange status.json lies in the directory", "it is refused or moved as any used one")
+@pytest.mark.fault(
+    "a strange status.json lies in the directory", "it is refused or moved as any used one"
+)
 @pytest.mark.parametrize("text", ["", "[]", '{"state": "running"}', "{", "\xff"])
 def test_an_old_or_odd_status(run_folder: Path, text: str) -> None:
     run_folder.mkdir()

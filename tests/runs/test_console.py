@@ -19,7 +19,12 @@ from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 from megatron_rl.workshop.reports.report import page
 from megatron_rl.workshop.reports.run_data import load_runs
 
-METRICS = {"reward/mean": 0.25, "reward/sampler_mean": 0.5, "optim/grad_norm": math.nan, "time/step": 1.5}
+METRICS = {
+    "reward/mean": 0.25,
+    "reward/sampler_mean": 0.5,
+    "optim/grad_norm": math.nan,
+    "time/step": 1.5,
+}
 
 
 def test_a_pipe_gets_one_plain_line_per_step():
@@ -36,7 +41,9 @@ def test_a_pipe_gets_one_plain_line_per_step():
 def test_a_run_that_may_end_sooner_has_at_most_so_much_left(live: bool, tmp_path: Path) -> None:
     stream = StringIO()
     terminal = Console(file=stream, force_terminal=True, width=100)
-    display = console.LiveDisplay("quick", 20, terminal) if live else console.PlainDisplay(20, stream)
+    display = (
+        console.LiveDisplay("quick", 20, terminal) if live else console.PlainDisplay(20, stream)
+    )
     with start(tmp_path / "run", display=display, steps=20, sooner=True) as recorder:
         recorder.log(1, METRICS)
         recorder.log(2, METRICS)
@@ -66,9 +73,17 @@ def test_the_line_leaves_out_what_a_step_does_not_have():
 
 def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
     measured = {"rollout_corr/k3_kl": 0.035, "rollout/staleness_mean": 1.5}
-    assert console.step_line(1, 5, measured, None) == "step 1/5  mismatch 3.50e-02 (staleness: 1.5 updates)"
-    assert console.step_line(1, 5, {"reward/sampler_mean": -1.5e29}, None) == "step 1/5  reward -1.500e+29"
-    assert "staleness" not in console.step_line(1, 5, {**measured, "rollout/staleness_mean": 0.0}, None)
+    assert (
+        console.step_line(1, 5, measured, None)
+        == "step 1/5  mismatch 3.50e-02 (staleness: 1.5 updates)"
+    )
+    assert (
+        console.step_line(1, 5, {"reward/sampler_mean": -1.5e29}, None)
+        == "step 1/5  reward -1.500e+29"
+    )
+    assert "staleness" not in console.step_line(
+        1, 5, {**measured, "rollout/staleness_mean": 0.0}, None
+    )
     stream = StringIO()
     display = console.LiveDisplay("quick", 5, Console(file=stream, force_terminal=True, width=100))
     display.step(1, measured, None)
@@ -84,13 +99,22 @@ def test_sparkline():
 
 
 def test_duration():
-    assert [console.duration(s) for s in (0.4, 59.6, 61, 3600 * 2 + 61)] == ["0s", "1m00s", "1m01s", "2h01m"]
+    assert [console.duration(s) for s in (0.4, 59.6, 61, 3600 * 2 + 61)] == [
+        "0s",
+        "1m00s",
+        "1m01s",
+        "2h01m",
+    ]
 
 
 def test_a_table_puts_numbers_to_the_right() -> None:
     rows = [["a", "text", "10.5%", "+1e-3"], ["longer", "t", "9%", ""]]
     lines = console.table(["name", "shape", "share", "change"], rows)
-    assert lines == ["name    shape  share  change", "a       text   10.5%   +1e-3", "longer  t         9%"]
+    assert lines == [
+        "name    shape  share  change",
+        "a       text   10.5%   +1e-3",
+        "longer  t         9%",
+    ]
     assert console.table(["name", "shape"], []) == ["name  shape"]
 
 
@@ -100,13 +124,23 @@ def test_a_table_puts_numbers_to_the_right() -> None:
 def answer(text: str, verdict: Verdict, prompt: str = "1+1=") -> Scored:
     tokens = tuple(map(ord, text))
     rollout = Rollout(
-        Prompt(0, (1,), prompt, {}), 0, 0, tokens, (-1.0,) * len(tokens), (True,) * len(tokens), "stop", 0
+        Prompt(0, (1,), prompt, {}),
+        0,
+        0,
+        tokens,
+        (-1.0,) * len(tokens),
+        (True,) * len(tokens),
+        "stop",
+        0,
     )
     return Scored(rollout, float(verdict == Verdict.right), None, text, verdict)
 
 
 def test_a_right_one_another_and_the_one_that_differs_most() -> None:
-    scored = [answer(text, Verdict.wrong if text != "2" else Verdict.right) for text in ("3", "4", "2", "5")]
+    scored = [
+        answer(text, Verdict.wrong if text != "2" else Verdict.right)
+        for text in ("3", "4", "2", "5")
+    ]
     prox_BT = torch.tensor([[-1.0], [-1.0], [-1.0], [-3.0]])
     assert console.choose(scored, prox_BT) == [2, 0, 3]
     assert console.choose(scored, None) == [2, 0]
@@ -134,13 +168,19 @@ def test_recorded_pieces_are_those_of_the_answer_and_on_the_page(tmp_path) -> No
     colour = "232,113,10" if d < 0 else "37,99,235"
     strength = f"{min(1.0, abs(d) / 0.5):.2f}"
     token = first["token_ids"][0]
-    assert f"<span style='background:rgba({colour},{strength})' title='d {d:+.4f}'>&lt;{token}&gt;</span>" in html
+    assert (
+        f"<span style='background:rgba({colour},{strength})' title='d "
+        f"{d:+.4f}'>&lt;{token}&gt;</span>" in html
+    )
 
 
 def test_a_silent_run_says_what_it_is_at(tmp_path: Path) -> None:
-    now, stream, phases = 1000.0, StringIO(), chain(["start"], repeat("rollout"))
+    now = 1000.0
+    stream = StringIO()
+    phases = chain(["start"], repeat("rollout"))
     (tmp_path / "sampler.log").write_text(
-        "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting to load model\nWARNING 11-25 17:36:48 [a.py:1] odd\n"
+        "(Main pid=1) INFO 11-25 17:36:48 [runner.py:68] Starting to load model\nWARNING 11-25 "
+        "17:36:48 [a.py:1] odd\n"
     )
     silence = console.Silence(tmp_path, stream, lambda: now)
 

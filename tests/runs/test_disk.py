@@ -1,4 +1,6 @@
-"""The budget of a run's directory: the oldest records make room, and nothing goes that the run goes on from."""
+"""The budget of a run's directory: the oldest records make room, and nothing goes that the run goes
+on from.
+"""
 
 import errno
 import os
@@ -15,7 +17,9 @@ from megatron_rl.runs.status import read_status
 
 
 def furnished(path: Path) -> RunDir:
-    """Ten recorded steps of 1000 bytes, three dumps and three attempts of 2000, a checkpoint of 5000."""
+    """Ten recorded steps of 1000 bytes, three dumps and three attempts of 2000, a checkpoint of
+    5000.
+    """
     for number in range(1, 11):
         _put(path / "rollouts" / f"step_{number}.parquet", 1000)
     for number in (0, 9, 10):
@@ -43,14 +47,19 @@ def _put(path: Path, nbytes: int) -> None:
 def test_the_oldest_make_room(
     tmp_path: Path, limit: int, rollouts: list[int], dumps: list[int], attempts: list[int]
 ) -> None:
-    run, said = furnished(tmp_path), []
+    run = furnished(tmp_path)
+    said = []
     assert size(run.path) == 27_500
     disk = Disk(run, limit / GIB, said.append)
     disk.thin()
     disk.thin()
     assert [step for step, _ in recorded_steps(run.rollouts)] == [*rollouts]
-    assert {path.name for path in run.dumps.iterdir()} == {f"nonfinite_{number}" for number in dumps}
-    assert {path.name for path in run.logs.parent.iterdir()} == {f"attempt_{number}" for number in attempts}
+    assert {path.name for path in run.dumps.iterdir()} == {
+        f"nonfinite_{number}" for number in dumps
+    }
+    assert {path.name for path in run.logs.parent.iterdir()} == {
+        f"attempt_{number}" for number in attempts
+    }
     assert run.metrics.stat().st_size == 500
     assert size(run.checkpoints) == 5000
     thinned = 10 - len(rollouts) + 3 - len(dumps) + 3 - len(attempts)
@@ -78,9 +87,13 @@ def test_a_recorder_keeps_its_budget(tmp_path: Path) -> None:
     assert read_status(tmp_path / "run")["thinned_out"] == 40 - len(kept)
 
 
-@pytest.mark.fault("a disk takes a part of a line, or none", "the file ends in a whole line, and the rest comes later")
+@pytest.mark.fault(
+    "a disk takes a part of a line, or none",
+    "the file ends in a whole line, and the rest comes later",
+)
 def test_lines_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, room = tmp_path / "lines", [100]
+    path = tmp_path / "lines"
+    room = [100]
     path.write_bytes(b"torn")
     lines = LineFile(path)
 

@@ -42,7 +42,9 @@ def fill(folder: Path) -> None:
     assert shutil.disk_usage(folder).free == 0
 
 
-@pytest.mark.fault("the disk of a run's directory is full", "the run goes on, says so once, and tears no file")
+@pytest.mark.fault(
+    "the disk of a run's directory is full", "the run goes on, says so once, and tears no file"
+)
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_full_disk(tiny: Path, freed: bool) -> None:
     said = StringIO()
@@ -81,7 +83,9 @@ def test_a_full_disk(tiny: Path, freed: bool) -> None:
         assert gap(run.path, 60) is not None
 
 
-@pytest.mark.fault("the disk is full when a run starts", "a sentence names the place, and nothing is left")
+@pytest.mark.fault(
+    "the disk is full when a run starts", "a sentence names the place, and nothing is left"
+)
 def test_a_full_disk_at_the_start(tiny: Path) -> None:
     fill(tiny)
     with pytest.raises(ConfigError, match=r"run\.root=.*No space left"):
@@ -96,7 +100,9 @@ def test_a_place_that_can_only_be_read(tiny: Path) -> None:
         open_run(tiny / "run", IfExists.refuse, "run: {name: run}")
 
 
-@pytest.mark.fault("a run's directory is removed or moved while it goes on", "the run fails by a sentence")
+@pytest.mark.fault(
+    "a run's directory is removed or moved while it goes on", "the run fails by a sentence"
+)
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_directory_that_goes_away(tmp_path: Path, run_folder: Path, moved: bool) -> None:
     recorder = start(run_folder)
@@ -110,7 +116,9 @@ def test_a_directory_that_goes_away(tmp_path: Path, run_folder: Path, moved: boo
     assert not run_folder.exists()
 
 
-@pytest.mark.fault("a run is asked to end after its step", "its status says that it did not finish, where and why")
+@pytest.mark.fault(
+    "a run is asked to end after its step", "its status says that it did not finish, where and why"
+)
 def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
     cases = ((1, True, "stopped"), (3, True, "finished"), (1, False, "finished"))
     for name, (steps, asked, state) in zip("abc", cases, strict=True):
@@ -123,7 +131,10 @@ def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
         assert "SIGUSR1" in status["reason"]
 
 
-@pytest.mark.fault("somebody asks whether a run is alive", "its status has process, host, start and last sign of life")
+@pytest.mark.fault(
+    "somebody asks whether a run is alive",
+    "its status has process, host, start and last sign of life",
+)
 def test_a_sign_of_life(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = start(run_folder)
     first = read_status(run_folder)
@@ -137,7 +148,11 @@ def test_a_sign_of_life(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         pass
     later = read_status(run_folder)
     assert later["heartbeat"] >= first["heartbeat"]
-    assert (later["state"], later["pid"], later["started"]) == ("running", first["pid"], first["started"])
+    assert (later["state"], later["pid"], later["started"]) == (
+        "running",
+        first["pid"],
+        first["started"],
+    )
 
 
 @pytest.mark.fault("the reason of an end is endless", "the status is still one block, and whole")
@@ -161,14 +176,18 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none", 2) == []
 
 
-@pytest.mark.fault("W&B's server cannot be reached", "the run goes on offline within seconds, and says so")
+@pytest.mark.fault(
+    "W&B's server cannot be reached", "the run goes on offline within seconds, and says so"
+)
 @pytest.mark.parametrize("mode", [Wandb.online, Wandb.auto])
 def test_wandb_out_of_reach(run_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Wandb) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(wandb_log, "INIT_S", 2.0)
     said = StringIO()
-    with start(run_folder, Config(log=LogSection(wandb=mode)), display=PlainDisplay(3, said)) as recorder:
+    with start(
+        run_folder, Config(log=LogSection(wandb=mode)), display=PlainDisplay(3, said)
+    ) as recorder:
         recorder.log(1, {"loss/total": 1.0})
     assert "offline: " in said.getvalue()
     assert "wandb sync" in said.getvalue()
@@ -186,7 +205,9 @@ def test_the_summary_names_the_model(run_folder: Path) -> None:
     assert "model/" in describe_contents(run)
 
 
-@pytest.mark.fault("the loop of a run fails", "status, driver.log and report name class, phase and what to change")
+@pytest.mark.fault(
+    "the loop of a run fails", "status, driver.log and report name class, phase and what to change"
+)
 def test_why_a_run_failed(run_folder: Path) -> None:
     recorder = start(run_folder)
     recorder.log(0, {})
@@ -195,8 +216,16 @@ def test_why_a_run_failed(run_folder: Path) -> None:
     with pytest.raises(RuntimeError), recorder, recorder.phase("update"), recorder.phase("reduce"):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     cause = read_status(run_folder)["cause"]
-    assert (cause["class"], cause["process"], cause["phase"], cause["log"]) == ("device", "rank 0", "reduce", str(log))
-    assert f"why: {cause['what']} (device): rank 0, in reduce. Look for Xid" in (log.parent / "driver.log").read_text()
+    assert (cause["class"], cause["process"], cause["phase"], cause["log"]) == (
+        "device",
+        "rank 0",
+        "reduce",
+        str(log),
+    )
+    assert (
+        f"why: {cause['what']} (device): rank 0, in reduce. Look for Xid"
+        in (log.parent / "driver.log").read_text()
+    )
     assert write_own_report(recorder.run) == ""
     page = (run_folder / "report.html").read_text()
     assert "<h2>run: a GPU or its link failed</h2>" in page
@@ -204,7 +233,10 @@ def test_why_a_run_failed(run_folder: Path) -> None:
     assert page.index("a GPU or its link failed") < page.index("<section class=cards>")
 
 
-@pytest.mark.fault("somebody else's status.json names a file of this machine as the log", "the report does not show it")
+@pytest.mark.fault(
+    "somebody else's status.json names a file of this machine as the log",
+    "the report does not show it",
+)
 def test_a_log_elsewhere_is_not_shown(tmp_path: Path, run_folder: Path) -> None:
     secret = tmp_path / "attempt_1" / "rank_0.log"
     secret.parent.mkdir()
@@ -221,7 +253,9 @@ def test_a_log_elsewhere_is_not_shown(tmp_path: Path, run_folder: Path) -> None:
         assert "<h2>run: &lt;b&gt;</h2>" in page
 
 
-@pytest.mark.fault("a run fails after an exception that was dealt with", "its phase is that of the last one")
+@pytest.mark.fault(
+    "a run fails after an exception that was dealt with", "its phase is that of the last one"
+)
 def test_the_phase_of_an_exception_that_ended_nothing(run_folder: Path) -> None:
     recorder = start(run_folder)
     recorder.log(0, {})
@@ -232,7 +266,9 @@ def test_the_phase_of_an_exception_that_ended_nothing(run_folder: Path) -> None:
     assert read_status(run_folder)["cause"]["phase"] == "sync"
 
 
-@pytest.mark.fault("a run that failed goes on", "the cause of the attempt before is no longer its own")
+@pytest.mark.fault(
+    "a run that failed goes on", "the cause of the attempt before is no longer its own"
+)
 def test_a_cause_is_of_one_attempt(run_folder: Path) -> None:
     run_folder.mkdir()
     mark_status(run_folder, "failed", "ValueError: x")

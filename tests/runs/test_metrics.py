@@ -28,14 +28,30 @@ def test_every_row_is_sound_and_in_the_page_once():
 
 
 def test_names_that_dashboards_for_verl_know():
-    names = ("kl", "k3_kl", "chi2_token", "chi2_seq", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction")
+    names = (
+        "kl",
+        "k3_kl",
+        "chi2_token",
+        "chi2_seq",
+        "rollout_is_eff_sample_size",
+        "rollout_rs_masked_fraction",
+    )
     assert unknown(f"rollout_corr/{name}" for name in names) == []
     assert unknown(["loss/total", "loss/lss"]) == ["loss/lss"]
 
 
 def test_parts_combine_by_their_reducer():
-    names = ("optim/lr", "loss/total", "optim/updates", "rollout_corr/rho_max", "rollout_corr/rho_min")
-    parts = [dict(zip(names, values, strict=False)) for values in ((1.0, 1.0, 10, 3.0, 0.5), (2.0, 3.0, 30, 2.0))]
+    names = (
+        "optim/lr",
+        "loss/total",
+        "optim/updates",
+        "rollout_corr/rho_max",
+        "rollout_corr/rho_min",
+    )
+    parts = [
+        dict(zip(names, values, strict=False))
+        for values in ((1.0, 1.0, 10, 3.0, 0.5), (2.0, 3.0, 30, 2.0))
+    ]
     assert combine(parts) == dict(zip(names, (2.0, 2.0, 40, 3.0, 0.5), strict=True))
 
 
@@ -68,5 +84,11 @@ def test_what_a_run_comes_to(tmp_path: Path):
         *(f"rollout_corr/rollout_{name}" for name in ("is_eff_sample_size", "rs_masked_fraction")),
     )
     steps = [(0, 90.0, 0.1, 0.9), (1, 3.0, 0.8, 0.0), (2, 2.0, 0.9, 0.5), (3, 7.0, 1.0, 0.1)]
-    lines = write_lines(tmp_path / "metrics.jsonl", [dict(zip(names, step, strict=True)) for step in steps])
-    assert numbers_of_file(lines) == {"sample_size": 0.9, "rejected": pytest.approx(0.2), "step_s": 3.0}
+    lines = write_lines(
+        tmp_path / "metrics.jsonl", [dict(zip(names, step, strict=True)) for step in steps]
+    )
+    assert numbers_of_file(lines) == {
+        "sample_size": 0.9,
+        "rejected": pytest.approx(0.2),
+        "step_s": 3.0,
+    }

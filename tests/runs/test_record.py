@@ -1,4 +1,6 @@
-"""What a run leaves behind: strict JSON, refusal and archives, how it ended, rollouts, W&B offline."""
+"""What a run leaves behind: strict JSON, refusal and archives, how it ended, rollouts, W&B
+offline.
+"""
 
 import json
 import math
@@ -33,10 +35,19 @@ def strict(text):
 
 
 def test_nan_and_infinities_are_strict_json_and_come_back():
-    metrics = {"loss/total": math.nan, "optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
+    metrics = {
+        "loss/total": math.nan,
+        "optim/grad_norm": math.inf,
+        "loss/policy": -math.inf,
+        "optim/lr": 0.5,
+    }
     line = strict(encode_line(metrics))
     assert line["loss/total"] is None
-    assert line["non_finite"] == {"loss/total": "nan", "optim/grad_norm": "inf", "loss/policy": "-inf"}
+    assert line["non_finite"] == {
+        "loss/total": "nan",
+        "optim/grad_norm": "inf",
+        "loss/policy": "-inf",
+    }
     back = decode_line(encode_line(metrics))
     assert math.isnan(back.pop("loss/total"))
     assert back == {"optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
@@ -83,7 +94,9 @@ def test_archives_are_numbered(tmp_path):
         recorder = start(tmp_path / "run", config)
         recorder.log(number, {})
         recorder.close()
-    steps = {p.name: read_metrics(p / "metrics.jsonl")[0]["progress/step"] for p in tmp_path.iterdir()}
+    steps = {
+        p.name: read_metrics(p / "metrics.jsonl")[0]["progress/step"] for p in tmp_path.iterdir()
+    }
     assert steps == {"run.1": 1, "run.2": 2, "run": 3}
 
 
@@ -103,7 +116,10 @@ def test_a_claimed_directory_is_taken_over_once(run_folder):
 
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
-    [(ValueError("bad batch"), "failed", "ValueError: bad batch"), (KeyboardInterrupt(), "stopped", "interrupted")],
+    [
+        (ValueError("bad batch"), "failed", "ValueError: bad batch"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
+    ],
 )
 def test_the_status_says_how_a_run_ended(run_folder, error, state, reason):
     recorder = start(run_folder)
@@ -146,14 +162,20 @@ def test_a_torn_last_line_costs_only_itself(run_folder):
 def test_rollouts_round_trip(run_folder):
     recorder = start(run_folder)
     scored, prox_BT = make_scored(9)
-    weights_BT, mask_BT = torch.rand_like(prox_BT), torch.rand_like(prox_BT) > 0.2
+    weights_BT = torch.rand_like(prox_BT)
+    mask_BT = torch.rand_like(prox_BT) > 0.2
     recorder.rollouts(20, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, mask_BT=mask_BT)
     recorder.rollouts(1, scored)
     files = recorded_steps(RunDir(run_folder).rollouts)
-    assert [(step, path.name) for step, path in files] == [(1, "step_1.parquet"), (20, "step_20.parquet")]
+    assert [(step, path.name) for step, path in files] == [
+        (1, "step_1.parquet"),
+        (20, "step_20.parquet"),
+    ]
     assert len(list(files[0][1].parent.iterdir())) == 2  # nothing partial is left
     table = read_rollouts(files[1][1]).to_pylist()
-    for row, one, prox_T, weights_T, mask_T in zip(table, scored, prox_BT, weights_BT, mask_BT, strict=True):
+    for row, one, prox_T, weights_T, mask_T in zip(
+        table, scored, prox_BT, weights_BT, mask_BT, strict=True
+    ):
         n = len(one.rollout.token_ids)
         assert row["token_ids"] == list(one.rollout.token_ids)
         assert row["group"] == one.rollout.group
@@ -162,7 +184,11 @@ def test_rollouts_round_trip(run_folder):
         assert row["weights"] == weights_T[:n].tolist()
         assert row["kept"] == mask_T[:n].tolist()
         assert row["loss_mask"] == [True] * n
-        assert (row["reward"], row["policy_version"], row["finish_reason"]) == (one.reward, 3, "stop")
+        assert (row["reward"], row["policy_version"], row["finish_reason"]) == (
+            one.reward,
+            3,
+            "stop",
+        )
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
     with pytest.raises(ValueError, match="prox_logprobs_BT"):
         recorder.rollouts(2, scored, prox_logprobs_BT=prox_BT[:3])
@@ -172,14 +198,21 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
     recorder = start(run_folder)
     scored, prox_BT = make_scored(3)
     n = len(scored[1].rollout.token_ids)
-    versions, drawn = [3] * (n // 2) + [4] * (n - n // 2), []  # an update came into the second one
+    # an update came into the second one
+    versions = [3] * (n // 2) + [4] * (n - n // 2)
+    drawn = []
     for place, one in enumerate(scored):
         counts = [1 + at % 3 for at in range(len(one.rollout.token_ids))]
-        kept = {"kept_ids": range(sum(counts)), "kept_counts": counts, "versions": versions if place == 1 else None}
+        kept = {
+            "kept_ids": range(sum(counts)),
+            "kept_counts": counts,
+            "versions": versions if place == 1 else None,
+        }
         drawn.append(replace(one, rollout=replace(one.rollout, **kept)))
     recorder.rollouts(1, drawn, prox_logprobs_BT=prox_BT)
     ((_, path),) = recorded_steps(RunDir(run_folder).rollouts)
-    batch, wanted = load_recorded(path).batch, collate(drawn)
+    batch = load_recorded(path).batch
+    wanted = collate(drawn)
     assert torch.equal(batch.kept_ids_K, wanted.kept_ids_K)
     assert torch.equal(batch.kept_counts_N, wanted.kept_counts_N)
     with pytest.raises(ValueError, match="1 of 3 answers do not say"):
@@ -189,8 +222,15 @@ def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(r
     assert batch.token_versions_BT[1, :n].tolist() == versions
     assert batch.versions_B.tolist() == [3, 3, 3]
     metrics = Seen().metrics(batch, step=6)
-    assert (metrics["rollout/staleness_max"], metrics["rollout/spanning_fraction"]) == (2, pytest.approx(1 / 3))
-    ages = {one.label: one.tokens for one in recorded_breakdowns(path, policy_version=5) if one.by == "staleness"}
+    assert (metrics["rollout/staleness_max"], metrics["rollout/spanning_fraction"]) == (
+        2,
+        pytest.approx(1 / 3),
+    )
+    ages = {
+        one.label: one.tokens
+        for one in recorded_breakdowns(path, policy_version=5)
+        if one.by == "staleness"
+    }
     assert ages == {"1": n - n // 2, "2": int(batch.mask_BT.sum()) - (n - n // 2)}
 
 
@@ -208,7 +248,8 @@ def test_the_experts_of_an_answer_round_trip(run_folder, many):
     recorder.rollouts(1, told, experts=True)
     recorder.rollouts(2, told)
     (_, with_experts), (_, without) = recorded_steps(RunDir(run_folder).rollouts)
-    batch, wanted = load_recorded(with_experts).batch, collate(told)
+    batch = load_recorded(with_experts).batch
+    wanted = collate(told)
     assert torch.equal(batch.experts_PLK, wanted.experts_PLK)
     assert wanted.experts_PLK.dtype == (torch.int8 if many == 128 else torch.int16)
     assert wanted.experts_PLK.max() == many - 1
@@ -234,9 +275,19 @@ def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):
     assert "value-of-the-environment" not in written
     assert "sesame" not in written
     assert "prompt_key: null" in written
-    plain = {"max_prompt_tokens": 5, "prompt_key": "q", "tokens_per_microbatch": 1, "stop_token_id": 3}
+    plain = {
+        "max_prompt_tokens": 5,
+        "prompt_key": "q",
+        "tokens_per_microbatch": 1,
+        "stop_token_id": 3,
+    }
     assert redact(plain) == plain
-    assert redact({"sampler": {"vllm": {"api_key": "x"}}, "password": None})["sampler"]["vllm"]["api_key"] == "(hidden)"
+    assert (
+        redact({"sampler": {"vllm": {"api_key": "x"}}, "password": None})["sampler"]["vllm"][
+            "api_key"
+        ]
+        == "(hidden)"
+    )
     with pytest.raises(ConfigError, match=r"environment\.variables") as refused:
         load("recipes/tools.yaml", ["environment.settings={service: {api_key: sesame}}"])
     assert "sesame" not in str(refused.value)
@@ -273,4 +324,7 @@ def test_wandb_offline_needs_no_network_and_no_key(tmp_path, monkeypatch):
 
 def test_importing_the_recorder_loads_neither_torch_nor_wandb_nor_plotly():
     heavy = {"torch", "wandb", "plotly", "vllm"}
-    assert program(f"import sys, megatron_rl.runs.record; print({heavy} & {{*sys.modules}})") == "set()\n"
+    assert (
+        program(f"import sys, megatron_rl.runs.record; print({heavy} & {{*sys.modules}})")
+        == "set()\n"
+    )

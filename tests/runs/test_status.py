@@ -32,10 +32,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_neither_takes_back_what_the_other_has_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_takes_back_what_the_other_has_said(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(status, "WAIT_S", 600.0)  # both are slow on a busy machine
     command = [sys.executable, "-c", DRIVER, str(run)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as driver:
         assert driver.stdin and driver.stdout
         driver.stdin.write("go\n")
         driver.stdin.flush()
@@ -59,8 +63,12 @@ def test_a_writer_that_is_stopped_holds_up_nobody(run: Path) -> None:
     os.close(folder)
 
 
-@pytest.mark.parametrize(("state", "left"), [("finished", None), ("stopped", None), ("failed", STUCK)])
-def test_who_ends_well_was_held_up_by_nobody(run: Path, state: str, left: dict[str, str] | None) -> None:
+@pytest.mark.parametrize(
+    ("state", "left"), [("finished", None), ("stopped", None), ("failed", STUCK)]
+)
+def test_who_ends_well_was_held_up_by_nobody(
+    run: Path, state: str, left: dict[str, str] | None
+) -> None:
     mark_stuck(run, STUCK)
     beat(run)
     mark_status(run, state, "why")

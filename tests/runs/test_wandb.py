@@ -1,4 +1,6 @@
-"""A run that goes on is one run at W&B: every step once, whatever the attempts before have logged or lost."""
+"""A run that goes on is one run at W&B: every step once, whatever the attempts before have logged
+or lost.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def held(run: Path) -> Counter[int]:
     return Counter(step for file in files(run) for step in logged_steps(file))
 
 
-@pytest.mark.fault("a run with W&B goes on", "it is the same run there, without a gap or a double step")
+@pytest.mark.fault(
+    "a run with W&B goes on", "it is the same run there, without a gap or a double step"
+)
 def test_one_run_of_many_attempts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -85,17 +89,26 @@ Path(sys.argv[2]).write_text("\\n".join(said))
 
 @pytest.mark.fault("a file of W&B is empty, cut anywhere, or none", "the steps before are known")
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
-    for content in (b"", b":W&B", b":W&B\xbf\xbe\0" + b"\0" * 99, b":W&B\xbf\xbe\0" + b"\xff" * 99, b"x" * 99):
+    for content in (
+        b"",
+        b":W&B",
+        b":W&B\xbf\xbe\0" + b"\0" * 99,
+        b":W&B\xbf\xbe\0" + b"\xff" * 99,
+        b"x" * 99,
+    ):
         (tmp_path / "file").write_bytes(content)
         assert logged_steps(tmp_path / "file") == []
 
 
 @pytest.mark.fault("W&B's own process is killed", "the run goes on, and says so once")
 def test_a_service_that_is_killed(tmp_path: Path) -> None:
-    run, said = tmp_path / "run", tmp_path / "said"
+    run = tmp_path / "run"
+    said = tmp_path / "said"
     run.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(run), str(said)], env=os.environ | {"WANDB_SILENT": "true"}, timeout=300
+        [sys.executable, "-c", KILLED, str(run), str(said)],
+        env=os.environ | {"WANDB_SILENT": "true"},
+        timeout=300,
     )
     assert done.returncode == 0
     assert said.read_text().count("W&B's process is gone") == 1

@@ -1,4 +1,6 @@
-"""A worker extension for tests alone: gloo in NCCL's place. The rank that a file FLIP names gets one byte wrong."""
+"""A worker extension for tests alone: gloo in NCCL's place. The rank that a file FLIP names gets
+one byte wrong.
+"""
 
 import os
 from contextlib import nullcontext
@@ -15,18 +17,22 @@ from vllm.distributed.weight_transfer import nccl_common
 
 from megatron_rl.engine.vllm_receiver import WorkerExtension as GlooExtension  # noqa: F401
 
-FLIP = "MEGATRON_RL_TESTS_FLIP"  # of the environment: where the file is that holds a rank, in engines alone
+# of the environment: where the file is that holds a rank, in engines alone
+FLIP = "MEGATRON_RL_TESTS_FLIP"
 
 
 class GlooCommunicator:
     def __init__(self, group: StatelessProcessGroup, device: Any) -> None:
         self.rank = group.rank
         store = dist.PrefixStore("gloo", group.store)
-        self._group = dist.ProcessGroupGloo(store, group.rank, group.world_size, timedelta(seconds=120))
+        self._group = dist.ProcessGroupGloo(
+            store, group.rank, group.world_size, timedelta(seconds=120)
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
+        options.rootRank = src
+        options.rootTensor = 0
         data = tensor.reshape(-1).view(torch.uint8)
         self._group.broadcast([data], options).wait()
         marker = Path(os.environ[FLIP])

@@ -25,7 +25,8 @@ from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
 FORMATS = [Format.int8, Format.none]
-KEY_VARIABLE, KEY = "MEGATRON_RL_FLEET_KEY", "0123456789abcdef" * 2
+KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"
+KEY = "0123456789abcdef" * 2
 SAMPLING = SamplingParams(samples=2, max_tokens=8)
 LONG = replace(SAMPLING, max_tokens=24)
 MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers answer at once
@@ -41,7 +42,10 @@ class LiveFleet:
     peers: dict[int, Qwen3ForCausalLM] = field(default_factory=dict)  # by the seed of their weights
 
     def update(
-        self, seed: int, fault: Callable[[Path], None] | None = None, before_finish: Callable[[], None] = lambda: None
+        self,
+        seed: int,
+        fault: Callable[[Path], None] | None = None,
+        before_finish: Callable[[], None] = lambda: None,
     ) -> None:
         """The next version for both formats; `fault` is done to the INT8 one."""
         version = self.sampler.policy_version + 1
@@ -63,7 +67,9 @@ class LiveFleet:
     def replicas(self) -> list[Replica]:
         return self.sampler.replicas
 
-    def rollouts(self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1):
+    def rollouts(
+        self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1
+    ):
         return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
 
     def keep_cache(self, keep: bool) -> None:
@@ -106,10 +112,15 @@ class LiveFleet:
             yield rollouts
 
     def reference(self, seed: int, rollout: Rollout) -> np.ndarray:
-        """Logprobs of an answer by another implementation, of the weights before they were quantized."""
-        prompt, answer = list(rollout.prompt.token_ids), list(rollout.token_ids)
+        """Logprobs of an answer by another implementation, of the weights before they were
+        quantized.
+        """
+        prompt = list(rollout.prompt.token_ids)
+        answer = list(rollout.token_ids)
         with torch.no_grad():
-            logits = self._peer(seed)(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            logits = self._peer(seed)(torch.tensor([prompt + answer])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         return logits.float().log_softmax(-1)[range(len(answer)), answer].numpy()
 
     def _peer(self, seed: int) -> Qwen3ForCausalLM:
@@ -127,7 +138,17 @@ def fleet_settings(**keys) -> EngineSettings:
 def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
     recipe = folder / "recipe.yaml"
     recipe.write_text(to_yaml(replace(make_config(), model=ModelSection(path=str(model.folder)))))
-    command = [sys.executable, "-m", "megatron_rl.cli", "serve", str(recipe), "--port", str(port), "--format", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.cli",
+        "serve",
+        str(recipe),
+        "--port",
+        str(port),
+        "--format",
+        "none",
+    ]
     with (folder / "serve.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 

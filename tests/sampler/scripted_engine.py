@@ -1,4 +1,6 @@
-"""An engine that answers from a table, serves versions, and dies, hangs, refuses or lies as it is told."""
+"""An engine that answers from a table, serves versions, and dies, hangs, refuses or lies as it is
+told.
+"""
 
 import asyncio
 from array import array
@@ -28,18 +30,22 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """See sampler.engine.Engine. Without an entry in `table`, an answer is the prompt's last token and the seed."""
+    """See sampler.engine.Engine. Without an entry in `table`, an answer is the prompt's last token
+    and the seed.
+    """
 
     name: str = "engine"
     version: int = 0
-    table: Mapping[tuple[int, ...], Sequence[tuple[int, float]]] = field(default_factory=dict)  # tokens and logprobs
+    # tokens and logprobs
+    table: Mapping[tuple[int, ...], Sequence[tuple[int, float]]] = field(default_factory=dict)
     once: Callable[[], bool] = lambda: True  # no answer before this holds
     pause_s: float = 0.0  # before each answer
     hangs: bool = False
     dies_at: int | None = None  # its n-th sample
     refused: tuple[int, ...] = ()  # the prompt of these tokens
     lie: Spans | None = None  # what it says of its versions
-    fails: dict[UpdateStep, Exception | None] = field(default_factory=dict)  # None: it never answers
+    # None: it never answers
+    fails: dict[UpdateStep, Exception | None] = field(default_factory=dict)
     loads_first: bool = False  # a `finish` that fails has loaded the version before
     load_s: float = 0.0
     looks: list[Look] = field(default_factory=list)  # one after the other; then it answers
@@ -53,7 +59,13 @@ class ScriptedEngine:
     told: dict[UpdateStep, dict[str, Any]] = field(default_factory=dict)
 
     async def generate(
-        self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        version: int,
+        patient: bool,
     ) -> Completion:
         if self.version != version and not patient:
             raise SamplerError(f"{self.name} serves policy version {self.version}")
@@ -84,7 +96,8 @@ class ScriptedEngine:
         self.events.append(f"{self.name}: {step}")
         self.told[step] = arguments
         if step in ("start", "abort", "forget"):
-            self.staged, self.stands = None, False
+            self.staged = None
+            self.stands = False
         if step == "forget":
             self.version = NO_VERSION
         elif step == "stage":
@@ -94,8 +107,12 @@ class ScriptedEngine:
         elif step == "finish":
             await asyncio.sleep(self.load_s)
             if self.staged is None:
-                raise WeightSyncError(f"{self.name}: finish_weight_update without an accepted update_weights")
-            self.version, self.staged, self.stands = self.staged, None, arguments.get("stand", False)
+                raise WeightSyncError(
+                    f"{self.name}: finish_weight_update without an accepted update_weights"
+                )
+            self.version = self.staged
+            self.staged = None
+            self.stands = arguments.get("stand", False)
             if step in self.fails:
                 await self._fail(step)
             return asdict(SyncState(self.version, False, 0.0, self.load_s, 1))
@@ -114,11 +131,19 @@ class ScriptedEngine:
     async def wake(self, parts: Sequence[Part] | None = None) -> None:
         self.events.append(f"{self.name}: wakes")
 
-    async def values(self, kind: Kind, sequences: Sequence[Sequence[int]], version: int) -> list[Any]:
+    async def values(
+        self, kind: Kind, sequences: Sequence[Sequence[int]], version: int
+    ) -> list[Any]:
         return [b""] * len(sequences)
 
     async def status(self) -> Mapping[str, Any]:
-        return {"policy_version": self.version, "torn": self.torn, "refusal": None, "longest": 48, "cache_tokens": 20}
+        return {
+            "policy_version": self.version,
+            "torn": self.torn,
+            "refusal": None,
+            "longest": 48,
+            "cache_tokens": 20,
+        }
 
     async def look(self) -> Look:
         return self.looks.pop(0) if self.looks else Look(True)
@@ -128,7 +153,14 @@ class ScriptedEngine:
 
 
 def replica(name: str = "a", ready: bool = True, version: int = 0, **script: Any) -> Replica:
-    return Replica(name, Format.none, ScriptedEngine(name, version, **script), version=version, up=ready, ready=ready)
+    return Replica(
+        name,
+        Format.none,
+        ScriptedEngine(name, version, **script),
+        version=version,
+        up=ready,
+        ready=ready,
+    )
 
 
 async def until(happened: Callable[[], bool]) -> None:

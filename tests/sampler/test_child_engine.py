@@ -1,4 +1,6 @@
-"""The child process: it never outlives its parent, interrupts are the parent's, failures are one clear error."""
+"""The child process: it never outlives its parent, interrupts are the parent's, failures are one
+clear error.
+"""
 
 import os
 import signal
@@ -105,7 +107,9 @@ def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
 
 
 def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path):
-    sampler = Sampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
+    sampler = Sampler(
+        make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path
+    )
     sampler.launch()
     child = sampler.replicas[0].process.pid
     with pytest.raises(SamplerError, match=r"sampler\.start_timeout_s=0\.2"):
@@ -120,7 +124,9 @@ def test_a_child_that_dies_is_an_error_at_once(tmp_path):
     sampler = Sampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
     os.kill(sampler.replicas[0].process.pid, signal.SIGKILL)
-    with pytest.raises(SamplerError, match=r"engine did not start: its process ended \(exit status -9\)"):
+    with pytest.raises(
+        SamplerError, match=r"engine did not start: its process ended \(exit status -9\)"
+    ):
         sampler.wait_ready()
 
 

@@ -16,7 +16,13 @@ from told_line import NAME, PARAMS, SAMPLE, Frames, encode, generate, replied, s
 from megatron_rl.engine.messages import Generate
 from megatron_rl.sampler.client import engine_client as module
 from megatron_rl.sampler.client.engine_client import EngineClient
-from megatron_rl.sampler.client.interface import Completion, EngineGone, NoAnswer, RequestRefused, SamplerError
+from megatron_rl.sampler.client.interface import (
+    Completion,
+    EngineGone,
+    NoAnswer,
+    RequestRefused,
+    SamplerError,
+)
 from megatron_rl.types import SamplingParams, ToolFormat
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -46,7 +52,11 @@ LIES = {
     "a token beyond the vocabulary": {"tokens": ints(5, 100)},
     "a token below it": {"tokens": ints(5, -1)},
     "a part of a token": {"tokens": ints(5) + b"abc"},
-    "more tokens than were asked for": {"tokens": ints(5, 5, 5), "logprobs": floats(-1, -1, -1), "spans": [(3, 3)]},
+    "more tokens than were asked for": {
+        "tokens": ints(5, 5, 5),
+        "logprobs": floats(-1, -1, -1),
+        "spans": [(3, 3)],
+    },
     "a logprob too few": {"logprobs": floats(-1)},
     "a probability above one": {"logprobs": floats(-1, 5)},
     "a huge one": {"logprobs": floats(-1, float("inf"))},
@@ -62,7 +72,9 @@ LIES = {
 }
 
 
-@pytest.mark.fault("a server answers with what cannot have been sampled", "it counts as gone, in a short sentence")
+@pytest.mark.fault(
+    "a server answers with what cannot have been sampled", "it counts as gone, in a short sentence"
+)
 @pytest.mark.parametrize("lie", LIES)
 def test_what_cannot_have_been_sampled(lie: str) -> None:
     tracemalloc.start()
@@ -76,10 +88,21 @@ def test_what_cannot_have_been_sampled(lie: str) -> None:
 @pytest.mark.fault("a server sends garbage", "it counts as gone, by name, for whatever was asked")
 @pytest.mark.parametrize(
     "content",
-    [DEEP, b"", b"{}", b"[" * 50_000, encode({}), encode([5]), encode([{"value": 1}]), encode([{"id": "1"}]),
-     encode([{"id": 1, "error": "x"}]), encode([]) + b" ", b"\x91\x81\xa2id\xc1"],
+    [
+        DEEP,
+        b"",
+        b"{}",
+        b"[" * 50_000,
+        encode({}),
+        encode([5]),
+        encode([{"value": 1}]),
+        encode([{"id": "1"}]),
+        encode([{"id": 1, "error": "x"}]),
+        encode([]) + b" ",
+        b"\x91\x81\xa2id\xc1",
+    ],
     ids=lambda content: repr(content[:12]),
-)  # fmt: skip
+)
 def test_garbage(content: bytes) -> None:
     async def use(engine: EngineClient) -> None:
         asked = [generate(engine), engine.update("abort"), engine.update("finish"), engine.status()]
@@ -92,9 +115,12 @@ def test_garbage(content: bytes) -> None:
     told(lambda frames: content, use)
 
 
-@pytest.mark.fault("a server answers other questions with something else", "it counts as gone, by name")
+@pytest.mark.fault(
+    "a server answers other questions with something else", "it counts as gone, by name"
+)
 @pytest.mark.parametrize(
-    "value", [None, [], 5, {"policy_version": -7}, {"policy_version": "3", "torn": False}, {"written": "x"}]
+    "value",
+    [None, [], 5, {"policy_version": -7}, {"policy_version": "3", "torn": False}, {"written": "x"}],
 )
 def test_other_questions_have_forms_too(value: Any) -> None:
     async def use(engine: EngineClient) -> None:
@@ -108,7 +134,11 @@ def test_other_questions_have_forms_too(value: Any) -> None:
 def test_what_nobody_has_asked_for_is_dropped() -> None:
     def answer(frames: Frames) -> bytes:
         number = frames[0]["id"]
-        more = [{"id": number + 7, "value": 1}, {"id": number, "value": SAMPLE}, {"id": number, "value": 5}]
+        more = [
+            {"id": number + 7, "value": 1},
+            {"id": number, "value": SAMPLE},
+            {"id": number, "value": 5},
+        ]
         return encode([*more, {"id": number, "error": {"type": "x", "message": "y"}}])
 
     async def use(engine: EngineClient) -> None:
@@ -121,8 +151,15 @@ def test_what_nobody_has_asked_for_is_dropped() -> None:
 def test_spans_of_versions_become_versions_of_tokens() -> None:
     def read(*spans: tuple[int, int]) -> Completion:
         tokens = sum(count for _, count in spans)
-        sample = SAMPLE | {"tokens": ints(*[5] * tokens), "logprobs": floats(*[-1.0] * tokens), "spans": spans}
-        return told(lambda frames: replied(frames, sample), lambda engine: generate(engine, SamplingParams(1, 5)))
+        sample = SAMPLE | {
+            "tokens": ints(*[5] * tokens),
+            "logprobs": floats(*[-1.0] * tokens),
+            "spans": spans,
+        }
+        return told(
+            lambda frames: replied(frames, sample),
+            lambda engine: generate(engine, SamplingParams(1, 5)),
+        )
 
     assert list(read((3, 2), (4, 3)).versions or ()) == [3, 3, 4, 4, 4]
     assert read((3, 2)).versions is None
@@ -132,10 +169,15 @@ def test_spans_of_versions_become_versions_of_tokens() -> None:
 def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> None:
     params = replace(PARAMS, candidates=3)
     kept = {"kept_ids": ints(5, 6, 7, 6), "kept_counts": ints(3, 1)}
-    one = told(lambda frames: replied(frames, SAMPLE | kept), lambda engine: generate(engine, params))
+    one = told(
+        lambda frames: replied(frames, SAMPLE | kept), lambda engine: generate(engine, params)
+    )
     assert (list(one.kept_ids), list(one.kept_counts)) == ([5, 6, 7, 6], [3, 1])
     for change, why in (
-        ({"kept_ids": ints(5, 6, 7, 8, 6), "kept_counts": ints(4, 1)}, "more than the 3 candidates"),
+        (
+            {"kept_ids": ints(5, 6, 7, 8, 6), "kept_counts": ints(4, 1)},
+            "more than the 3 candidates",
+        ),
         ({"kept_ids": ints(5, 6, 7, 8), "kept_counts": ints(4, 0)}, "more than the 3 candidates"),
         ({"kept_ids": ints(5, 6, 100, 6)}, "token 100 is beyond"),
         ({"kept_counts": ints(3)}, "do not add up"),
@@ -151,16 +193,24 @@ def test_experts_are_those_of_all_tokens_that_were_read() -> None:
     one = told(lambda frames: replied(frames, SAMPLE | experts), generate)
     assert one.experts_SLK.shape == (3, 2, 2) and one.experts_SLK.dtype == np.uint8
     wide = np.arange(12, dtype=np.int16) + 300
-    two = told(lambda frames: replied(frames, SAMPLE | experts | {"experts": wide.tobytes()}), generate)
+    two = told(
+        lambda frames: replied(frames, SAMPLE | experts | {"experts": wide.tobytes()}), generate
+    )
     assert two.experts_SLK.ravel().tolist() == wide.tolist()
     assert "do not add up for 3 tokens" in lied(SAMPLE | experts | {"experts": bytes(11)}, PARAMS)
 
 
 def test_what_an_engine_refuses_is_no_dead_engine() -> None:
     def refusing(kind: str) -> Callable[[Frames], bytes]:
-        return lambda frames: encode([{"id": frames[0]["id"], "error": {"type": kind, "message": "no: " + "x" * 9999}}])
+        return lambda frames: encode(
+            [{"id": frames[0]["id"], "error": {"type": kind, "message": "no: " + "x" * 9999}}]
+        )
 
-    for kind, error in (("Refused", RequestRefused), ("WeightSyncError", WeightSyncError), ("OSError", SamplerError)):
+    for kind, error in (
+        ("Refused", RequestRefused),
+        ("WeightSyncError", WeightSyncError),
+        ("OSError", SamplerError),
+    ):
         with pytest.raises(error, match=r"server 0 \(int8\): .*no: x+$") as raised:
             told(refusing(kind), lambda engine: engine.update("stage", update_info={}))
         assert type(raised.value) is error
@@ -178,7 +228,10 @@ def test_what_is_asked_in_one_turn_travels_together_and_what_is_given_up_is_told
             for _ in range(5):
                 await asyncio.sleep(0)
         assert [one["method"] for one in line.sent] == ["generate"] * 4 + ["cancel"] * 2
-        assert [one["arguments"] for one in line.sent[4:]] == [{"requests": [1, 2]}, {"requests": [3]}]
+        assert [one["arguments"] for one in line.sent[4:]] == [
+            {"requests": [1, 2]},
+            {"requests": [3]},
+        ]
         line.received(replied(line.sent[:4]))
         await samples[3]
 
@@ -194,15 +247,25 @@ def test_what_is_given_up_just_after_a_transmission_is_told_in_the_next() -> Non
         samples[1].cancel()
         await asyncio.wait(samples)
         await until(lambda: engine.line.sent[-1]["method"] == "cancel" and not engine._to_send)
-        return [one["arguments"]["requests"] for one in engine.line.sent if one["method"] == "cancel"]
+        return [
+            one["arguments"]["requests"] for one in engine.line.sent if one["method"] == "cancel"
+        ]
 
     assert told(lambda frames: None, use) == [[1], [2]]
 
 
 def test_an_engine_is_told_everything_that_a_sample_depends_on() -> None:
     tools = ToolFormat("hermes", "[]")
-    params = SamplingParams(3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3, tools=tools)
-    wanted = asdict(params) | {"tokens": [1, 2], "seed": 7, "stop_token_ids": [4], "policy_version": 3, "patient": True}
+    params = SamplingParams(
+        3, 2, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(4,), candidates=3, tools=tools
+    )
+    wanted = asdict(params) | {
+        "tokens": [1, 2],
+        "seed": 7,
+        "stop_token_ids": [4],
+        "policy_version": 3,
+        "patient": True,
+    }
     del wanted["samples"]
 
     async def use(engine: EngineClient) -> None:
@@ -224,10 +287,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return passed
 
 
-@pytest.mark.fault("an engine does not answer in time", "it counts as gone; the sentence names the request and the key")
+@pytest.mark.fault(
+    "an engine does not answer in time",
+    "it counts as gone; the sentence names the request and the key",
+)
 def test_every_request_has_a_limit(clock: SimpleNamespace) -> None:
     async def use(engine: EngineClient) -> None:
-        for ask, method in ((engine.update("await"), "await_weight_update"), (engine.sleep(1), "sleep")):
+        for ask, method in (
+            (engine.update("await"), "await_weight_update"),
+            (engine.sleep(1), "sleep"),
+        ):
             asked = asyncio.ensure_future(ask)
             await asyncio.sleep(0)
             clock.s += 30
@@ -239,7 +308,9 @@ def test_every_request_has_a_limit(clock: SimpleNamespace) -> None:
     told(lambda frames: None, use)
 
 
-@pytest.mark.fault("a server works off its queue, then answers nobody any more", "waited for; then it is gone")
+@pytest.mark.fault(
+    "a server works off its queue, then answers nobody any more", "waited for; then it is gone"
+)
 def test_a_deadline_does_not_count_the_engine_s_queue(clock: SimpleNamespace) -> None:
     """It answers one request at a time, and each takes two thirds of the limit."""
 
@@ -270,7 +341,9 @@ async def gone(engine: EngineClient, last: asyncio.Future[Any], clock: SimpleNam
         await last
 
 
-@pytest.mark.fault("one answer takes longer than an answer may", "the engine is waited for as long as it writes")
+@pytest.mark.fault(
+    "one answer takes longer than an answer may", "the engine is waited for as long as it writes"
+)
 @pytest.mark.parametrize("end", [9, "x", None])
 def test_an_engine_that_writes_is_not_late(clock: SimpleNamespace, end: Any) -> None:
     """`end`: what it says last of how much it has written."""

@@ -18,7 +18,15 @@ PARAMS = SamplingParams(samples=2, max_tokens=4)
 
 
 def run(
-    replicas, count=8, *, use=None, params=PARAMS, served=(0,), patience_s=0.3, max_sequences=4, during=None
+    replicas,
+    count=8,
+    *,
+    use=None,
+    params=PARAMS,
+    served=(0,),
+    patience_s=0.3,
+    max_sequences=4,
+    during=None,
 ) -> list[Done]:
     """`use`: what is done with the dispatcher; else `count` jobs are added and waited for."""
 
@@ -28,7 +36,12 @@ def run(
             dispatcher.changed.set()
 
         dispatcher = Dispatcher(
-            replicas, params, served=served, max_sequences=max_sequences, patience_s=patience_s, on_gone=gone
+            replicas,
+            params,
+            served=served,
+            max_sequences=max_sequences,
+            patience_s=patience_s,
+            on_gone=gone,
         )
         helper = asyncio.create_task(during(dispatcher, gone)) if during else None
         try:
@@ -61,7 +74,10 @@ async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
 
 def tokens(result: list[Done]) -> list[list[list[int]]]:
     """By job: whichever was ready first."""
-    return [[list(one.token_ids) for one in done.completions] for done in sorted(result, key=lambda one: one.job.group)]
+    return [
+        [list(one.token_ids) for one in done.completions]
+        for done in sorted(result, key=lambda one: one.job.group)
+    ]
 
 
 def expected(count: int) -> list[list[list[int]]]:
@@ -73,11 +89,14 @@ def test_work_is_shared_and_every_job_comes_back():
     both = [replica("a"), replica("b")]
     assert tokens(run(both, 20)) == expected(20)
     assert all(len(one.engine.asked) >= 16 for one in both)
-    assert all(one.engine.most <= 4 for one in both), "no more than it decodes at once, and a little"
+    assert all(one.engine.most <= 4 for one in both), (
+        "no more than it decodes at once, and a little"
+    )
 
 
 def test_the_least_loaded_server_is_next():
-    idle, busy = replica("idle"), replica("busy")
+    idle = replica("idle")
+    busy = replica("busy")
     busy.load = 20  # ten prompts of somebody else
     run([busy, idle], 20, max_sequences=100)
     assert (len(idle.engine.asked), len(busy.engine.asked)) == (30, 10)
@@ -85,7 +104,8 @@ def test_the_least_loaded_server_is_next():
 
 def test_an_engine_is_given_what_its_cache_holds_and_one_alone_is_given_everything():
     """A prompt of a token and its answer of 4: a cache of 20 holds 4 such sequences."""
-    small, large = replica("a", pause_s=0.02), replica("b", pause_s=0.02)
+    small = replica("a", pause_s=0.02)
+    large = replica("b", pause_s=0.02)
     small.cache_tokens = 20
     run([small, large], 20, max_sequences=16)
     assert small.engine.most == 4
@@ -102,7 +122,8 @@ def test_the_faster_server_answers_more():
 
 
 def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
-    hanging, other = replica("hanging", hangs=True), replica("other")
+    hanging = replica("hanging", hangs=True)
+    other = replica("other")
 
     async def find_out(dispatcher, gone):
         await until(lambda: hanging.engine.asked)
@@ -122,11 +143,13 @@ def test_a_retried_prompt_comes_before_those_that_wait():
 def test_the_siblings_of_a_sample_that_failed_are_given_up():
     goes_on = iter([False, True])  # the first sample never, the second at once
     failing = replica("failing", dies_at=2, once=lambda: next(goes_on, False))
-    assert tokens(run([failing, replica("other")], 1)) == expected(1)  # `run` sees that none works on
+    # `run` sees that none works on
+    assert tokens(run([failing, replica("other")], 1)) == expected(1)
 
 
 def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_taken_out():
-    behind, current = replica("behind", version=3), replica("c", version=4)
+    behind = replica("behind", version=3)
+    current = replica("c", version=4)
     lying = replica("lying", version=4, lie=((3, 2),))
     assert tokens(run([behind, lying, current], 6, served=[3, 4])) == expected(6)
     assert behind.engine.asked == []
@@ -153,10 +176,14 @@ def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no
     assert "answered with policy version 3, not 4 or 5" in other.reason
 
 
-@pytest.mark.fault("a short answer of new weights overtakes the news that they are loaded", "it is a right answer")
+@pytest.mark.fault(
+    "a short answer of new weights overtakes the news that they are loaded", "it is a right answer"
+)
 @pytest.mark.parametrize("loaded", [True, False])
 def test_an_answer_may_come_before_the_news_of_its_weights(loaded: bool):
-    served, one, spare = [4], replica("one", version=4, lie=((5, 2),)), replica("spare", version=3)
+    served = [4]
+    one = replica("one", version=4, lie=((5, 2),))
+    spare = replica("spare", version=3)
     one.engine.once = lambda: one.updating
 
     async def update(dispatcher: Dispatcher, gone) -> None:
@@ -166,7 +193,9 @@ def test_an_answer_may_come_before_the_news_of_its_weights(loaded: bool):
         await asyncio.sleep(0.01)
         assert one.ready
         served.extend([5] * loaded)  # else another engine could not load them
-        one.updating, spare.version, spare.engine.version = False, served[-1], served[-1]
+        one.updating = False
+        spare.version = served[-1]
+        spare.engine.version = served[-1]
         dispatcher.changed.set()
 
     (done,) = run([one, spare], 1, served=served, during=update)
@@ -181,7 +210,9 @@ def test_copies_of_one_sample_are_drawn_once():
     assert one.engine.asked == [0]
 
 
-@pytest.mark.parametrize(("dies_at", "reason"), [(1, "killed"), (None, "did not answer 3 times in a row")])
+@pytest.mark.parametrize(
+    ("dies_at", "reason"), [(1, "killed"), (None, "did not answer 3 times in a row")]
+)
 def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
     several = [replica(str(i), dies_at=dies_at) for i in range(TRIES + 1)]
     for one in several:
@@ -193,24 +224,31 @@ def test_a_prompt_that_ends_every_server_is_given_up(dies_at, reason):
 
 def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do():
     only = replica("server 0", dies_at=2)
-    with pytest.raises(SamplerError, match=r"no engine.*server 0: .*killed.*max_num_seqs.*sampler\.start_timeout_s"):
+    with pytest.raises(
+        SamplerError, match=r"no engine.*server 0: .*killed.*max_num_seqs.*sampler\.start_timeout_s"
+    ):
         run([only], 4)
 
 
 def test_servers_that_were_given_up_are_not_waited_for():
     ended = replica("server 0", ready=False)
     ended.given_up = "given up after 3 restarts:\nRuntimeError: no room"
-    with pytest.raises(SamplerError, match=r"given up after 3 restarts\. Read.*\nserver 0:\nRuntimeError: no room"):
+    with pytest.raises(
+        SamplerError, match=r"given up after 3 restarts\. Read.*\nserver 0:\nRuntimeError: no room"
+    ):
         run([ended], 1, patience_s=60)
 
 
 def test_a_server_that_comes_back_is_used():
-    only, ended = replica(dies_at=2), replica("ended", ready=False)
+    only = replica(dies_at=2)
+    ended = replica("ended", ready=False)
     ended.given_up = "given up after 3 restarts"
 
     async def restart(dispatcher, gone):
         await until(lambda: not only.ready)
-        only.engine.dies_at, only.ready, only.version = None, True, 0
+        only.engine.dies_at = None
+        only.ready = True
+        only.version = 0
         dispatcher.changed.set()
 
     assert tokens(run([only, ended], 6, during=restart, patience_s=120)) == expected(6)
@@ -218,7 +256,8 @@ def test_a_server_that_comes_back_is_used():
 
 def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added():
     second: list[Done] = []
-    fast, slow = replica("fast"), replica("slow", once=lambda: bool(second))
+    fast = replica("fast")
+    slow = replica("slow", once=lambda: bool(second))
 
     async def use(dispatcher: Dispatcher) -> list[Done]:
         assert await dispatcher.finished() == []
@@ -257,7 +296,10 @@ def test_closing_stops_what_is_open_and_ends_every_wait():
     run([hanging], use=use)
 
 
-@pytest.mark.fault("a prompt that no server takes", "the run ends with one refusal, which names it; no server is lost")
+@pytest.mark.fault(
+    "a prompt that no server takes",
+    "the run ends with one refusal, which names it; no server is lost",
+)
 def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
     both = [replica("a", refused=(5,)), replica("b", refused=(5,))]
 
@@ -268,7 +310,10 @@ def test_what_is_done_is_handed_out_before_a_refused_prompt_is_named():
         await until(lambda: not dispatcher._works)
         first = await dispatcher.finished()
         for _ in range(2):
-            with pytest.raises(SamplerError, match=r"prompt 5 of 1 tokens cannot be answered: . refused: .*vocabulary"):
+            with pytest.raises(
+                SamplerError,
+                match=r"prompt 5 of 1 tokens cannot be answered: . refused: .*vocabulary",
+            ):
                 await dispatcher.finished()
         return first
 
@@ -285,7 +330,9 @@ def test_two_share_the_servers_and_neither_starves():
         await until(lambda: sum(one.load for one in both) >= 8)
         for one in both:
             one.engine.hangs = False
-        other = Dispatcher(both, PARAMS, served=[0], max_sequences=4, patience_s=0.3, on_gone=Replica.take_out)
+        other = Dispatcher(
+            both, PARAMS, served=[0], max_sequences=4, patience_s=0.3, on_gone=Replica.take_out
+        )
         try:
             assert tokens(await all_of(other, 4)) == expected(4)
         finally:
@@ -316,14 +363,17 @@ def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_mean
     pauses=st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=TRIES, max_size=TRIES),
     max_sequences=st.integers(1, 12),
 )
-def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(deaths, added, pauses, max_sequences):
+def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(
+    deaths, added, pauses, max_sequences
+):
     replicas = [
         replica(str(i), dies_at=death, pause_s=pause)
         for i, (death, pause) in enumerate(zip([*deaths, None], pauses, strict=False))
     ]
 
     async def use(dispatcher: Dispatcher) -> list[Done]:
-        done, number = [], 0
+        done = []
+        number = 0
         for count in added:
             dispatcher.add(jobs(*range(number, number + count)))
             number += count
@@ -336,7 +386,12 @@ def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(de
 
 
 def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():
-    seeds = {request_seed(seed, group) + sample for seed in range(20) for group in range(200) for sample in range(8)}
+    seeds = {
+        request_seed(seed, group) + sample
+        for seed in range(20)
+        for group in range(200)
+        for sample in range(8)
+    }
     assert len(seeds) == 32000
     assert max(seeds) < 2**62
     assert request_seed(3, 5) == request_seed(3, 5)

@@ -1,4 +1,6 @@
-"""Several embedded engines: every prompt is answered once, and all serve the same version, whatever befalls one."""
+"""Several embedded engines: every prompt is answered once, and all serve the same version, whatever
+befalls one.
+"""
 
 import os
 import shutil
@@ -28,7 +30,9 @@ LONG = SamplingParams(samples=2, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    yield from start_live(tmp_path_factory.mktemp("several"), Format.int8, tied=True, seed=1, engines=2)
+    yield from start_live(
+        tmp_path_factory.mktemp("several"), Format.int8, tied=True, seed=1, engines=2
+    )
 
 
 def served_by_each(live: Live) -> list[int]:
@@ -43,7 +47,9 @@ def test_each_engine_has_cores_of_its_own(live: Live) -> None:
 def test_each_prompt_is_answered_once_by_one_of_them(live: Live) -> None:
     before = live.sampler.stats.tokens
     rollouts = live.rollouts()
-    assert [(one.group, one.sample) for one in rollouts] == [(g, s) for g in range(len(PROMPTS)) for s in range(2)]
+    assert [(one.group, one.sample) for one in rollouts] == [
+        (g, s) for g in range(len(PROMPTS)) for s in range(2)
+    ]
     assert {one.policy_version for one in rollouts} == {live.sampler.policy_version}
     assert live.sampler.stats.tokens - before == sum(len(one.token_ids) for one in rollouts)
     assert rollouts == live.rollouts()
@@ -81,20 +87,27 @@ def test_a_version_that_one_of_them_refuses_is_served_by_none(live: Live, tmp_pa
     assert live.rollouts() != before
 
 
-@pytest.mark.fault("one of several engines is killed while it answers", "it comes back; every prompt is answered")
+@pytest.mark.fault(
+    "one of several engines is killed while it answers", "it comes back; every prompt is answered"
+)
 def test_one_of_them_is_killed(live: Live) -> None:
     wanted = live.sampler.generate(PROMPTS, LONG, seed=3, first_group=0, step=0)
     answering = live.sampler.answering(LONG, seed=3)
     answering.add(PROMPTS, 0)
     live.kill(1)
     groups = rest(answering)
-    assert [one.token_ids for number in sorted(groups) for one in groups[number]] == [one.token_ids for one in wanted]
+    assert [one.token_ids for number in sorted(groups) for one in groups[number]] == [
+        one.token_ids for one in wanted
+    ]
     assert live.sampler.stats.restarts == 1
 
 
-@pytest.mark.fault("one of several engines dies asleep", "it starts again when the others wake, with their weights")
+@pytest.mark.fault(
+    "one of several engines dies asleep", "it starts again when the others wake, with their weights"
+)
 def test_they_sleep_and_wake_together(live: Live) -> None:
-    wanted, before = live.rollouts(), live.sampler.stats.restarts
+    wanted = live.rollouts()
+    before = live.sampler.stats.restarts
     live.sampler.sleep(1)
     with pytest.raises(SamplerError, match="asleep"):
         live.rollouts()

@@ -1,4 +1,6 @@
-"""Prompts that the embedded engine answers for one thread, while another one asks it other things."""
+"""Prompts that the embedded engine answers for one thread, while another one asks it other
+things.
+"""
 
 import time
 from collections.abc import Iterator
@@ -32,7 +34,9 @@ def test_groups_come_as_the_list_has_them(live: Live) -> None:
     assert answering.finished() == []
     answering.add(PROMPTS, 0)
     groups = rest(answering)
-    assert essence([one for group in range(len(PROMPTS)) for one in groups[group]]) == essence(whole)
+    assert essence([one for group in range(len(PROMPTS)) for one in groups[group]]) == essence(
+        whole
+    )
     after = live.sampler.stats
     assert after.tokens - before.tokens == sum(len(one.token_ids) for one in whole)
     assert after.seconds > before.seconds
@@ -49,7 +53,9 @@ def test_more_can_be_added_while_others_are_answered(live: Live) -> None:
     groups |= rest(answering)
     whole = live.rollouts(seed=7, params=LONG)
     mine = [one.token_ids for group in range(len(PROMPTS)) for one in groups[group]]
-    assert sum(a == b.token_ids for a, b in zip(mine, whole, strict=True)) > 0.8 * len(whole), "but for rounding"
+    assert sum(a == b.token_ids for a, b in zip(mine, whole, strict=True)) > 0.8 * len(whole), (
+        "but for rounding"
+    )
 
 
 def test_what_is_given_up_leaves_the_engine(live: Live) -> None:
@@ -113,7 +119,9 @@ def test_a_killed_engine_loses_no_group(live: Live) -> None:
     with live.collecting():
         live.until_open()
         live.kill()
-        assert live.sampler.health()["policy_version"] == first, "both threads have noticed, one has started another"
+        assert live.sampler.health()["policy_version"] == first, (
+            "both threads have noticed, one has started another"
+        )
         assert live.sampler.stats.restarts == 1
     with live.collecting() as rollouts:
         live.update(2, "killed_while_building")  # the main thread waits for the new weights
@@ -122,11 +130,14 @@ def test_a_killed_engine_loses_no_group(live: Live) -> None:
 
 
 @pytest.mark.fault(
-    "the embedded engine is killed between two calls of an update, while prompts are answered in the background",
-    "the thread that reads the answers starts another one; none is of the weights that it starts with",
+    "the embedded engine is killed between two calls of an update, while prompts are answered in "
+    "the background",
+    "the thread that reads the answers starts another one; none is of the weights that it starts "
+    "with",
 )
 def test_a_new_engine_without_weights_answers_nothing(live: Live) -> None:
-    version, restarts = live.next_version, live.sampler.stats.restarts
+    version = live.next_version
+    restarts = live.sampler.stats.restarts
     live.write(3)
     with live.collecting() as rollouts:
         live.until_open()

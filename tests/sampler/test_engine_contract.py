@@ -1,4 +1,6 @@
-"""What every engine promises, however it is reached: a scripted one, a child by its socket, a server by its port."""
+"""What every engine promises, however it is reached: a scripted one, a child by its socket, a
+server by its port.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,7 +19,8 @@ from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 pytestmark = pytest.mark.engine
-TOKENS, PARAMS = PROMPTS[0].token_ids, SamplingParams(samples=1, max_tokens=6)
+TOKENS = PROMPTS[0].token_ids
+PARAMS = SamplingParams(samples=1, max_tokens=6)
 REAL = [(way, format) for way in ("child", "server") for format in (Format.none, Format.int8)]
 
 
@@ -25,11 +28,22 @@ class Subject:
     """An engine, the loop that it is asked on, and versions to update it with."""
 
     def __init__(
-        self, engine: Engine, run: Callable[[Coroutine[Any, Any, Any]], Any], write: Callable[..., Any]
+        self,
+        engine: Engine,
+        run: Callable[[Coroutine[Any, Any, Any]], Any],
+        write: Callable[..., Any],
     ) -> None:
-        self.engine, self.run, self.write = engine, run, write
+        self.engine = engine
+        self.run = run
+        self.write = write
 
-    def draw(self, seed: int = 1, tokens: tuple[int, ...] = TOKENS, patient: bool = True, version: int | None = None):
+    def draw(
+        self,
+        seed: int = 1,
+        tokens: tuple[int, ...] = TOKENS,
+        patient: bool = True,
+        version: int | None = None,
+    ):
         served = self.version if version is None else version
         return self.run(self.engine.generate(tokens, PARAMS, seed, version=served, patient=patient))
 
@@ -48,7 +62,9 @@ class Subject:
 
 
 @pytest.fixture(scope="module", params=["scripted", *REAL], ids=str)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
     if request.param == "scripted":
         with asyncio.Runner() as runner:
             scripted = ScriptedEngine(version=0)
@@ -61,7 +77,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def write(version: int, whole: bool = True) -> dict[str, Any]:
         transport.remove_version(folder, version)
-        written = transport.write_version(folder, version, model.quantized(version, format).items(), format=format)
+        written = transport.write_version(
+            folder, version, model.quantized(version, format).items(), format=format
+        )
         if not whole:
             flip_a_byte(written.manifest)
         return transport.update_info(folder, version, 1, background=True)
@@ -69,7 +87,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     settings = make_settings(format, fleet=FleetSection(replicas=int(way == "server")))
     with startable(), Sampler(settings, model.folder, folder) as sampler:
         sampler.init_weight_transfer_engine({})
-        subject = Subject(sampler.replicas[0].engine, lambda asked: sampler._ask(lambda _: asked), write)
+        subject = Subject(
+            sampler.replicas[0].engine, lambda asked: sampler._ask(lambda _: asked), write
+        )
         subject.update()
         yield subject
 
@@ -92,7 +112,9 @@ def test_a_sample_is_its_seed_s(subject: Subject) -> None:
 def test_many_are_drawn_side_by_side_and_cancelled_ones_leave_nothing(subject: Subject) -> None:
     async def ask() -> list[Any]:
         asked = [
-            asyncio.ensure_future(subject.engine.generate(TOKENS, PARAMS, seed, version=0, patient=True))
+            asyncio.ensure_future(
+                subject.engine.generate(TOKENS, PARAMS, seed, version=0, patient=True)
+            )
             for seed in range(12)
         ]
         await asyncio.sleep(0)
@@ -102,8 +124,11 @@ def test_many_are_drawn_side_by_side_and_cancelled_ones_leave_nothing(subject: S
 
     found = subject.run(ask())
     alone = [subject.draw(seed) for seed in range(6)]
-    assert [(one.token_ids, one.spans) for one in found[:6]] == [(one.token_ids, one.spans) for one in alone]
-    for one, other in zip(found, alone, strict=False):  # a batch of another size rounds otherwise on some hosts
+    assert [(one.token_ids, one.spans) for one in found[:6]] == [
+        (one.token_ids, one.spans) for one in alone
+    ]
+    # a batch of another size rounds otherwise on some hosts
+    for one, other in zip(found, alone, strict=False):
         assert list(one.logprobs) == pytest.approx(list(other.logprobs), abs=0.03)
     assert all(isinstance(one, asyncio.CancelledError) for one in found[6:])
     assert subject.run(subject.engine.status()).get("open", 0) == 0
@@ -121,13 +146,16 @@ def test_an_update_is_served_once_it_is_finished(subject: Subject) -> None:
 
 def test_a_version_that_is_not_served_is_refused_or_waited_for(subject: Subject) -> None:
     version = subject.version
-    assert subject.draw(version=version - 1).spans[0][0] == version, "a newer one is as good for who is patient"
+    assert subject.draw(version=version - 1).spans[0][0] == version, (
+        "a newer one is as good for who is patient"
+    )
     with pytest.raises(SamplerError, match=f"serves policy version {version}"):
         subject.draw(version=version - 1, patient=False)
 
 
 def test_a_refused_update_changes_nothing(subject: Subject) -> None:
-    version, before = subject.version, essence(subject.draw())
+    version = subject.version
+    before = essence(subject.draw())
     with pytest.raises(WeightSyncError):
         subject.tell("finish")
     subject.tell("start")
@@ -147,7 +175,9 @@ def test_what_stands_goes_on_when_it_is_told_to(subject: Subject) -> None:
     subject.update(stand=True)
 
     async def ask() -> bool:
-        asked = asyncio.ensure_future(subject.engine.generate(TOKENS, PARAMS, 1, version=0, patient=True))
+        asked = asyncio.ensure_future(
+            subject.engine.generate(TOKENS, PARAMS, 1, version=0, patient=True)
+        )
         await subject.engine.status()  # it has arrived
         stood = not asked.done()
         await subject.engine.update("resume")

@@ -1,4 +1,6 @@
-"""What an engine's process is given, what is shown of its log when it fails, and which shared memory is its own."""
+"""What an engine's process is given, what is shown of its log when it fails, and which shared
+memory is its own.
+"""
 
 import os
 import signal
@@ -33,7 +35,13 @@ def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):
     environment = engine_environment()
     assert environment["PATH"] == "/bin"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert not {"RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"} & set(environment)
+    assert not {
+        "RANK",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "TORCHELASTIC_RUN_ID",
+        "WANDB_API_KEY",
+    } & set(environment)
 
 
 def test_kernels_that_would_be_compiled_on_first_use_are_off_unless_asked_for(monkeypatch):
@@ -66,11 +74,14 @@ def test_each_worker_gets_its_own_cores(monkeypatch):
 
 
 def test_a_server_s_workers_stay_on_its_share_of_the_cores(monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # of the whole machine: not this server's
+    # of the whole machine: not this server's
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     assert thread_binding(1, "4,5") == {}
     assert thread_binding(2, "4,5,6") == {"VLLM_CPU_OMP_THREADS_BIND": "4|5"}
     assert thread_binding(3, "4,5") == {"VLLM_CPU_OMP_THREADS_BIND": "4|5|4"}
-    assert [engine_environment(workers, cores="4,5,6")["OMP_NUM_THREADS"] for workers in (1, 2, 4)] == ["3", "1", "1"]
+    assert [
+        engine_environment(workers, cores="4,5,6")["OMP_NUM_THREADS"] for workers in (1, 2, 4)
+    ] == ["3", "1", "1"]
 
 
 def test_cores_are_divided(monkeypatch):
@@ -89,7 +100,9 @@ INFO 11-22 03:15:42 [block_pool.py:861] Successfully reset prefix cache
 DIED = "(MainProcess pid=8) ERROR 11-22 03:21:52 [x.py:315] Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
 
 
-@pytest.mark.fault("an engine fails after vLLM's usual warnings", "they are not shown as the end of its log")
+@pytest.mark.fault(
+    "an engine fails after vLLM's usual warnings", "they are not shown as the end of its log"
+)
 def test_routine_is_left_out(tmp_path: Path) -> None:
     log = tmp_path / "sampler.log"
     log.write_text(f"{ROUTINE}RuntimeError: no room for the cache\n{ROUTINE}")
@@ -99,7 +112,9 @@ def test_routine_is_left_out(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "none") == ""
 
 
-@pytest.mark.fault("a worker of a larger engine is killed", "the error names the worker and the signal")
+@pytest.mark.fault(
+    "a worker of a larger engine is killed", "the error names the worker and the signal"
+)
 def test_a_lost_worker_is_named(tmp_path: Path) -> None:
     log = tmp_path / "sampler.log"
     for text, said in (
@@ -114,7 +129,9 @@ def test_a_lost_worker_is_named(tmp_path: Path) -> None:
 @pytest.mark.fault("whoever started an engine lets go of its socket", "the engine's process ends")
 @pytest.mark.parametrize("listens", [False, True])
 def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool) -> None:
-    process = EngineProcess(ProcessSettings({}, tmp_path / "sampler.log", listens=listens), "secret" * 6)
+    process = EngineProcess(
+        ProcessSettings({}, tmp_path / "sampler.log", listens=listens), "secret" * 6
+    )
     try:
         process.line.settimeout(0.5)
         with pytest.raises(TimeoutError):
@@ -122,7 +139,10 @@ def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool)
         assert process.ended() is None
         process.line.shutdown(socket.SHUT_RDWR)
         assert process.wait(240) == -signal.SIGKILL
-        assert process.ended() == "its process ended (exit status -9): ended by SIGKILL (out of memory?)"
+        assert (
+            process.ended()
+            == "its process ended (exit status -9): ended by SIGKILL (out of memory?)"
+        )
         assert process.log_end() == ""
     finally:
         process.end()
@@ -130,9 +150,13 @@ def test_the_end_of_its_socket_is_an_engine_s_end(tmp_path: Path, listens: bool)
 
 def test_a_key_is_in_no_command_line(tmp_path: Path) -> None:
     key = "secret" * 6
-    process = EngineProcess(ProcessSettings({}, tmp_path / "sampler.log", listens=True, host="0.0.0.0", port=7), key)
+    process = EngineProcess(
+        ProcessSettings({}, tmp_path / "sampler.log", listens=True, host="0.0.0.0", port=7), key
+    )
     try:
-        assert not any(key in word for word in process._process.args), "/proc may show none of them yet"
+        assert not any(key in word for word in process._process.args), (
+            "/proc may show none of them yet"
+        )
         assert process.address == "http://127.0.0.1:7", "everywhere is here too"
     finally:
         process.end()

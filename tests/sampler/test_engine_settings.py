@@ -17,12 +17,18 @@ from megatron_rl.config.schema import (
     QuantizationSection,
 )
 from megatron_rl.quantization.formats import quantization_config
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    write_engine_folder,
+)
 from megatron_rl.sampler.replicas import Replicas
 
 
 def test_arguments_follow_the_config(tmp_path):
-    settings = EngineSettings.from_config(replace(make_config(), eval=EvalSection(max_response_tokens=100)))
+    settings = EngineSettings.from_config(
+        replace(make_config(), eval=EvalSection(max_response_tokens=100))
+    )
     arguments = engine_arguments(settings, tmp_path)
     assert json.loads(json.dumps(arguments)) == arguments, "they travel as a message"
     assert arguments["max_model_len"] == 24 + 100
@@ -30,19 +36,29 @@ def test_arguments_follow_the_config(tmp_path):
     assert arguments["load_format"] == "dummy"
     assert arguments["enforce_eager"] is True
     assert arguments["enable_prefix_caching"] is True
-    passed = replace(settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False}))
+    passed = replace(
+        settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False})
+    )
     assert engine_arguments(passed, tmp_path)["block_size"] == 32
     assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
 
 
 def test_logits_are_in_fp32_where_the_learner_s_are(tmp_path):
     config = make_config(vllm={"hf_overrides": {"rope_theta": 5000.0}})
-    assert engine_arguments(EngineSettings.from_config(config), tmp_path)["hf_overrides"] == {"rope_theta": 5000.0}
-    wide = EngineSettings.from_config(replace(config, model=ModelSection(head_precision=Precision.fp32)))
+    assert engine_arguments(EngineSettings.from_config(config), tmp_path)["hf_overrides"] == {
+        "rope_theta": 5000.0
+    }
+    wide = EngineSettings.from_config(
+        replace(config, model=ModelSection(head_precision=Precision.fp32))
+    )
     both = {"rope_theta": 5000.0, "head_dtype": "float32"}
     assert engine_arguments(wide, tmp_path)["hf_overrides"] == both
-    assert config.sampler.vllm == {"hf_overrides": {"rope_theta": 5000.0}}, "the recipe is left as it is"
-    wide = EngineSettings.from_config(replace(make_config(), model=ModelSection(head_precision=Precision.fp32)))
+    assert config.sampler.vllm == {"hf_overrides": {"rope_theta": 5000.0}}, (
+        "the recipe is left as it is"
+    )
+    wide = EngineSettings.from_config(
+        replace(make_config(), model=ModelSection(head_precision=Precision.fp32))
+    )
     assert engine_arguments(wide, tmp_path)["hf_overrides"] == {"head_dtype": "float32"}
 
 
@@ -51,15 +67,23 @@ def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
     arguments = engine_arguments(settings, tmp_path)
     assert arguments["kernel_config"] == {"enable_flashinfer_autotune": False}
     assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
-    assert arguments["compilation_config"]["max_cudagraph_capture_size"] == arguments["max_num_seqs"]
+    assert (
+        arguments["compilation_config"]["max_cudagraph_capture_size"] == arguments["max_num_seqs"]
+    )
     wished = {"kernel_config": {"enable_flashinfer_autotune": True}, "max_num_seqs": 100}
-    asked = engine_arguments(replace(settings, sampler=replace(settings.sampler, vllm=wished)), tmp_path)
+    asked = engine_arguments(
+        replace(settings, sampler=replace(settings.sampler, vllm=wished)), tmp_path
+    )
     assert asked["kernel_config"] == wished["kernel_config"], "a recipe has the last word"
-    assert asked["compilation_config"]["max_cudagraph_capture_size"] == 112, "vLLM captures every 16th size"
+    assert asked["compilation_config"]["max_cudagraph_capture_size"] == 112, (
+        "vLLM captures every 16th size"
+    )
 
 
 def test_each_server_of_a_mixed_fleet_gets_its_format():
-    fleet = FleetSection(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.int8, Format.none])
+    fleet = FleetSection(
+        replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.int8, Format.none]
+    )
     settings = EngineSettings.from_config(make_config(Format.fp8, fleet=fleet))
     assert settings.is_fleet
     assert settings.formats == (Format.int8, Format.none)
@@ -71,7 +95,9 @@ def test_each_server_of_a_mixed_fleet_gets_its_format():
 @pytest.mark.parametrize("cache", list(Cache))
 def test_the_recipe_says_whether_open_answers_keep_their_cache(cache):
     config = make_config()
-    settings = EngineSettings.from_config(replace(config, rollout=replace(config.rollout, in_flight_cache=cache)))
+    settings = EngineSettings.from_config(
+        replace(config, rollout=replace(config.rollout, in_flight_cache=cache))
+    )
     assert Replicas(settings, 17, print)._state.keep_cache == (cache is Cache.keep)
 
 
@@ -82,7 +108,10 @@ def test_the_layout_of_each_format():
     assert {"lm_head", "model.layers.0.mlp.down_proj"} <= set(int8["ignore"])
     group = int8["config_groups"]["group_0"]
     assert (group["weights"]["type"], group["weights"]["strategy"]) == ("int", "channel")
-    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == (
+        "token",
+        True,
+    )
     block = quantization_config(Format.fp8_block, [])["config_groups"]["group_0"]
     assert block["weights"]["block_structure"] == [128, 128]
     assert block["input_activations"]["group_size"] == 128
@@ -101,6 +130,8 @@ def test_the_folder_holds_the_quantized_config_and_the_tokenizer_of_tool_calls(t
 
 def test_a_model_that_is_already_quantized_is_refused(tmp_path):
     model = make_model(tmp_path / "hf", tied=True)
-    folder = write_engine_folder(model.folder, tmp_path / "engine", QuantizationSection(Format.int8))
+    folder = write_engine_folder(
+        model.folder, tmp_path / "engine", QuantizationSection(Format.int8)
+    )
     with pytest.raises(ValueError, match=r"already quantized.*quantization\.format"):
         write_engine_folder(folder, tmp_path / "again", QuantizationSection(Format.int8))

@@ -1,7 +1,7 @@
 """A live fleet, updated, misled, killed, and looked at by strangers.
 
-Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, was started by `megatron-rl serve` and
-is given by address.
+Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, was started by
+`megatron-rl serve` and is given by address.
 """
 
 import math
@@ -16,7 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import wait_for
-from live_fleet import FORMATS, KEY, KEY_VARIABLE, LONG, MANY, SAMPLING, LiveFleet, fleet_settings, flip_a_byte, serve
+from live_fleet import (
+    FORMATS,
+    KEY,
+    KEY_VARIABLE,
+    LONG,
+    MANY,
+    SAMPLING,
+    LiveFleet,
+    fleet_settings,
+    flip_a_byte,
+    serve,
+)
 from preloaded import forking
 from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings
 
@@ -56,7 +67,9 @@ def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
             sampler.wait_ready()
         except SamplerError as error:
             log = (folder / "serve.log").read_text()
-            raise SamplerError(f"{error}. The given server (exit status {given.poll()}):\n{log[-4000:]}") from None
+            raise SamplerError(
+                f"{error}. The given server (exit status {given.poll()}):\n{log[-4000:]}"
+            ) from None
         fleet = LiveFleet(sampler, given, model, folder, notes)
         fleet.update(1)
         yield fleet
@@ -88,7 +101,9 @@ def sets(rollout: Rollout) -> list[set[int]]:
 
 def test_both_formats_answer_in_order_and_show_every_update(live):
     first = live.rollouts()
-    assert [(r.group, r.sample) for r in first] == [(g, s) for g in range(len(PROMPTS)) for s in range(2)]
+    assert [(r.group, r.sample) for r in first] == [
+        (g, s) for g in range(len(PROMPTS)) for s in range(2)
+    ]
     assert {r.format for r in first} == {"none", "int8"}
     assert {r.policy_version for r in first} == {live.sampler.policy_version}
     assert all(len(r.token_ids) == len(r.logprobs) == 8 and max(r.logprobs) <= 0 for r in first)
@@ -103,7 +118,10 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
 
 
 def test_the_key_is_in_no_command_line_and_no_log(live):
-    process, (own, given) = live.replicas[0].process, (one.engine.line._key for one in live.replicas)
+    process, (own, given) = (
+        live.replicas[0].process,
+        (one.engine.line._key for one in live.replicas),
+    )
     assert len(own) > 30
     assert own != KEY == given
     assert own not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -138,11 +156,14 @@ def test_hostile_requests_end_no_server(live):
     assert live.sampler.stats.restarts == 0
 
 
-@pytest.mark.fault("a prompt of a token beyond the vocabulary", "one refusal that names it; no server is lost")
+@pytest.mark.fault(
+    "a prompt of a token beyond the vocabulary", "one refusal that names it; no server is lost"
+)
 def test_a_poisoned_prompt_costs_one_refusal(live):
     poisoned = Prompt(77, (3, 5000), "", {})
     with pytest.raises(
-        SamplerError, match=r"prompt 77 of 2 tokens cannot be answered: .*5000 is beyond the vocabulary"
+        SamplerError,
+        match=r"prompt 77 of 2 tokens cannot be answered: .*5000 is beyond the vocabulary",
     ):
         live.rollouts([*PROMPTS, poisoned])
     assert all(one["ready"] for one in live.sampler.health()["engines"])
@@ -163,14 +184,23 @@ def test_groups_come_as_they_finish_and_equal_the_list(live):
         parts.append(answering.finished())
     answering.close()
     groups = sorted((group for part in parts for group in part), key=lambda group: group[0].group)
-    assert [[(r.group, r.sample) for r in group] for group in groups] == [[(g, 0), (g, 1)] for g in range(40)]
-    listed = {(r.format, r.group, r.sample): r for one in live.replicas for r in live.answers_of(one, MANY[:40])}
+    assert [[(r.group, r.sample) for r in group] for group in groups] == [
+        [(g, 0), (g, 1)] for g in range(40)
+    ]
+    listed = {
+        (r.format, r.group, r.sample): r
+        for one in live.replicas
+        for r in live.answers_of(one, MANY[:40])
+    }
     same = 0
     for one in (r for group in groups for r in group):
         listed_one = listed[one.format, one.group, one.sample]
-        # what shares a batch with an answer decides its last bits, and so, now and then, where it takes another way
+        # what shares a batch with an answer decides its last bits, and so, now and then, where it
+        # takes another way
         drawn = zip(one.token_ids, listed_one.token_ids, strict=True)
-        common = next((place for place, (mine, its) in enumerate(drawn) if mine != its), len(one.token_ids))
+        common = next(
+            (place for place, (mine, its) in enumerate(drawn) if mine != its), len(one.token_ids)
+        )
         assert one.logprobs[:common] == pytest.approx(listed_one.logprobs[:common], abs=0.02)
         same += common == len(one.token_ids)
     assert same > 40, "of 80: other draws would have next to none in common"
@@ -190,7 +220,8 @@ def test_closing_ends_what_the_servers_work_on(live):
 @pytest.mark.parametrize("cache", Cache)
 def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache):
     live.keep_cache(cache == Cache.keep)
-    for _ in range(8):  # on a busy machine an engine may have ended its answers before the update comes
+    # on a busy machine an engine may have ended its answers before the update comes
+    for _ in range(8):
         live.update(3)
         old = live.sampler.policy_version
         with live.collecting() as rollouts:
@@ -209,12 +240,17 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
         assert r.policy_version == old
     found = {"new": [], "old": [], "swapped": []}
     for r in [r for r in spanning if r.format == "none"]:
-        of_old, of_new, versions = live.reference(3, r), live.reference(4, r), np.array(r.versions)
+        of_old = live.reference(3, r)
+        of_new = live.reference(4, r)
+        versions = np.array(r.versions)
         found["old"] += np.abs(of_old - r.logprobs)[versions == old].tolist()
         found["new"] += np.abs(of_new - r.logprobs)[versions > old].tolist()
         found["swapped"] += np.abs(of_old - r.logprobs)[versions > old].tolist()
     means = {name: float(np.mean(values)) for name, values in found.items()}
-    print(f"{cache.value}: {len(spanning)} answers span the update, stood {live.sampler.last_sync['pause_s']:.4f} s")
+    print(
+        f"{cache.value}: {len(spanning)} answers span the update, stood "
+        f"{live.sampler.last_sync['pause_s']:.4f} s"
+    )
     print(means)
     assert means["old"] < CLOSE
     assert means["swapped"] > 10 * CLOSE
@@ -222,10 +258,16 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
     assert live.sampler.last_sync["pause_s"] > 0
 
 
-@pytest.mark.fault("an update refused in the middle of answers", "the answers go on with the version before")
+@pytest.mark.fault(
+    "an update refused in the middle of answers", "the answers go on with the version before"
+)
 def test_an_update_that_one_server_refuses_reaches_none_and_harms_no_answer(live):
-    version, retried = live.sampler.policy_version, live.sampler.stats.retried
-    with live.collecting() as rollouts, pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"):
+    version = live.sampler.policy_version
+    retried = live.sampler.stats.retried
+    with (
+        live.collecting() as rollouts,
+        pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"),
+    ):
         live.update(7, flip_a_byte)
     assert live.sampler.policy_version == version
     assert [one["policy_version"] for one in live.sampler.health()["engines"]] == [version] * 2
@@ -238,7 +280,8 @@ def test_an_update_that_one_server_refuses_reaches_none_and_harms_no_answer(live
 
 def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live, request):
     live.update(8)
-    old, victim = live.sampler.policy_version, live.replicas[0]
+    old = live.sampler.policy_version
+    victim = live.replicas[0]
     pid = victim.process.pid
 
     def kill() -> None:
@@ -248,7 +291,10 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     with live.collecting() as rollouts:
         live.update(9, before_finish=kill)
     assert all(len(r.token_ids) == 24 and r.prompt in MANY for r in rollouts)
-    assert {version for r in rollouts for version in r.versions or [r.policy_version]} == {old, old + 1}
+    assert {version for r in rollouts for version in r.versions or [r.policy_version]} == {
+        old,
+        old + 1,
+    }
     assert live.sampler.policy_version == old + 1
     assert live.sampler.stats.retried > 0
     assert any("server 0 (int8) is out" in line for line in live.notes)
@@ -264,8 +310,12 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     assert {r.policy_version for r in live.rollouts()} == {live.sampler.policy_version}
 
 
-def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, embedded, tmp_path):
-    """Last: it takes the server away from the other fleet, which leaves it standing, and ends it."""
+def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(
+    live, embedded, tmp_path
+):
+    """Last: it takes the server away from the other fleet, which leaves it standing, and ends
+    it.
+    """
     settings = fleet_settings(addresses=[live.replicas[1].engine.line._address])
     folder = tmp_path / "sync"
     transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
@@ -277,19 +327,28 @@ def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets
             sampler.update_weights(transport.update_info(folder, 0, 1))
             sampler.finish_weight_update("0")
             several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
-            greedy = sampler.generate(PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0)
+            greedy = sampler.generate(
+                PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0
+            )
             filtered = replace(SAMPLING, top_k=5, top_p=0.9, candidates=16)
             kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4, step=0)
             answers.append(several + greedy + kept)
     given, own = answers
     assert essence(given) == essence(own)
-    assert [(r.policy_version, r.format) for r in given] == [(r.policy_version, r.format) for r in own]
+    assert [(r.policy_version, r.format) for r in given] == [
+        (r.policy_version, r.format) for r in own
+    ]
     for one, other in zip(given, own, strict=True):
-        assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+        assert all(
+            math.isclose(a, b, abs_tol=0.02)
+            for a, b in zip(one.logprobs, other.logprobs, strict=True)
+        )
         assert (one.kept_counts, *sets(one)) == (other.kept_counts, *sets(other))
     counts = sorted(count for one in given[-len(PROMPTS) :] for count in one.kept_counts)
     assert counts[0] >= 1
-    assert counts[len(counts) * 3 // 4] <= 5, "more only where logits, BF16 numbers, tie with the fifth"
+    assert counts[len(counts) * 3 // 4] <= 5, (
+        "more only where logits, BF16 numbers, tie with the fifth"
+    )
     assert given[0].kept_ids is None
     assert live.given.poll() is None
     live.given.terminate()

@@ -1,4 +1,6 @@
-"""A child's socket and a server's port: connections that end, and what can be seen of a server from outside."""
+"""A child's socket and a server's port: connections that end, and what can be seen of a server from
+outside.
+"""
 
 import asyncio
 import json
@@ -70,7 +72,10 @@ def test_the_end_reaches_everybody_once(ours: bool, said: str) -> None:
     by_socket(use)
 
 
-RESET, HANG_UP, VANISH = "reset", "hang up", "vanish"  # in the place of an answer
+# in the place of an answer
+RESET = "reset"
+HANG_UP = "hang up"
+VANISH = "vanish"
 Script = list[str | bytes | Callable[[Frames], bytes]]
 
 
@@ -81,7 +86,9 @@ def behind_a_port(
     instances: Iterable[bytes] = (),
     key: str = "k" * 32,
 ) -> Any:
-    """A server that answers each transmission by the next line of its script, bytes as they are on the wire."""
+    """A server that answers each transmission by the next line of its script, bytes as they are on
+    the wire.
+    """
     asked: list[Frames] = []
     names = iter(instances)
 
@@ -110,7 +117,9 @@ def behind_a_port(
 
     async def answer_health(request: web.Request) -> web.Response:
         status, content = health or await asyncio.sleep(240)
-        return web.Response(status=status, body=content if isinstance(content, bytes) else json.dumps(content))
+        return web.Response(
+            status=status, body=content if isinstance(content, bytes) else json.dumps(content)
+        )
 
     app = web.Application()
     app.add_routes([web.get("/engine", converse), web.get("/health", answer_health)])
@@ -118,7 +127,9 @@ def behind_a_port(
 
     async def main() -> Any:
         async with server:
-            engine = EngineClient(NAME, PortLine(str(server.make_url("")).rstrip("/"), key), 30.0, 100)
+            engine = EngineClient(
+                NAME, PortLine(str(server.make_url("")).rstrip("/"), key), 30.0, 100
+            )
             try:
                 return await use(engine, asked)
             finally:
@@ -138,7 +149,9 @@ async def twice(engine: EngineClient, asked: list[Frames]) -> int:
     return await once(engine, asked)
 
 
-@pytest.mark.fault("a connection ends under a request", "one more try on a new one; the server stays")
+@pytest.mark.fault(
+    "a connection ends under a request", "one more try on a new one; the server stays"
+)
 @pytest.mark.parametrize("end", [RESET, HANG_UP])
 def test_a_lost_connection_is_tried_again(end: str) -> None:
     assert behind_a_port([end, replied], once) == 2
@@ -148,10 +161,17 @@ def test_a_lost_connection_is_tried_again(end: str) -> None:
         behind_a_port([end, end, replied], once)
 
 
-@pytest.mark.fault("a step of a server's engine fails", "the server counts as gone; a child's error is the run's")
+@pytest.mark.fault(
+    "a step of a server's engine fails", "the server counts as gone; a child's error is the run's"
+)
 def test_samples_that_fail_behind_a_door_are_the_engine_s_fault() -> None:
     def failing(frames: Frames) -> bytes:
-        return encode([{"id": one["id"], "error": {"type": "RuntimeError", "message": "CUDA"}} for one in frames])
+        return encode(
+            [
+                {"id": one["id"], "error": {"type": "RuntimeError", "message": "CUDA"}}
+                for one in frames
+            ]
+        )
 
     with pytest.raises(EngineGone, match="`generate` failed: RuntimeError: CUDA"):
         behind_a_port([failing], once)
@@ -170,7 +190,9 @@ def test_nobody_asks_a_dead_process_twice() -> None:
     assert behind_a_port([VANISH], use) == 1
 
 
-@pytest.mark.fault("another server has the address when a connection is opened again", "it is told nothing")
+@pytest.mark.fault(
+    "another server has the address when a connection is opened again", "it is told nothing"
+)
 def test_a_server_in_the_place_of_another_is_a_stranger() -> None:
     async def use(engine: EngineClient, asked: list[Frames]) -> int:
         with pytest.raises(EngineGone, match="another server has taken its place"):
@@ -192,11 +214,18 @@ def test_loading_weights_is_asked_for_once() -> None:
         await sample
         return [[frame["method"] for frame in frames] for frames in asked]
 
-    assert behind_a_port([HANG_UP, replied], use) == [["generate", "finish_weight_update"], ["generate"]]
+    assert behind_a_port([HANG_UP, replied], use) == [
+        ["generate", "finish_weight_update"],
+        ["generate"],
+    ]
 
 
-@pytest.mark.fault("a server's transmission does not end, or is packed", "it counts as gone; little of it is kept")
-@pytest.mark.parametrize("head", [b"\x82\x7f" + struct.pack(">Q", LONGEST_TRANSMISSION + 1), b"\xc2\x05"])
+@pytest.mark.fault(
+    "a server's transmission does not end, or is packed", "it counts as gone; little of it is kept"
+)
+@pytest.mark.parametrize(
+    "head", [b"\x82\x7f" + struct.pack(">Q", LONGEST_TRANSMISSION + 1), b"\xc2\x05"]
+)
 def test_a_transmission_has_a_limit_and_is_not_packed(head: bytes) -> None:
     with pytest.raises(EngineGone, match=r"server 0 \(int8\): it hung up \((1002|1009)\)"):
         behind_a_port([head + b"abcde"], once)
@@ -207,7 +236,12 @@ def test_a_transmission_has_a_limit_and_is_not_packed(head: bytes) -> None:
     [
         (200, {"engine": "answers"}, True, ""),
         (200, {"engine": "busy"}, True, "its engine is busy"),
-        (503, {"error": "its engine neither answers nor works"}, False, "neither answers nor works"),
+        (
+            503,
+            {"error": "its engine neither answers nor works"},
+            False,
+            "neither answers nor works",
+        ),
         (401, {}, False, "401"),
         (200, [], False, "object"),
         (200, b'{"x": ' + b"[" * 200_000, False, "Error"),
@@ -223,10 +257,15 @@ def test_a_look_tells_busy_from_hung(status: int, body: Any, alive: bool, slow: 
 
 
 @pytest.mark.fault(
-    "a server gives no answer in time", "it is busy if its process had a core meanwhile, else the look is missed"
+    "a server gives no answer in time",
+    "it is busy if its process had a core meanwhile, else the look is missed",
 )
-@pytest.mark.parametrize(("child", "works"), [("while True: time.sleep(0.01)", True), ("time.sleep(100)", False)])
-def test_a_server_that_is_starved_is_not_hung(monkeypatch: pytest.MonkeyPatch, child: str, works: bool) -> None:
+@pytest.mark.parametrize(
+    ("child", "works"), [("while True: time.sleep(0.01)", True), ("time.sleep(100)", False)]
+)
+def test_a_server_that_is_starved_is_not_hung(
+    monkeypatch: pytest.MonkeyPatch, child: str, works: bool
+) -> None:
     monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 3.0 if works else 0.3)
     command = [sys.executable, "-c", f"import time; print(1, flush=True)\n{child}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -235,7 +274,9 @@ def test_a_server_that_is_starved_is_not_hung(monkeypatch: pytest.MonkeyPatch, c
         process.stdout.readline()
         while not works and state_of(process.pid) != "S":  # it goes on from there to what it does
             await asyncio.sleep(0.01)
-        return await Replica(NAME, Format.int8, engine, process=SimpleNamespace(pid=process.pid)).look()
+        return await Replica(
+            NAME, Format.int8, engine, process=SimpleNamespace(pid=process.pid)
+        ).look()
 
     try:
         assert behind_a_port([], use, health=None).alive == works
@@ -244,25 +285,33 @@ def test_a_server_that_is_starved_is_not_hung(monkeypatch: pytest.MonkeyPatch, c
         process.communicate()
 
 
-@pytest.mark.fault("a given server answers without the key, takes fewer tokens, or is silent", "it is refused")
+@pytest.mark.fault(
+    "a given server answers without the key, takes fewer tokens, or is silent", "it is refused"
+)
 def test_a_given_server_is_looked_at_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def connecting(key: str, longest: int, **server: Any) -> None:
         async def use(engine: EngineClient, asked: list[Frames]) -> None:
             state = SamplerState(0.0, 30.0, 48, 100, print)
             replica = Replica(NAME, Format.int8, engine)
             try:
-                await asyncio.wait_for(Supervisor(replica, None, state, engine.line._address, key)._connect(), 60)
+                await asyncio.wait_for(
+                    Supervisor(replica, None, state, engine.line._address, key)._connect(), 60
+                )
             finally:
                 await replica.engine.close()
 
-        behind_a_port([lambda frames: replied(frames, {"longest": longest})], use, key=key, **server)
+        behind_a_port(
+            [lambda frames: replied(frames, {"longest": longest})], use, key=key, **server
+        )
 
     connecting("", 48)
     with pytest.raises(EngineGone, match="without the key; start it with `megatron-rl serve`"):
         connecting("k" * 32, 48)
     with pytest.raises(EngineGone, match="takes 47 tokens, the recipe needs 48"):
         connecting("", 47)
-    with pytest.raises(EngineGone, match=r"no answer from http.* in sampler\.start_timeout_s=0; .*failed \(503\)"):
+    with pytest.raises(
+        EngineGone, match=r"no answer from http.* in sampler\.start_timeout_s=0; .*failed \(503\)"
+    ):
         connecting("", 48, health=(503, {}))
     monkeypatch.setattr(module, "OPEN_S", 0.1)
     with pytest.raises(EngineGone, match=r"did not answer within 0\.1 s"):

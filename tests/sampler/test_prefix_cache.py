@@ -1,4 +1,6 @@
-"""Cached prefixes: a prompt is prefilled once per policy version, and none of an old version is answered from."""
+"""Cached prefixes: a prompt is prefilled once per policy version, and none of an old version is
+answered from.
+"""
 
 import asyncio
 import json
@@ -13,7 +15,9 @@ from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.engine
-BLOCK, LENGTH, SAMPLES = 32, 40, 8
+BLOCK = 32
+LENGTH = 40
+SAMPLES = 8
 PROMPT = Prompt(0, tuple(3 + 7 * place % 90 for place in range(LENGTH)), "", {})
 PARAMS = SamplingParams(samples=SAMPLES, max_tokens=20)
 
@@ -54,7 +58,9 @@ def test_a_prompt_is_prefilled_once_per_version(live: Live) -> None:
 
 
 def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
-    """The old version's blocks stay in use by its open answers; half of the samples wait for room meanwhile."""
+    """The old version's blocks stay in use by its open answers; half of the samples wait for room
+    meanwhile.
+    """
     live.update(1)
     old = ask(live)
     answering = live.sampler.answering(PARAMS, seed=5)
@@ -68,7 +74,11 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
     assert {one.policy_version for one in new} == {live.sampler.policy_version - 1}
     assert [one.token_ids for one in new] != [one.token_ids for one in old]
     live.update(2)
-    late = [one for one in begun if one.versions is None and one.policy_version == live.sampler.policy_version - 2]
+    late = [
+        one
+        for one in begun
+        if one.versions is None and one.policy_version == live.sampler.policy_version - 2
+    ]
     assert late, "some had not begun"
     fresh = live.sampler.answering(PARAMS, seed=5)
     fresh.add([PROMPT] * 4, 0)
@@ -78,9 +88,14 @@ def test_no_answer_begins_on_what_old_weights_have_cached(live: Live) -> None:
 
 
 def test_the_turns_of_a_conversation_prefill_what_was_added(live: Live) -> None:
-    """Linear in turns: of each the engine has what it wrote and read before, but for the last block."""
-    added, turns = 12, 6
-    tokens, before, whole = list(PROMPT.token_ids), prefilled(live), 0
+    """Linear in turns: of each the engine has what it wrote and read before, but for the last
+    block.
+    """
+    added = 12
+    turns = 6
+    tokens = list(PROMPT.token_ids)
+    before = prefilled(live)
+    whole = 0
     asking = live.sampler.turns(replace(PARAMS, samples=1), patient=True)
     try:
         for turn in range(turns):

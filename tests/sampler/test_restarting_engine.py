@@ -1,4 +1,6 @@
-"""An embedded engine that dies comes back with its weights, and the call that it died in gives the same answers."""
+"""An embedded engine that dies comes back with its weights, and the call that it died in gives the
+same answers.
+"""
 
 import os
 import signal
@@ -26,9 +28,12 @@ def live(tmp_path: Path) -> Iterator[Live]:
 @pytest.mark.engine
 @pytest.mark.fault(
     "the embedded engine is killed: idle, in mid-generation, in mid-update; and once more",
-    "it is started again with its weights and gives the same answers; after three times the run ends by a sentence",
+    "it is started again with its weights and gives the same answers; after three times the run "
+    "ends by a sentence",
 )
-def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_back_with_its_weights(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes: list[str] = []
     monkeypatch.setattr(live.sampler, "_note", notes.append)
     first = live.answers(params=LONG)
@@ -38,7 +43,8 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     assert "SIGKILL" in notes[1]
     assert "1 of 3 restarts" in notes[1]
 
-    os.kill(live.sampler.replicas[0].process.pid, signal.SIGSTOP)  # it answers nothing before it is killed
+    # it answers nothing before it is killed
+    os.kill(live.sampler.replicas[0].process.pid, signal.SIGSTOP)
     answering = live.sampler.answering(LONG, seed=1)
     answering.add(PROMPTS, 0)
     live.kill()
@@ -48,7 +54,8 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
 
     live.write(2)
     version = live.stage()
-    transport.remove_version(live.directory, int(version) - 1)  # its files may have been written over
+    # its files may have been written over
+    transport.remove_version(live.directory, int(version) - 1)
     live.kill()
     live.sampler.finish_weight_update(version)
     assert {one.policy_version for one in live.rollouts()} == {int(version)}
@@ -56,14 +63,19 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     assert live.sampler.stats.restarts == MAX_RESTARTS
 
     live.kill()
-    with pytest.raises(SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"):
+    with pytest.raises(
+        SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"
+    ):
         live.rollouts()
-    assert {path.name for path in tmp_path.glob("*.log")} == {f"sampler{n}.log" for n in ("", "_1", "_2", "_3")}
+    assert {path.name for path in tmp_path.glob("*.log")} == {
+        f"sampler{n}.log" for n in ("", "_1", "_2", "_3")
+    }
 
 
 @pytest.mark.engine
 @pytest.mark.fault(
-    "the engine dies ahead of the learner, as a version is written over the old one", "it comes back with the new one"
+    "the engine dies ahead of the learner, as a version is written over the old one",
+    "it comes back with the new one",
 )
 def test_it_does_not_read_what_is_written_over(live: Live) -> None:
     found: list[Rollout] = []

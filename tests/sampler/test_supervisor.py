@@ -18,7 +18,9 @@ from megatron_rl.sampler.supervisor import MAX_RESTARTS, POLL_S, SamplerState, S
 from megatron_rl.sampler.update import Updates
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
-FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")
+FINE = Look(True)
+BUSY = Look(True, "its engine is busy")
+HUNG = Look(False, "its engine neither answers nor works")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,9 @@ def watched(*looks: Look) -> tuple[str, list[str]]:
     return run(use)
 
 
-@pytest.mark.fault("an engine hangs behind a server that answers", "three looks, then it is out, with the reason")
+@pytest.mark.fault(
+    "an engine hangs behind a server that answers", "three looks, then it is out, with the reason"
+)
 def test_three_looks_without_an_answer():
     reason, notes = watched(FINE, HUNG, HUNG, HUNG, FINE)
     assert reason == "did not answer 3 times in a row: its engine neither answers nor works"
@@ -59,12 +63,15 @@ def test_three_looks_without_an_answer():
 
 
 @pytest.mark.fault(
-    "a server leaves two looks unanswered", "it stays; the screen says that it is slow, and that it is back"
+    "a server leaves two looks unanswered",
+    "it stays; the screen says that it is slow, and that it is back",
 )
 def test_two_looks_are_no_death():
     reason, notes = watched(HUNG, HUNG, FINE, HUNG, FINE, HUNG, HUNG, BUSY, FINE, FINE)
     assert reason == ""
-    assert notes == [f"server 0 {what}" for what in (f"is slow to answer: {HUNG.slow}", "answers again") * 2]
+    assert notes == [
+        f"server 0 {what}" for what in (f"is slow to answer: {HUNG.slow}", "answers again") * 2
+    ]
 
 
 @pytest.mark.fault("an engine is busy for long", "it stays; the screen says so once")
@@ -105,22 +112,30 @@ def test_an_engine_that_comes_back_receives_the_present_version_before_it_serves
         state.updating.release()
         await coming
         assert (one.ready, one.version, one.engine.version, one.cache_tokens) == (True, 4, 4, 20)
-        assert one.engine.events == [f"server 0: {step}" for step in ("forget", "init", "start", "stage", "finish")]
+        assert one.engine.events == [
+            f"server 0: {step}" for step in ("forget", "init", "start", "stage", "finish")
+        ]
 
     run(use)
 
 
-END, REFUSED = "its process ended (exit status -9)", WeightSyncError("corrupt tensor")
-OLD, AGAIN = f"the re-sync was refused: {REFUSED}", "starts again (1 of 3 restarts): "
+END = "its process ended (exit status -9)"
+REFUSED = WeightSyncError("corrupt tensor")
+OLD = f"the re-sync was refused: {REFUSED}"
+AGAIN = "starts again (1 of 3 restarts): "
 
 
 def dying(one: Replica) -> SimpleNamespace:
     """A process that ends as soon as its engine serves."""
     log = {"log_path": "sampler_0.log", "log_end": lambda: "RuntimeError: no room"}
-    return SimpleNamespace(ended=lambda: END if one.ready else None, wait=lambda _: -9, end=lambda: None, pid=1, **log)
+    return SimpleNamespace(
+        ended=lambda: END if one.ready else None, wait=lambda _: -9, end=lambda: None, pid=1, **log
+    )
 
 
-@pytest.mark.fault("an engine ends again and again", "three restarts; then it is given up, with the end of its log")
+@pytest.mark.fault(
+    "an engine ends again and again", "three restarts; then it is given up, with the end of its log"
+)
 @pytest.mark.parametrize(
     ("restarts", "fails", "why", "told"),
     [
@@ -131,7 +146,8 @@ def dying(one: Replica) -> SimpleNamespace:
 )
 def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
     async def use(state: SamplerState) -> Replica:
-        one, seen = replica("server 0", ready=False, version=NO_VERSION, fails=fails), []
+        one = replica("server 0", ready=False, version=NO_VERSION, fails=fails)
+        seen = []
         await updated(state, 4)
         state.transport = Transport.file if restarts else Transport.nccl
         changed = SimpleNamespace(set=lambda: seen.append((one.ready, bool(one.given_up))))
@@ -149,12 +165,16 @@ def test_restarts_are_few_and_each_is_told(restarts, fails, why, told):
     said = "given up after 3 restarts" if restarts else "sync.transport=file alone"
     assert one.restarts == restarts
     assert f"{said}: {why}. The end of sampler_0.log:\nRuntimeError: no room" in one.given_up
-    assert [note.partition(" as it is kept")[0] for note in notes[: len(told)]] == [f"server 0 {what}" for what in told]
+    assert [note.partition(" as it is kept")[0] for note in notes[: len(told)]] == [
+        f"server 0 {what}" for what in told
+    ]
 
 
 def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
     monkeypatch.setattr("megatron_rl.processes.threads.MEANWHILE_S", 0.01)
-    loop, seen, end = EventLoopThread("test", RuntimeError), [], asyncio.Event()
+    loop = EventLoopThread("test", RuntimeError)
+    seen = []
+    end = asyncio.Event()
 
     async def until_seen() -> int:
         await asyncio.wait_for(end.wait(), HANG_S)
@@ -170,10 +190,13 @@ def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
         loop.stop()
 
 
-@pytest.mark.fault("an engine dies while the learner has its GPU", "it starts again once the others wake")
+@pytest.mark.fault(
+    "an engine dies while the learner has its GPU", "it starts again once the others wake"
+)
 def test_nothing_starts_beside_a_learner_that_works():
     async def use(state: SamplerState) -> list[bool]:
-        one, began = replica("engine 0"), []
+        one = replica("engine 0")
+        began = []
         supervisor = Supervisor(one, ProcessSettings(arguments={}, log_path=None), state, "", "")
 
         async def bring_up() -> None:

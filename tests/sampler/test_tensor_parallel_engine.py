@@ -1,4 +1,6 @@
-"""An engine of two workers: both load every update, or neither does. One of them killed: tests/faults."""
+"""An engine of two workers: both load every update, or neither does. One of them killed:
+tests/faults.
+"""
 
 import os
 from dataclasses import replace
@@ -23,7 +25,9 @@ def leftovers() -> set[str]:
 
 
 def has_ended(session: int) -> bool:
-    """A killed process is there until somebody has collected it, which is the system's business for grandchildren."""
+    """A killed process is there until somebody has collected it, which is the system's business for
+    grandchildren.
+    """
     try:
         os.killpg(session, 0)
     except ProcessLookupError:
@@ -40,8 +44,11 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
     try:
         live.restart()
         made = segments_of_session(live.sampler.replicas[0].process.pid)
-        kinds = {"psm", "vllm"} if torch.cpu._is_avx512_supported() else {"psm"}  # all-reduces of its own kernels
-        assert {name.partition("_")[0] for name in made} >= kinds, "what an engine leaves has other names now"
+        # all-reduces of its own kernels
+        kinds = {"psm", "vllm"} if torch.cpu._is_avx512_supported() else {"psm"}
+        assert {name.partition("_")[0] for name in made} >= kinds, (
+            "what an engine leaves has other names now"
+        )
         live.update(1)
         first = live.answers()
         live.update(2)
@@ -58,13 +65,20 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
             live.load()
         assert live.answers() == first
         with live.collecting() as written:
-            for step in (2, *(1, 2) * 12):  # answers begin and end together: an update can find none under way
+            # answers begin and end together: an update can find none under way
+            for step in (
+                2,
+                *(1, 2) * 12,
+            ):
                 live.update(step)
                 if step == 2 and any(one.versions is not None for one in written):
                     break
         spanning = [one for one in written if one.versions is not None]
         assert spanning, "an update came between two tokens"
-        assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) > 1 for one in spanning)
+        assert all(
+            len(one.versions) == len(one.token_ids) and len(set(one.versions)) > 1
+            for one in spanning
+        )
         assert live.answers() != first
         session = live.sampler.replicas[0].process.pid
         made |= segments_of_session(session)

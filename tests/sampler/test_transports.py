@@ -1,4 +1,6 @@
-"""`nccl` to several engines: vLLM's two sides and everything of ours, with gloo in the place of NCCL alone."""
+"""`nccl` to several engines: vLLM's two sides and everything of ours, with gloo in the place of
+NCCL alone.
+"""
 
 import os
 import re
@@ -54,30 +56,46 @@ def shape_of(model: TinyModel) -> ModelShape:
     return ModelShape.from_hf(model.hf.to_dict())
 
 
-@pytest.fixture(params=[{"engines": 2}, {"fleet": FleetSection(replicas=2)}], ids=["children", "servers"])
-def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+@pytest.fixture(
+    params=[{"engines": 2}, {"fleet": FleetSection(replicas=2)}], ids=["children", "servers"]
+)
+def run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Run]:
     import gloo_receiver  # vLLM, which takes seconds: not for whoever collects tests
 
     from megatron_rl.weight_sync import vllm_push
 
     for place in gloo_receiver.PLACES:
         monkeypatch.setattr(*place)
-    for name, value in ((gloo_receiver.FLIP, str(tmp_path / "flip")), ("PYTHONPATH", os.pathsep.join(sys.path))):
+    for name, value in (
+        (gloo_receiver.FLIP, str(tmp_path / "flip")),
+        ("PYTHONPATH", os.pathsep.join(sys.path)),
+    ):
         monkeypatch.setenv(name, value)
     unpacked = vllm_push.NCCLTrainerInitInfo  # packed tensors travel on streams of a device
     monkeypatch.setattr(vllm_push, "NCCLTrainerInitInfo", partial(unpacked, packed=False))
     model = make_model(tmp_path / "hf", True)
     settings = replace(make_settings(**request.param), transport=Transport.nccl)
     source = ShardSource(Model(shape_of(model), Layout(), {}), ShardGroups(), Format.none)
-    sampler = Sampler(settings, model.folder, tmp_path, worker_extension="gloo_receiver.GlooExtension")
+    sampler = Sampler(
+        settings, model.folder, tmp_path, worker_extension="gloo_receiver.GlooExtension"
+    )
     with forking(), sampler:
         made = Run(sampler, model, Format.none, tmp_path)
-        made.push = vllm_push.VllmPush(source, sampler, SyncSection(transport=Transport.nccl), settings.sampler)
+        made.push = vllm_push.VllmPush(
+            source, sampler, SyncSection(transport=Transport.nccl), settings.sampler
+        )
         yield made
 
 
-@pytest.mark.fault("one of two engines gets a wrong byte by `nccl`", "neither loads it; both serve the version before")
-@pytest.mark.fault("an engine of a group of NCCL is lost", "the next update ends the run, and names the engine")
+@pytest.mark.fault(
+    "one of two engines gets a wrong byte by `nccl`",
+    "neither loads it; both serve the version before",
+)
+@pytest.mark.fault(
+    "an engine of a group of NCCL is lost", "the next update ends the run, and names the engine"
+)
 def test_two_engines_take_what_is_broadcast(run: Run) -> None:
     assert run.update(1) is None
     assert served_by_each(run) == [0, 0]
@@ -118,17 +136,26 @@ def test_what_engines_are_told_is_what_vllm_takes() -> None:
     packed = named | {"ipc_handles": wire.encode_handles({"GPU-1": handle}), "tensor_sizes": [6]}
     announced = wire.Announcement(1, "int8", True, (wire.TensorSpec("w", "int8", (2, 3)),))
     around = announced.message(), wire.Seal(1, {"w": (-1, 2**62)}).message(), {wire.ABANDON: "why"}
-    for engine, init, update in ((CheckedNCCL, told[1], named), (CheckedIPC, {"packed": True}, packed)):
+    for engine, init, update in (
+        (CheckedNCCL, told[1], named),
+        (CheckedIPC, {"packed": True}, packed),
+    ):
         assert engine.parse_init_info(engine, init)
         assert engine.parse_update_info(engine, update)
         asked = [("update_weights", {"update_info": one}) for one in (update, *around)]
         asked.append(("init_weight_transfer_engine", {"init_info": init}))
-        frames = [{"id": 1, "method": method, "arguments": arguments} for method, arguments in asked]
-        requests, refused = checked(msgspec.msgpack.encode(frames), 101, 48, engine.__name__[len("Checked") :].lower())
+        frames = [
+            {"id": 1, "method": method, "arguments": arguments} for method, arguments in asked
+        ]
+        requests, refused = checked(
+            msgspec.msgpack.encode(frames), 101, 48, engine.__name__[len("Checked") :].lower()
+        )
         assert (len(requests), refused) == (5, [])
 
 
-def test_rank_0_is_found_where_the_first_server_elsewhere_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_is_found_where_the_first_server_elsewhere_sees_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron_rl.weight_sync import vllm_push
 
     assert vllm_push.meeting_place(["http://localhost:1"])[0] == "127.0.0.1"

@@ -16,7 +16,8 @@ from megatron_rl.sampler.supervisor import SamplerState
 from megatron_rl.sampler.update import Updates
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
-GONE, REFUSED = EngineGone("killed"), WeightSyncError("corrupt tensor")
+GONE = EngineGone("killed")
+REFUSED = WeightSyncError("corrupt tensor")
 
 
 def run(use: Callable[[SamplerState], Any], start_timeout_s: float = 0.2) -> Any:
@@ -31,13 +32,20 @@ def run(use: Callable[[SamplerState], Any], start_timeout_s: float = 0.2) -> Any
 def several(*scripts: dict[str, Any]) -> tuple[list[Replica], list[str]]:
     """Engines that serve version 0, and what happens to them, in order."""
     events: list[str] = []
-    return [replica(f"engine {i}", events=events, **script) for i, script in enumerate(scripts)], events
+    return [
+        replica(f"engine {i}", events=events, **script) for i, script in enumerate(scripts)
+    ], events
 
 
 async def loaded(updates: Updates, **info: Any) -> Any:
     """What became of version 1."""
     await updates.begin()
-    await updates.stage({one.format: {"policy_version": 1, "format": one.format} | info for one in updates._replicas})
+    await updates.stage(
+        {
+            one.format: {"policy_version": 1, "format": one.format} | info
+            for one in updates._replicas
+        }
+    )
     return await updates.finish()
 
 
@@ -81,7 +89,11 @@ def test_one_engine_alone_stands_for_nobody_and_who_holds_updates_releases_them(
     (one,), events = several({})
 
     async def use(state: SamplerState) -> None:
-        state.keep_cache, updates, open_one = True, Updates([one], state), SimpleNamespace(changed=asyncio.Event())
+        state.keep_cache, updates, open_one = (
+            True,
+            Updates([one], state),
+            SimpleNamespace(changed=asyncio.Event()),
+        )
         state.dispatchers.append(open_one)
         await updates.hold()
         await loaded(updates)
@@ -100,12 +112,16 @@ def test_an_update_is_verified_beside_answers_that_are_being_written(background)
     replicas, events = several({}, {})
     replicas[1].format = Format.int8
     run(lambda state: loaded(Updates(replicas, state), background=background))
-    assert [one.engine.told["stage"]["update_info"]["format"] for one in replicas] == [Format.none, Format.int8]
+    assert [one.engine.told["stage"]["update_info"]["format"] for one in replicas] == [
+        Format.none,
+        Format.int8,
+    ]
     assert (events[4:6] == ["engine 0: await", "engine 1: await"]) == background
 
 
 @pytest.mark.fault(
-    "an engine refuses an update that it verifies", "no engine loads it; all forget what they hold of it"
+    "an engine refuses an update that it verifies",
+    "no engine loads it; all forget what they hold of it",
 )
 @pytest.mark.parametrize("step", ["stage", "await"])
 def test_what_one_engine_refuses_is_loaded_by_none(step):
@@ -120,7 +136,8 @@ def test_what_one_engine_refuses_is_loaded_by_none(step):
     run(use)
     assert sorted(events[-2:]) == ["engine 0: abort", "engine 1: abort"]
     assert all(
-        (one.ready, one.version, one.engine.version, one.engine.staged) == (True, 0, 0, None) for one in replicas
+        (one.ready, one.version, one.engine.version, one.engine.staged) == (True, 0, 0, None)
+        for one in replicas
     )
 
 
@@ -139,19 +156,25 @@ def test_weights_that_are_taken_back_reach_no_answer():
 
 @pytest.mark.fault("a server does not reset its prefix cache after an update", "it is taken out")
 def test_an_engine_whose_weights_are_of_no_version_is_taken_out():
-    torn = failing("finish", SamplerError("the engine's prefix cache could not be reset"), torn=True)
+    torn = failing(
+        "finish", SamplerError("the engine's prefix cache could not be reset"), torn=True
+    )
     _, (one,), _, error = swapped(torn)
     assert "prefix cache" in str(error)
     assert not one.ready
 
 
-@pytest.mark.fault("an engine behind `nccl` or `ipc` stops half-way in loading", "it refuses until a good update")
+@pytest.mark.fault(
+    "an engine behind `nccl` or `ipc` stops half-way in loading", "it refuses until a good update"
+)
 @pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
 def test_torn_weights_wait_for_a_good_update_where_no_files_are(transport):
     torn = failing("finish", SamplerError("stopped half-way"), torn=True)
     _, (one,), events, error = swapped(torn, transport=transport)
     assert "stopped half-way" in str(error)
-    assert (one.up, one.ready, events[-1]) == (True, True, "engine 0: stage"), "it is not told to go on"
+    assert (one.up, one.ready, events[-1]) == (True, True, "engine 0: stage"), (
+        "it is not told to go on"
+    )
     one.engine.fails.clear()
     assert run(lambda state: loaded(Updates([one], state)))["policy_version"] == one.version == 1
 
@@ -159,24 +182,33 @@ def test_torn_weights_wait_for_a_good_update_where_no_files_are(transport):
 @pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
 def test_ranks_of_each_engine_and_what_a_lost_one_means(transport):
     replicas, _ = several({}, {}, {})
-    replicas[1].workers_before, replicas[2].workers_before = 2, 4
+    replicas[1].workers_before = 2
+    replicas[2].workers_before = 4
 
     async def use(state: SamplerState) -> None:
         state.transport, updates = transport, Updates(replicas, state)
         await updates.init({"rank_offset": 1})
-        assert [one.engine.told["init"]["init_info"]["rank_offset"] for one in replicas] == [1, 3, 5]
+        assert [one.engine.told["init"]["init_info"]["rank_offset"] for one in replicas] == [
+            1,
+            3,
+            5,
+        ]
         replicas[1].engine.fails["start"] = GONE
         for _ in range(2):  # in the middle of an update, and before the next
             lost = pytest.raises(SamplerError, match=r"engine 1 is lost.*--attempts.*killed")
             with lost if transport is Transport.nccl else nullcontext():
                 await loaded(updates)
             assert not state.updating.locked()
-        assert [one.version for one in replicas] == ([0, -1, 0] if transport is Transport.nccl else [1, -1, 1])
+        assert [one.version for one in replicas] == (
+            [0, -1, 0] if transport is Transport.nccl else [1, -1, 1]
+        )
 
     run(use)
 
 
-@pytest.mark.fault("a server dies between loading and going on", "it is taken out; the others go on, updated")
+@pytest.mark.fault(
+    "a server dies between loading and going on", "it is taken out; the others go on, updated"
+)
 @pytest.mark.parametrize("when", ["finish", "resume"])
 def test_an_engine_that_dies_in_the_swap_holds_up_nobody(when):
     state, (dead, other), events, result = swapped(failing(when, loads_first=True), {})
@@ -186,7 +218,8 @@ def test_an_engine_that_dies_in_the_swap_holds_up_nobody(when):
 
 
 @pytest.mark.fault(
-    "an update is interrupted while engines load it", "those that have loaded it are taken out, the others go on"
+    "an update is interrupted while engines load it",
+    "those that have loaded it are taken out, the others go on",
 )
 @pytest.mark.parametrize("loads_first", [True, False])
 def test_an_interrupted_swap_leaves_no_engine_in_doubt(loads_first):
@@ -207,7 +240,9 @@ def test_an_interrupted_swap_leaves_no_engine_in_doubt(loads_first):
     run(use)
 
 
-@pytest.mark.fault("a server hangs in the middle of an update", "once it is out, the others' update goes on")
+@pytest.mark.fault(
+    "a server hangs in the middle of an update", "once it is out, the others' update goes on"
+)
 @pytest.mark.parametrize("step", ["start", "stage", "finish"])
 def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
     replicas, _ = several(failing(step, None), {})
@@ -223,7 +258,9 @@ def test_an_update_does_not_wait_for_an_engine_that_is_out(step):
     assert (other.ready, other.version, hung.reason) == (True, 1, "did not answer 3 times in a row")
 
 
-@pytest.mark.fault("a server dies in an update and is back before its end", "it is told nothing of this update")
+@pytest.mark.fault(
+    "a server dies in an update and is back before its end", "it is told nothing of this update"
+)
 def test_an_engine_that_comes_back_in_the_middle_takes_no_part_in_the_rest():
     (back, other), _ = several({}, {})
 
@@ -231,7 +268,8 @@ def test_an_engine_that_comes_back_in_the_middle_takes_no_part_in_the_rest():
         updates = Updates([back, other], state)
         await updates.begin()
         state.take_out(back, "killed")
-        back.engine, back.up = ScriptedEngine(), True
+        back.engine = ScriptedEngine()
+        back.up = True
         await updates.stage({Format.none: {"policy_version": 1}})
         await updates.finish()
 
@@ -239,7 +277,9 @@ def test_an_engine_that_comes_back_in_the_middle_takes_no_part_in_the_rest():
     assert (other.version, back.engine.events, back.ready) == (1, [], False)
 
 
-@pytest.mark.fault("the only engine dies in an update", "the one that takes its place is told all of it again")
+@pytest.mark.fault(
+    "the only engine dies in an update", "the one that takes its place is told all of it again"
+)
 @pytest.mark.parametrize("step", ["start", "stage", "await", "finish"])
 def test_an_update_outlives_the_last_engine(step):
     replicas, _ = several(failing(step))
@@ -248,12 +288,15 @@ def test_an_update_outlives_the_last_engine(step):
     async def use(state: SamplerState) -> Any:
         updating = asyncio.ensure_future(loaded(Updates(replicas, state), background=True))
         await until(lambda: not one.up)
-        one.engine, one.up = ScriptedEngine("engine 1"), True
+        one.engine = ScriptedEngine("engine 1")
+        one.up = True
         return await updating
 
     assert run(use, start_timeout_s=HANG_S)["policy_version"] == 1
     assert (one.ready, one.version) == (True, 1)
-    assert one.engine.events == [f"engine 1: {word}" for word in ("start", "stage", "await", "finish")]
+    assert one.engine.events == [
+        f"engine 1: {word}" for word in ("start", "stage", "await", "finish")
+    ]
 
 
 def test_with_no_engine_left_the_error_says_what_became_of_them():
@@ -264,13 +307,17 @@ def test_with_no_engine_left_the_error_says_what_became_of_them():
 
 
 @pytest.mark.fault(
-    "a re-sync never ends and the next update waits for it", "an error in a sentence, which names the server"
+    "a re-sync never ends and the next update waits for it",
+    "an error in a sentence, which names the server",
 )
 def test_an_update_that_cannot_begin_says_why():
     async def use(state: SamplerState) -> None:
-        held, other = replica("server 0 (int8)", ready=False), replica("server 1 (none)")
+        held = replica("server 0 (int8)", ready=False)
+        other = replica("server 1 (none)")
         await state.updating.acquire()
-        with pytest.raises(SamplerError, match=r"start_timeout_s=0\.2: server 0 \(int8\) is still receiving"):
+        with pytest.raises(
+            SamplerError, match=r"start_timeout_s=0\.2: server 0 \(int8\) is still receiving"
+        ):
             await Updates([held, other], state).begin()
 
     run(use)
@@ -291,7 +338,9 @@ def test_a_question_reaches_every_engine_and_the_lost_ones_are_taken_out():
 
 
 def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None:
-    """One dies in an update; another has started in its place before the last of them has staged it."""
+    """One dies in an update; another has started in its place before the last of them has staged
+    it.
+    """
 
     async def use(state: SamplerState) -> None:
         staged = asyncio.Event()
@@ -309,7 +358,8 @@ def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None
         staging = asyncio.ensure_future(updates.stage({Format.none: {"policy_version": 1}}))
         await asyncio.sleep(0)
         state.take_out(dying, "killed")
-        dying.engine, dying.up = ScriptedEngine("again"), True
+        dying.engine = ScriptedEngine("again")
+        dying.up = True
         staged.set()
         await staging
         assert dying.up
@@ -317,19 +367,26 @@ def test_an_engine_that_took_anothers_place_meanwhile_is_not_taken_out() -> None
     run(use)
 
 
-@pytest.mark.fault("an engine is told of the present weights while the others are put to sleep", "it sleeps with them")
+@pytest.mark.fault(
+    "an engine is told of the present weights while the others are put to sleep",
+    "it sleeps with them",
+)
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_sleep_waits_for_an_engine_that_is_being_started(comes_back: bool):
     (well, late), events = several({}, {})
-    late.ready, late.process = False, SimpleNamespace()
+    late.ready = False
+    late.process = SimpleNamespace()
 
     async def use(state: SamplerState) -> None:
         sleeping = asyncio.ensure_future(Updates([well, late], state).sleep(1))
         await asyncio.sleep(0.05)
         assert not events, "the learner would find no room"
-        late.ready, late.up = comes_back, comes_back
+        late.ready = comes_back
+        late.up = comes_back
         late.process = late.process if comes_back else None
         await sleeping
 
     run(use, start_timeout_s=HANG_S)
-    assert [event.partition(":")[0] for event in events] == ["engine 0", "engine 1"][: 1 + comes_back]
+    assert [event.partition(":")[0] for event in events] == ["engine 0", "engine 1"][
+        : 1 + comes_back
+    ]

@@ -60,7 +60,9 @@ async def sampled(engine: EngineClient) -> None:
     assert (list(one.token_ids), one.spans, one.logprobs[0]) == ([5, 6], [(3, 2)], -1.0)
 
 
-def told(answer: Callable[[Frames], bytes | None], use: Callable[[EngineClient], Awaitable[Any]]) -> Any:
+def told(
+    answer: Callable[[Frames], bytes | None], use: Callable[[EngineClient], Awaitable[Any]]
+) -> Any:
     """`answer`: the reply to each transmission."""
 
     async def main() -> Any:

@@ -1,4 +1,6 @@
-"""`slurm/submit` and the lines that jobs run, where no Slurm is: stand-ins on PATH keep what they were called with."""
+"""`slurm/submit` and the lines that jobs run, where no Slurm is: stand-ins on PATH keep what they
+were called with.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ class Site:
     """A copy of the repository's scripts with another environment than Slurm's around them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.bin, self.record = folder, folder / "bin", folder / "record"
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.record = folder / "record"
         self.bin.mkdir()
         for name in ("slurm", "recipes", "conf"):
             shutil.copytree(ROOT / name, folder / name)
@@ -52,7 +56,12 @@ class Site:
     def stand_in(self, name: str, *environment: str, then: str = "") -> None:
         program = self.bin / name
         program.write_text(
-            RECORD.format(python=shutil.which("python3"), record=str(self.record), names=environment, then=then)
+            RECORD.format(
+                python=shutil.which("python3"),
+                record=str(self.record),
+                names=environment,
+                then=then,
+            )
         )
         program.chmod(0o755)
 
@@ -62,7 +71,9 @@ class Site:
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         around = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}"} | environment
-        return subprocess.run(command, cwd=self.folder, env=around, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, cwd=self.folder, env=around, capture_output=True, text=True, timeout=120
+        )
 
     def calls(self) -> list[tuple[list[str], dict[str, str | None]]]:
         lines = self.record.read_text().splitlines() if self.record.exists() else []
@@ -91,15 +102,25 @@ def test_five_mistakes_are_told_at_once_and_nothing_is_queued(site: Site) -> Non
 
 
 def test_what_is_queued(site: Site) -> None:
-    """The plan's options, then the user's; account and the like by the environment; no secret among the words."""
-    site.stand_in("sbatch", "SBATCH_ACCOUNT", "SBATCH_QOS", "RECIPE", "OVERRIDES", then="print('11;cluster')")
+    """The plan's options, then the user's; account and the like by the environment; no secret among
+    the words.
+    """
+    site.stand_in(
+        "sbatch", "SBATCH_ACCOUNT", "SBATCH_QOS", "RECIPE", "OVERRIDES", then="print('11;cluster')"
+    )
     site.write(MINE, like=read_card("Qwen3-8B"))
     words = ["recipe=mine.yaml", "run={name: half, seed: 3}", "--time=01:00:00"]
     secret = {"WANDB_API_KEY": "canary-71b2", "SBATCH_ACCOUNT": "lab"}
     done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", *words, **secret)
     assert done.returncode == 0, done.stderr
     ((called, environment),) = site.calls()
-    assert called[:5] == ["sbatch", "--parsable", "--job-name=half", "--nodes=1", "--ntasks-per-node=4"]
+    assert called[:5] == [
+        "sbatch",
+        "--parsable",
+        "--job-name=half",
+        "--nodes=1",
+        "--ntasks-per-node=4",
+    ]
     assert called[-2:] == ["--time=01:00:00", "slurm/dapo_int8.sbatch"]
     assert "--mem=0" in called, "all memory of the nodes"
     given = {"RECIPE": "mine.yaml", "OVERRIDES": "run={name: half, seed: 3}\n"}
@@ -111,7 +132,9 @@ def test_what_is_queued(site: Site) -> None:
 
 def test_what_a_site_says_of_gpus_and_memory_reaches_sbatch(site: Site) -> None:
     lines = (site.folder / "slurm/site.env").read_text()
-    lines = lines.replace("SITE_GPUS:-gres=gpu", "SITE_GPUS:-gpus-per-node").replace("SITE_MEM:-0", "SITE_MEM:-plan")
+    lines = lines.replace("SITE_GPUS:-gres=gpu", "SITE_GPUS:-gpus-per-node").replace(
+        "SITE_MEM:-0", "SITE_MEM:-plan"
+    )
     (site.folder / "slurm/site.env").write_text(lines)
     site.stand_in("sbatch", then="print('11;cluster')")
     site.write(MINE, like=read_card("Qwen3-8B"))
@@ -120,10 +143,14 @@ def test_what_a_site_says_of_gpus_and_memory_reaches_sbatch(site: Site) -> None:
     ((called, _),) = site.calls()
     assert "--gpus-per-node=8" in called
     (asked,) = (word for word in called if word.startswith("--mem="))
-    assert 40 < int(asked.removeprefix("--mem=").removesuffix("G")) < 100, "of nine processes and a small model"
+    assert 40 < int(asked.removeprefix("--mem=").removesuffix("G")) < 100, (
+        "of nine processes and a small model"
+    )
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "slurm").glob("dapo_*.sbatch")))
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "slurm").glob("dapo_*.sbatch"))
+)
 def test_a_script_by_itself_asks_for_all_memory_of_its_nodes(script: str) -> None:
     assert "#SBATCH --mem=0\n" in (ROOT / "slurm" / script).read_text()
 
@@ -132,39 +159,65 @@ CONTAINERS = {
     "": ("", []),
     "pyxis": (
         "lab/image:1",
-        ["--container-image=lab/image:1", "--container-workdir={here}", "--container-mounts={here}:{here},/data:/data"],
+        [
+            "--container-image=lab/image:1",
+            "--container-workdir={here}",
+            "--container-mounts={here}:{here},/data:/data",
+        ],
     ),
-    "apptainer": ("/images/rl.sif", ["apptainer", "exec", "--nv", "--bind", "{here},/data:/data", "/images/rl.sif"]),
+    "apptainer": (
+        "/images/rl.sif",
+        ["apptainer", "exec", "--nv", "--bind", "{here},/data:/data", "/images/rl.sif"],
+    ),
 }
 
 
 @pytest.mark.parametrize("tool", CONTAINERS, ids=lambda tool: tool or "bare")
 def test_what_runs_on_the_nodes(site: Site, tool: str) -> None:
-    """Two nodes, a rank on each: modules, containers, addresses; secrets by the environment alone."""
+    """Two nodes, a rank on each: modules, containers, addresses; secrets by the environment
+    alone.
+    """
     image, around = CONTAINERS[tool]
     around = [word.format(here=site.folder) for word in around]
     on_nodes(site)
     (site.folder / "secrets").write_text("WANDB_API_KEY=canary-5d0e\n")
     settings = {
-        "SITE_CONTAINER": image, "SITE_CONTAINER_TOOL": tool, "SITE_MOUNTS": "/data:/data",
-        "SITE_MODULES": "cuda/13.0 gcc/13", "SITE_SECRETS": str(site.folder / "secrets"),
-    }  # fmt: skip
+        "SITE_CONTAINER": image,
+        "SITE_CONTAINER_TOOL": tool,
+        "SITE_MOUNTS": "/data:/data",
+        "SITE_MODULES": "cuda/13.0 gcc/13",
+        "SITE_SECRETS": str(site.folder / "secrets"),
+    }
     done = run_script(site, "dapo_int8", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     calls = site.calls()
     assert (["module", "load", "cuda/13.0", "gcc/13"]) in [words for words, _ in calls]
     steps = [(words, environment) for words, environment in calls if words[0] == "srun"]
     check, learner = (
-        next(words for words, _ in steps if f"--job-name={name}" in words) for name in ("nodes", "learner")
+        next(words for words, _ in steps if f"--job-name={name}" in words)
+        for name in ("nodes", "learner")
     )
     for words, environment in steps:
         assert " ".join(around) in " ".join(words)
         assert environment["WANDB_API_KEY"] == "canary-5d0e"
     assert "MEGATRON_RL_NODES=n1=127.0.0.1,n2=127.0.0.1" in check
     assert ".venv/bin/python -m megatron_rl.workshop.nodes.check 2 mine.yaml" in " ".join(check)
-    assert {"--nodelist=n1,n2", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "MASTER_ADDR=127.0.0.1"} <= {*learner}
+    assert {
+        "--nodelist=n1,n2",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "MASTER_ADDR=127.0.0.1",
+    } <= {*learner}
     end = learner[learner.index(".venv/bin/megatron-rl") :]
-    assert end[1:] == ["train", "mine.yaml", "run.if_exists=resume", "run.name=x", "--ranks", "slurm"]
+    assert end[1:] == [
+        "train",
+        "mine.yaml",
+        "run.if_exists=resume",
+        "run.name=x",
+        "--ranks",
+        "slurm",
+    ]
     assert "canary" not in done.stdout + done.stderr
     assert not any("canary" in word for words, _ in calls for word in words)
 
@@ -184,9 +237,15 @@ def test_a_report_is_written_where_python_lives(site: Site, tool: str) -> None:
 
 def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
     on_nodes(site)
-    done = run_script(site, "dapo_split", "\nsampler={fleet: {servers: 2}}\nsync.dir=sync\nlearner.tensor_parallel=1\n")
+    done = run_script(
+        site,
+        "dapo_split",
+        "\nsampler={fleet: {servers: 2}}\nsync.dir=sync\nlearner.tensor_parallel=1\n",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = {word: call for call in site.calls() for word in call[0] if word.startswith("--job-name=")}
+    steps = {
+        word: call for call in site.calls() for word in call[0] if word.startswith("--job-name=")
+    }
     servers, learner = (steps[f"--job-name={name}"] for name in ("servers", "learner"))
     first = 40000 + 7 * 64
     places = f"127.0.0.1:{first},127.0.0.1:{first + 1}"
@@ -202,21 +261,42 @@ def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
 
 
 def on_nodes(site: Site) -> None:
-    """What a batch script finds on a node: `srun` runs what is for this node alone, and keeps the rest to itself."""
+    """What a batch script finds on a node: `srun` runs what is for this node alone, and keeps the
+    rest to itself.
+    """
     answers = f"said = ' '.join(sys.argv[1:])\nprint(next(text for words, text in {NODES!r}.items() if words in said))"
     site.stand_in("scontrol", then=answers)
     site.stand_in("squeue", then="print('7.0 servers')")
     site.stand_in("module")
     site.stand_in("scancel")
     alone = "if '--ntasks=1' in sys.argv and '--job-name=learner' not in sys.argv:"
-    site.stand_in("srun", "WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", then=alone + RUN_LAST.replace("\n", "\n    "))
-    site.stand_in("apptainer", then=RUN_LAST.replace("words = sys.argv[1:]", "words = ['apptainer', *sys.argv[1:]]"))
+    site.stand_in(
+        "srun",
+        "WANDB_API_KEY",
+        "MEGATRON_RL_FLEET_KEY",
+        then=alone + RUN_LAST.replace("\n", "\n    "),
+    )
+    site.stand_in(
+        "apptainer",
+        then=RUN_LAST.replace("words = sys.argv[1:]", "words = ['apptainer', *sys.argv[1:]]"),
+    )
     site.write(HERE)
 
 
-def run_script(site: Site, name: str, overrides: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1", "SLURM_NTASKS_PER_NODE": "1"}
-    given = {"RECIPE": "mine.yaml", "OVERRIDES": f"run.name=x {overrides}", "SLURM_SUBMIT_DIR": str(site.folder)}
+def run_script(
+    site: Site, name: str, overrides: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_NTASKS_PER_NODE": "1",
+    }
+    given = {
+        "RECIPE": "mine.yaml",
+        "OVERRIDES": f"run.name=x {overrides}",
+        "SLURM_SUBMIT_DIR": str(site.folder),
+    }
     return site.run("bash", f"slurm/{name}.sbatch", **job, **given, **environment)
 
 

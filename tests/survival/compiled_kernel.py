@@ -1,4 +1,6 @@
-"""A Triton kernel, compiled in this process as a rank on a GPU does it: LLVM then has signal handlers of its own."""
+"""A Triton kernel, compiled in this process as a rank on a GPU does it: LLVM then has signal
+handlers of its own.
+"""
 
 import triton
 import triton.language as tl

@@ -23,8 +23,11 @@ class Run:
     """Each start comes so far, keeps that, and ends so."""
 
     def __init__(self, folder: Path, *ends: tuple[int, str, int]) -> None:
-        self.config = Config(run=RunSection(name="run", root=str(folder)), checkpoint=CheckpointSection(minutes=0))
-        self.path, self._ends = folder / "run", list(ends)
+        self.config = Config(
+            run=RunSection(name="run", root=str(folder)), checkpoint=CheckpointSection(minutes=0)
+        )
+        self.path = folder / "run"
+        self._ends = list(ends)
         self.said: list[str] = []
         self.modes: list[IfExists] = []
 
@@ -32,7 +35,9 @@ class Run:
         step, state, status = self._ends.pop(0)
         self.modes.append(config.run.if_exists)
         self.path.mkdir(exist_ok=True)
-        write_lines(self.path / "metrics.jsonl", [{"progress/step": number} for number in range(step + 1)])
+        write_lines(
+            self.path / "metrics.jsonl", [{"progress/step": number} for number in range(step + 1)]
+        )
         if step and config.checkpoint.every:
             path_of(self.path / "checkpoints", step).mkdir(parents=True, exist_ok=True)
         mark_status(self.path, state, f"because of {step}")
@@ -51,11 +56,26 @@ class Run:
         ([(3, "failed", 1), (5, "finished", 0)], 3, 0, 2),
         ([(3, "failed", 1), (5, "failed", 137)], 2, 137, 2),
         ([(0, "failed", 1), (0, "failed", 1)], 9, 1, 2),
-        ([(3, "failed", 1), (3, "failed", 1), (4, "failed", 1), (4, "failed", 1), (4, "failed", 1)], 9, 1, 5),
+        (
+            [
+                (3, "failed", 1),
+                (3, "failed", 1),
+                (4, "failed", 1),
+                (4, "failed", 1),
+                (4, "failed", 1),
+            ],
+            9,
+            1,
+            5,
+        ),
     ],
 )
-@pytest.mark.fault("a run fails, with --attempts", "it goes on while it comes further, and no longer")
-def test_how_often_a_run_is_started(tmp_path: Path, ends: list, count: int, status: int, starts: int) -> None:
+@pytest.mark.fault(
+    "a run fails, with --attempts", "it goes on while it comes further, and no longer"
+)
+def test_how_often_a_run_is_started(
+    tmp_path: Path, ends: list, count: int, status: int, starts: int
+) -> None:
     run = Run(tmp_path, *ends)
     assert run.go(count) == status
     assert len(run.modes) == starts
@@ -73,13 +93,17 @@ def test_a_resumed_run_has_come_as_far_as_it_had(tmp_path: Path) -> None:
 def test_what_is_said_between_attempts(tmp_path: Path) -> None:
     run = Run(tmp_path, (3, "failed", 1), (3, "failed", 1), (3, "failed", 1))
     run.go(5)
-    assert run.said[0].startswith("attempt 1 of 5 has failed: because of 3\nthe next one begins again")
+    assert run.said[0].startswith(
+        "attempt 1 of 5 has failed: because of 3\nthe next one begins again"
+    )
     assert "checkpoint.every and checkpoint.minutes are 0" in run.said[0]
     assert "the second in a row that came no further: because of 3" in run.said[-1]
     kept = Run(tmp_path, (4, "failed", 1), (5, "finished", 0))
     kept.config = replace(kept.config, checkpoint=CheckpointSection(every=1))
     assert kept.go(2) == 0
-    assert kept.said == ["attempt 1 of 2 has failed: because of 4\nthe next one goes on after step 4, in 0 s"]
+    assert kept.said == [
+        "attempt 1 of 2 has failed: because of 4\nthe next one goes on after step 4, in 0 s"
+    ]
 
 
 def test_a_start_counts_slurm_s_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +112,9 @@ def test_a_start_counts_slurm_s_restarts(tmp_path: Path, monkeypatch: pytest.Mon
     assert read_status(tmp_path / "run")["restarts"] == "2"
 
 
-@pytest.mark.fault("a job has ended", "it is queued again where its run may go on, and has come further")
+@pytest.mark.fault(
+    "a job has ended", "it is queued again where its run may go on, and has come further"
+)
 @pytest.mark.parametrize(
     ("state", "states", "resumed", "kept", "again"),
     [
@@ -113,8 +139,13 @@ def test_when_a_job_is_queued_again(
     assert "why it ended" in why
 
 
-@pytest.mark.fault("a job fails before its run has begun", "it is not queued again for what the start before has left")
-def test_a_start_that_did_not_come_to_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "a job fails before its run has begun",
+    "it is not queued again for what the start before has left",
+)
+def test_a_start_that_did_not_come_to_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path_of(RunDir(tmp_path).checkpoints, 4).mkdir(parents=True)
     mark_status(tmp_path, "failed", "why it ended", restarts="1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

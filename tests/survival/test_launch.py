@@ -51,7 +51,9 @@ Launched = Callable[..., int]
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Launches ranks that do what a script says, whose head is that of a rank unless it has its own."""
+    """Launches ranks that do what a script says, whose head is that of a rank unless it has its
+    own.
+    """
 
     def launched(script: str, ranks: int = 1, hang_timeout_s: float = 600.0) -> int:
         stand_in = tmp_path / "python"
@@ -82,7 +84,8 @@ def test_the_rank_that_failed_by_itself_is_reported(
         assert not held(run_folder), "another attempt of this process finds the place free"
     finally:
         gc.enable()
-    status, said = read_status(run_folder), capsys.readouterr().err
+    status = read_status(run_folder)
+    said = capsys.readouterr().err
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ValueError: a bad shard")
     assert "rank 1 failed" in said
     assert "a bad shard" in said
@@ -93,22 +96,34 @@ def test_the_rank_that_failed_by_itself_is_reported(
 @pytest.mark.fault("USR1 before a rank can act on it", "it is kept, and reaches the driver")
 def test_usr1_is_kept_until_the_driver_can_act_on_it(launched: Launched) -> None:
     hold(STOP_AFTER_STEP)
-    signal.pthread_kill(threading.get_ident(), STOP_AFTER_STEP)  # other threads of the tests hold nothing
+    # other threads of the tests hold nothing
+    signal.pthread_kill(threading.get_ident(), STOP_AFTER_STEP)
     assert launched(ASKED) == 0
 
 
-@pytest.mark.fault("secrets in the launcher's environment", "rank 0 gets W&B's and the fleet's key, the others none")
-def test_what_the_ranks_are_given(run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "secrets in the launcher's environment",
+    "rank 0 gets W&B's and the fleet's key, the others none",
+)
+def test_what_the_ranks_are_given(
+    run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "MEGATRON_RL_FLEET_KEY", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "x" * 40)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert launched(LISTS, ranks=2) == 0
     given = [
-        dict(line.split("=", 1) for line in (run_folder / f"environment_{rank}").read_text().splitlines())
+        dict(
+            line.split("=", 1)
+            for line in (run_folder / f"environment_{rank}").read_text().splitlines()
+        )
         for rank in range(2)
     ]
     secrets = {"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", "HF_TOKEN"}
-    assert [secrets & set(one) for one in given] == [{"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"}, set()]
+    assert [secrets & set(one) for one in given] == [
+        {"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"},
+        set(),
+    ]
     assert given[0]["TMPDIR"] == given[1]["TMPDIR"]
     assert Path(given[0]["TMPDIR"]).name.startswith("megatron-rl-run-")
     assert not Path(given[0]["TMPDIR"]).exists()
@@ -124,8 +139,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 REMOVES = "import shutil; shutil.rmtree(folder); sys.exit(1)"
 
 
-@pytest.mark.fault("what a killed process of a run has started lives on in its own session", "it ends with the run")
-def test_orphans_end_with_the_run(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.fault(
+    "what a killed process of a run has started lives on in its own session", "it ends with the run"
+)
+def test_orphans_end_with_the_run(
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LEFT", str(tmp_path / "left"))
     monkeypatch.setattr(launch, "REAP_S", 0.5)
     other = subprocess.Popen(["sleep", "1000"])
@@ -136,16 +155,25 @@ def test_orphans_end_with_the_run(tmp_path: Path, launched: Launched, monkeypatc
     other.wait()
 
 
-@pytest.mark.fault("a run's directory is removed: nobody can write how it ended", "the launcher's last line says so")
-def test_a_directory_that_is_gone(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.fault(
+    "a run's directory is removed: nobody can write how it ended",
+    "the launcher's last line says so",
+)
+def test_a_directory_that_is_gone(
+    tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert launched(REMOVES) == 1
     said = capsys.readouterr().err
     assert "the run's directory cannot be written (run_directory)" in said
-    assert said.endswith(f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n")
+    assert said.endswith(
+        f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n"
+    )
 
 
 @pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
-def test_who_does_not_go_is_ended(run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_go_is_ended(
+    run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch.process, "LEAVE_S", 0.1)
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     assert launched(STAYS, ranks=2) == 1
@@ -165,12 +193,15 @@ with pulse.phase("update"):
 """
 
 
-@pytest.mark.fault("a rank is stopped for longer than run.hang_timeout_s", "the run ends, and names it")
+@pytest.mark.fault(
+    "a rank is stopped for longer than run.hang_timeout_s", "the run ends, and names it"
+)
 def test_a_rank_that_stays_stopped_ends_the_run(
     run_folder: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launched(STOPS, ranks=2, hang_timeout_s=5.0) == 1
-    pid, status = int((run_folder / "stopped").read_text()), read_status(run_folder)
+    pid = int((run_folder / "stopped").read_text())
+    status = read_status(run_folder)
     assert status["state"] == "failed"
     assert status["reason"].startswith(f"rank 1 (process {pid} on ")
     assert "is stopped (SIGSTOP, or a debugger)" in status["reason"]
@@ -205,14 +236,22 @@ Alone = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    """Starts what ends with the test, in the folder of a run without a launcher: a rank, or another program."""
+    """Starts what ends with the test, in the folder of a run without a launcher: a rank, or another
+    program.
+    """
     (tmp_path / "logs" / "pulse").mkdir(parents=True)
     (tmp_path / "logs" / "attempt_1").mkdir()
     mark_status(tmp_path, "running")
     begun: list[subprocess.Popen[bytes]] = []
 
-    def alone(rank: int = 0, launcher: int = 0, program: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        begun.append(subprocess.Popen(program or [sys.executable, "-c", ALONE, tmp_path, str(rank), str(launcher)]))
+    def alone(
+        rank: int = 0, launcher: int = 0, program: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
+        begun.append(
+            subprocess.Popen(
+                program or [sys.executable, "-c", ALONE, tmp_path, str(rank), str(launcher)]
+            )
+        )
         return begun[-1]
 
     yield alone
@@ -221,7 +260,9 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
         one.wait()
 
 
-@pytest.mark.fault("under srun or torchrun, rank 0 stays stopped", "another one names and ends it, and itself")
+@pytest.mark.fault(
+    "under srun or torchrun, rank 0 stays stopped", "another one names and ends it, and itself"
+)
 def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path, alone: Alone) -> None:
     ranks = [alone(rank) for rank in range(2)]
     wait_for(lambda: (tmp_path / "logs" / "pulse" / "rank_0.json").exists())
@@ -232,7 +273,9 @@ def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path, alone: A
     assert read_status(tmp_path)["stuck"]["process"] == "rank 0"
 
 
-@pytest.mark.fault("the launcher is stopped (SIGSTOP)", "a rank names it; nobody ends the run for that")
+@pytest.mark.fault(
+    "the launcher is stopped (SIGSTOP)", "a rank names it; nobody ends the run for that"
+)
 def test_a_stopped_launcher_is_named_by_a_rank(tmp_path: Path, alone: Alone) -> None:
     (tmp_path / "go on").touch()
     launcher = alone(program=("sleep", "1000"))
@@ -276,18 +319,38 @@ print(*(name for name in sorted(os.environ) if os.environ[name] == "canary"))
     ("rank", "trains", "status", "out", "err"),
     [
         pytest.param(
-            0, HANGS, 1, "", "ValueError: no space left on device\n",
-            marks=pytest.mark.fault("a failed rank waits for ever at its exit", "it ends after a limit, with status 1"),
+            0,
+            HANGS,
+            1,
+            "",
+            "ValueError: no space left on device\n",
+            marks=pytest.mark.fault(
+                "a failed rank waits for ever at its exit", "it ends after a limit, with status 1"
+            ),
         ),
-        pytest.param(1, SIGNALLED, 0, "went on\n", "", id="signals to every task leave the followers alone"),
-        pytest.param(0, SECRETS, 0, "MEGATRON_RL_FLEET_KEY WANDB_API_KEY\n", "", id="what rank 0 needs is kept"),
-        pytest.param(1, SECRETS, 0, "\n", "", id="another rank removes every secret from its environment"),
+        pytest.param(
+            1, SIGNALLED, 0, "went on\n", "", id="signals to every task leave the followers alone"
+        ),
+        pytest.param(
+            0,
+            SECRETS,
+            0,
+            "MEGATRON_RL_FLEET_KEY WANDB_API_KEY\n",
+            "",
+            id="what rank 0 needs is kept",
+        ),
+        pytest.param(
+            1, SECRETS, 0, "\n", "", id="another rank removes every secret from its environment"
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_rank_by_itself(rank: int, trains: str, status: int, out: str, err: str) -> None:
     keys = dict.fromkeys(("WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", "HF_TOKEN"), "canary")
-    command, env = [sys.executable, "-c", RANK, trains], {**os.environ, **keys, "RANK": str(rank)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-c", RANK, trains]
+    env = {**os.environ, **keys, "RANK": str(rank)}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert (done.returncode, done.stdout) == (status, out), done.stderr
     assert done.stderr.endswith(err)
 
@@ -300,26 +363,50 @@ def test_a_lost_connection_is_not_a_cause() -> None:
     assert launch.first_cause({}) == 0
 
 
-@pytest.mark.fault("a rank is killed", "status and last line name rank, signal and a likely cause; exit status 137")
+@pytest.mark.fault(
+    "a rank is killed", "status and last line name rank, signal and a likely cause; exit status 137"
+)
 def test_a_killed_rank_is_named(
-    run_folder: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_folder: Path,
+    launched: Launched,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pulse = run_folder / "logs" / "pulse" / "rank_1.json"
-    last = json.dumps({
-        "rank": 1, "host": "", "pid": 0, "birth": 0, "beat": 7, "phase": "update", "seen": True, "entered": 7,
-        "age_s": 0.0, "idle_s": 0.0, "waits": None, "children": [],
-    })  # fmt: skip
+    last = json.dumps(
+        {
+            "rank": 1,
+            "host": "",
+            "pid": 0,
+            "birth": 0,
+            "beat": 7,
+            "phase": "update",
+            "seen": True,
+            "entered": 7,
+            "age_s": 0.0,
+            "idle_s": 0.0,
+            "waits": None,
+            "children": [],
+        }
+    )
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
-    dies = f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n"
+    dies = (
+        f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n"
+    )
     assert launched(dies, ranks=2) == 137
     status = read_status(run_folder)
-    assert (status["state"], status["reason"]) == ("failed", "rank 1: ended by SIGKILL (out of memory?)")
+    assert (status["state"], status["reason"]) == (
+        "failed",
+        "rank 1: ended by SIGKILL (out of memory?)",
+    )
     log = run_folder / "logs" / "attempt_1" / "rank_1.log"
     cause = status["cause"]
     assert (cause["class"], cause["process"], cause["log"]) == ("dead_process", "rank 1", str(log))
     assert cause["phase"] == "update"
     *_, why, last = capsys.readouterr().err.rstrip().splitlines()
-    assert why.startswith("why: a process was killed (dead_process): rank 1, in update. SIGKILL comes from outside.")
+    assert why.startswith(
+        "why: a process was killed (dead_process): rank 1, in update. SIGKILL comes from outside."
+    )
     assert why.endswith(f"Its log is {log}.")
     assert last == "failed: rank 1: ended by SIGKILL (out of memory?)"
 
@@ -328,19 +415,39 @@ LOST = "RuntimeError: Connection closed by peer"
 OWN = "SamplerError: the sampler's process ended"
 
 
-@pytest.mark.fault("a rank only followed another one", "the cause is not overwritten by what it said")
+@pytest.mark.fault(
+    "a rank only followed another one", "the cause is not overwritten by what it said"
+)
 @pytest.mark.parametrize(
     ("state", "reason", "stopping", "rank", "expected"),
     [
         ("failed", OWN, None, 0, ("failed", OWN)),
         ("failed", OWN, None, 1, ("failed", OWN)),  # the driver is still writing its report
         ("failed", LOST, None, 1, ("failed", "rank 1: why")),
-        ("stopped", "stopped by SIGTERM", None, 1, ("failed", "rank 1: why")),  # this process has ended it
-        ("stopped", "stopped by SIGTERM", None, 0, ("stopped", "stopped by SIGTERM")),  # somebody else has
+        (
+            "stopped",
+            "stopped by SIGTERM",
+            None,
+            1,
+            ("failed", "rank 1: why"),
+        ),  # this process has ended it
+        (
+            "stopped",
+            "stopped by SIGTERM",
+            None,
+            0,
+            ("stopped", "stopped by SIGTERM"),
+        ),  # somebody else has
         ("running", "", None, 0, ("failed", "rank 0: why")),
         ("running", "", None, None, ("finished", "")),  # it could not say so
         ("finished", "", None, 1, ("finished", "")),
-        ("stopped", "stopped after step 4", "stopped by SIGTERM", None, ("stopped", "stopped after step 4")),
+        (
+            "stopped",
+            "stopped after step 4",
+            "stopped by SIGTERM",
+            None,
+            ("stopped", "stopped after step 4"),
+        ),
         ("failed", LOST, "stopped by SIGTERM", 1, ("failed", "rank 1: why")),
         ("finished", "", "stopped by SIGTERM", None, ("finished", "")),
         ("running", "", "stopped by SIGTERM", None, ("stopped", "stopped by SIGTERM")),
@@ -354,7 +461,12 @@ def test_whose_word_counts(
 
 def test_the_error_is_found_in_what_a_log_ends_with() -> None:
     noise = "(MainProcess pid=8) INFO 11-22 03:15:43 [block_pool.py:861] Successfully reset prefix cache"
-    assert launch.last_error(["Traceback", "[rank1]: ValueError: a bad shard", noise]) == "ValueError: a bad shard"
-    assert launch.last_error(["megatron_rl.runs.disk.RecordLost: no room", "  at exit"]).endswith("no room")
+    assert (
+        launch.last_error(["Traceback", "[rank1]: ValueError: a bad shard", noise])
+        == "ValueError: a bad shard"
+    )
+    assert launch.last_error(["megatron_rl.runs.disk.RecordLost: no room", "  at exit"]).endswith(
+        "no room"
+    )
     assert launch.last_error(["what is this"]) == "what is this"
     assert launch.last_error([]) == ""

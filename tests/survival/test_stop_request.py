@@ -1,4 +1,6 @@
-"""A run is asked to end: what the clock expects, what is decided, and that what was given up comes again exactly."""
+"""A run is asked to end: what the clock expects, what is decided, and that what was given up comes
+again exactly.
+"""
 
 import json
 import math
@@ -22,17 +24,31 @@ from megatron_rl.processes.process import hold
 from megatron_rl.runs.run_dir import open_run
 from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.runs.timeline import PhaseClock
-from megatron_rl.survival.stop_request import ASKS, SAVE_LIMIT_S, StepGivenUp, StopRequest, ask_driver
+from megatron_rl.survival.stop_request import (
+    ASKS,
+    SAVE_LIMIT_S,
+    StepGivenUp,
+    StopRequest,
+    ask_driver,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_rest_of_a_step_is_what_the_longest_of_the_last_ones_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_a_step_is_what_the_longest_of_the_last_ones_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = PhaseClock()
     assert clock.rest() == math.inf
-    for rollout, update in ((9.0, 9.0), (4.0, 2.0), *[(1.0, 1.0)] * 6, (6.0, 1.0)):  # of the last eight
+    # of the last eight
+    for rollout, update in (
+        (9.0, 9.0),
+        (4.0, 2.0),
+        *[(1.0, 1.0)] * 6,
+        (6.0, 1.0),
+    ):
         for name, seconds in (("rollout", rollout), ("update", update)):
             clock.enter(name)
             now += seconds
@@ -90,10 +106,14 @@ with StopRequest(PhaseClock(), print, Path(sys.argv[1])) as request:
 """
 
 
-@pytest.mark.fault("USR1 comes to a rank that has compiled Triton kernels", "the run stops after its step")
+@pytest.mark.fault(
+    "USR1 comes to a rank that has compiled Triton kernels", "the run stops after its step"
+)
 def test_a_compiler_does_not_take_the_request(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LISTENS, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -102,9 +122,13 @@ def said(run: Path, word: str) -> dict:
     return read_status(run)["stopping"]
 
 
-@pytest.mark.fault("a run is asked to end and has the time", "its status says so; the step is finished")
+@pytest.mark.fault(
+    "a run is asked to end and has the time", "its status says so; the step is finished"
+)
 @pytest.mark.parametrize("number", ASKS)
-def test_a_step_that_has_the_time_is_finished(asked: StopRequest, run_folder: Path, number: int) -> None:
+def test_a_step_that_has_the_time_is_finished(
+    asked: StopRequest, run_folder: Path, number: int
+) -> None:
     asked.begin(3)
     with asked.waiting():
         os.kill(os.getpid(), number)
@@ -135,7 +159,9 @@ def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, run_folder: Pat
     assert not asked._waiting
 
 
-def test_a_phase_that_cannot_be_left_is_finished_first(asked: StopRequest, run_folder: Path) -> None:
+def test_a_phase_that_cannot_be_left_is_finished_first(
+    asked: StopRequest, run_folder: Path
+) -> None:
     asked._clock.seconds = 1e6  # type: ignore[attr-defined]
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -152,7 +178,9 @@ def test_what_ends_a_run_at_once(asked: StopRequest, run_folder: Path, number: i
     said(run_folder, "nothing yet to be saved")
 
 
-@pytest.mark.fault("Slurm sends SIGTERM to a job, and srun once more to its step", "that is one request, not two")
+@pytest.mark.fault(
+    "Slurm sends SIGTERM to a job, and srun once more to its step", "that is one request, not two"
+)
 def test_a_signal_that_comes_twice(asked: StopRequest, run_folder: Path) -> None:
     asked.begin(3)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
@@ -162,7 +190,9 @@ def test_a_signal_that_comes_twice(asked: StopRequest, run_folder: Path) -> None
 
 
 @pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
-def test_the_time_limit_of_a_job_counts(asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_of_a_job_counts(
+    asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
     asked._clock.seconds = 10_000.0  # type: ignore[attr-defined]
     asked.begin(3)
@@ -170,7 +200,9 @@ def test_the_time_limit_of_a_job_counts(asked: StopRequest, run_folder: Path, mo
     assert "whose rest takes 2h46m, with 1h" in said(run_folder, "what stands")["said"]
 
 
-def test_a_late_save_has_its_time(asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_save_has_its_time(
+    asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -180,13 +212,18 @@ def test_a_late_save_has_its_time(asked: StopRequest, run_folder: Path, monkeypa
     assert said(run_folder, "and the time is up")["limit_s"] > 1000 + SAVE_LIMIT_S
 
 
-def test_a_step_is_given_up_once(asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_given_up_once(
+    asked: StopRequest, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
     notes: list[str] = []
     asked._note = notes.append
     asked._clock.seconds = 600.0  # type: ignore[attr-defined]
     asked.begin(3)
-    for number, words in ((signal.SIGUSR1, "is finished and saved first"), (signal.SIGTERM, "whose rest takes")):
+    for number, words in (
+        (signal.SIGUSR1, "is finished and saved first"),
+        (signal.SIGTERM, "whose rest takes"),
+    ):
         os.kill(os.getpid(), number)
         limit_s = said(run_folder, words)["limit_s"]
     assert limit_s > SAVE_LIMIT_S
@@ -195,7 +232,8 @@ def test_a_step_is_given_up_once(asked: StopRequest, run_folder: Path, monkeypat
     assert len(notes) == 3
 
 
-# in a worker that has scored so many answers of the training set, or of the other one: USR1 to the run
+# in a worker that has scored so many answers of the training set, or of the other one: USR1 to the
+# run
 REWARD = """
 import os, signal, time, zlib
 scored = {"train": 0, "eval": 0}
@@ -209,12 +247,33 @@ def score(row, key, response):
     return zlib.crc32(response.encode()) % 7 / 6
 """
 SETTINGS = (
-    *("run.name=run", "run.steps=3", "run.if_exists=resume", "model.path=toy/model", "model.init=random"),
-    *("data.train=train.jsonl", "data.eval=eval.jsonl", "reward.name=signals:score", "reward.workers=1"),
+    *(
+        "run.name=run",
+        "run.steps=3",
+        "run.if_exists=resume",
+        "model.path=toy/model",
+        "model.init=random",
+    ),
+    *(
+        "data.train=train.jsonl",
+        "data.eval=eval.jsonl",
+        "reward.name=signals:score",
+        "reward.workers=1",
+    ),
     "reward.timeout_s=100",
     *("reward.environment=[MOMENT]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
-    *("rollout.max_gen_batches=1", "rollout.max_response_tokens=12", "eval.every=1", "eval.max_prompts=8"),
-    *("checkpoint.minutes=600", "sampler.vllm.max_num_seqs=64", "log.export=true", "learner.n_minibatches=1"),
+    *(
+        "rollout.max_gen_batches=1",
+        "rollout.max_response_tokens=12",
+        "eval.every=1",
+        "eval.max_prompts=8",
+    ),
+    *(
+        "checkpoint.minutes=600",
+        "sampler.vllm.max_num_seqs=64",
+        "log.export=true",
+        "learner.n_minibatches=1",
+    ),
     *("quantization.smoothing=0.5", "sync.verify_every=0"),
 )
 
@@ -222,7 +281,14 @@ SETTINGS = (
 def train(place: Path, moment: str) -> str:
     """An attempt in a job whose time is up."""
     env = {**os.environ, "MOMENT": moment, "SLURM_JOB_END_TIME": "1"}
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml"), *SETTINGS]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl.cli",
+        "train",
+        str(ROOT / "recipes" / "quickstart.yaml"),
+        *SETTINGS,
+    ]
     done = run("torch", command, cwd=place, timeout=400, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -230,12 +296,20 @@ def train(place: Path, moment: str) -> str:
 
 @pytest.mark.engine
 @pytest.mark.ranks
-@pytest.mark.fault("steps are given up in a rollout and in an evaluation", "they come again, and nothing else differs")
+@pytest.mark.fault(
+    "steps are given up in a rollout and in an evaluation",
+    "they come again, and nothing else differs",
+)
 def test_what_is_given_up_comes_again(tmp_path: Path) -> None:
     write_toy(tmp_path / "toy")
     for kind, name in (("train", "train"), ("eval", "test")):
-        rows = [json.loads(line) for line in (tmp_path / "toy" / f"{name}.jsonl").read_text().splitlines()]
-        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row | {"kind": kind}) + "\n" for row in rows))
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / "toy" / f"{name}.jsonl").read_text().splitlines()
+        ]
+        (tmp_path / f"{kind}.jsonl").write_text(
+            "".join(json.dumps(row | {"kind": kind}) + "\n" for row in rows)
+        )
     (tmp_path / "signals.py").write_text(REWARD)
     folder = tmp_path / "runs" / "run"
     train(tmp_path, "")

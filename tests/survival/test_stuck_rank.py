@@ -1,6 +1,8 @@
-"""Two real ranks: one lets the other wait for long, and is waited for; then it does not come, and is named.
+"""Two real ranks: one lets the other wait for long, and is waited for; then it does not come, and
+is named.
 
-`python test_stuck_rank.py RANK FOLDER` is one of them: rank 0 lets the other wait for longer than torch would.
+`python test_stuck_rank.py RANK FOLDER` is one of them: rank 0 lets the other wait for longer than
+torch would.
 """
 
 import sys
@@ -33,7 +35,9 @@ def main(rank: int, folder: Path) -> None:
     beats.each.append(tell_to_wait)
     beats.start()
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S)
+    )
     with pulse.phase("rollout"):
         if rank:
             (folder / "received").write_text(str(receive_size()))
@@ -48,10 +52,14 @@ def main(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.fault("a rank does not come to a collective", "it is named with its stack, the one that waits is not")
+@pytest.mark.fault(
+    "a rank does not come to a collective", "it is named with its stack, the one that waits is not"
+)
 def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file_of(tmp_path, 0).parent.mkdir(parents=True)
-    ranks = [Process("torch", [sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
+    ranks = [
+        Process("torch", [sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)
+    ]
     try:
         guard = Guard(Watch(tmp_path, 4.0))
         deadline = time.monotonic() + PATIENCE_S

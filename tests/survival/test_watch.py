@@ -1,4 +1,6 @@
-"""Who is named as stopped or stuck, from pulses as ranks write them and from real processes; and when a run is over."""
+"""Who is named as stopped or stuck, from pulses as ranks write them and from real processes; and
+when a run is over.
+"""
 
 import json
 import os
@@ -64,7 +66,9 @@ class Run:
         """The names of those in trouble that were not before, and of those who were."""
         self.now += seconds
         new, gone = self.watch.look(rank)
-        return [f"{one.process} {one.how}" for one in new], [f"{one.process} {one.how}" for one in gone]
+        return [f"{one.process} {one.how}" for one in new], [
+            f"{one.process} {one.how}" for one in gone
+        ]
 
 
 @pytest.fixture
@@ -90,7 +94,9 @@ def goes_on(process: subprocess.Popen[bytes]) -> None:
     wait_for(lambda: state_of(process.pid) != "T")
 
 
-@pytest.mark.fault("a rank is stopped (SIGSTOP), and goes on", "it is named once, and once when it goes on")
+@pytest.mark.fault(
+    "a rank is stopped (SIGSTOP), and goes on", "it is named once, and once when it goes on"
+)
 def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
     run.pulse(0)
     run.pulse_of(process, 1)
@@ -124,7 +130,9 @@ def test_a_short_pause_is_not_named(run: Run, process: subprocess.Popen[bytes]) 
         assert run.look() == ([], [])
 
 
-def test_a_rank_that_is_stopped_before_its_first_sign(run: Run, process: subprocess.Popen[bytes]) -> None:
+def test_a_rank_that_is_stopped_before_its_first_sign(
+    run: Run, process: subprocess.Popen[bytes]
+) -> None:
     run.watch.pids = {3: process.pid}
     stopped(process)
     assert (["rank 3 stopped"], []) in run.looks(10)
@@ -139,7 +147,9 @@ def test_the_launcher_is_named_and_ends_nothing(run: Run, process: subprocess.Po
 
 
 def test_a_stopped_process_of_a_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
-    """It blocks the run where the rank waits for it, and then for as long as the rank would wait."""
+    """It blocks the run where the rank waits for it, and then for as long as the rank would
+    wait.
+    """
     child = {"name": "engine", "pid": process.pid}
     stopped(process)
     run.pulse(0, children=[child])
@@ -175,8 +185,13 @@ def test_a_rank_that_has_said_its_last_word_is_not_missed(run: Run) -> None:
         assert run.look() == ([], [])
 
 
-@pytest.mark.fault("a rank does not come to where the others wait", "it is named with its stack, and not the others")
-@pytest.mark.parametrize("told", [{"meets": False}, {"entered": 6}], ids=["in no collective", "in an earlier phase"])
+@pytest.mark.fault(
+    "a rank does not come to where the others wait",
+    "it is named with its stack, and not the others",
+)
+@pytest.mark.parametrize(
+    "told", [{"meets": False}, {"entered": 6}], ids=["in no collective", "in an earlier phase"]
+)
 def test_who_does_not_arrive(run: Run, told: dict[str, Any]) -> None:
     for rank in range(3):
         run.pulse(rank, age_s=TIMEOUT_S, **(told if rank == 1 else {}))
@@ -192,7 +207,10 @@ def test_where_nobody_can_be_told_apart_all_are_named(run: Run) -> None:
 
 def test_the_engine_that_is_waited_for_is_named_and_has_its_own_timeout(run: Run) -> None:
     children = [{"name": "engine", "pid": None}, {"name": "reward worker 0", "pid": None}]
-    for age_s, named in ((WAITS["limit_s"] + MARGIN_S - 2, []), (WAITS["limit_s"] + MARGIN_S, ["engine hangs"])):
+    for age_s, named in (
+        (WAITS["limit_s"] + MARGIN_S - 2, []),
+        (WAITS["limit_s"] + MARGIN_S, ["engine hangs"]),
+    ):
         run.pulse(0, phase="rollout", age_s=age_s, waits=WAITS, children=children)
         run.pulse(1, phase="rollout", age_s=age_s)
         assert run.look()[0] == named
@@ -218,7 +236,9 @@ def test_a_run_that_moves_is_not_over(run: Run, process: subprocess.Popen[bytes]
     assert run.watch.over() is None
 
 
-@pytest.mark.fault("a whole run is suspended for an hour, the one that watches it too", "nobody is accused of it")
+@pytest.mark.fault(
+    "a whole run is suspended for an hour, the one that watches it too", "nobody is accused of it"
+)
 def test_who_slept_as_well_accuses_nobody(run: Run) -> None:
     run.pulse(0)
     run.look()
@@ -239,7 +259,9 @@ def test_the_lowest_rank_that_lives_looks(run: Run) -> None:
     assert found == ["rank 0 silent"]
 
 
-def test_a_higher_rank_looks_while_the_lowest_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
+def test_a_higher_rank_looks_while_the_lowest_is_stopped(
+    run: Run, process: subprocess.Popen[bytes]
+) -> None:
     run.pulse_of(process, 0)
     run.pulse(1)
     stopped(process)
@@ -317,13 +339,17 @@ def test_a_process_shows_where_it_stands(tmp_path: Path) -> None:
         one.kill()
 
 
-def test_a_process_that_does_not_listen_is_left_alone(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_does_not_listen_is_left_alone(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
     assert ask(process.pid, tmp_path) == ""
     assert process.poll() is None
 
 
 def test_a_process_whose_compiler_takes_the_signal_is_left_alone(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", COMPILES], cwd=Path(__file__).parent, stdout=subprocess.PIPE) as one:
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILES], cwd=Path(__file__).parent, stdout=subprocess.PIPE
+    ) as one:
         assert one.stdout is not None
         assert one.stdout.readline() == b"ready\n"
         assert ask(one.pid, tmp_path) == ""

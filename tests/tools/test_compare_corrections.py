@@ -1,4 +1,5 @@
-"""Comparing corrections: the runs that are started, what a failure and Ctrl-C do, one report of all.
+"""Comparing corrections: the runs that are started, what a failure and Ctrl-C do, one report of
+all.
 
 The trainer is a stand-in that writes a run directory with the real Recorder.
 """
@@ -65,7 +66,9 @@ def compare(place, capfd):
 
     def compare(*words: str, status: int = 0, recipe: str = "recipe.yaml") -> str:
         capfd.readouterr()
-        ended = compare_corrections.main([recipe, "--root", "runs", *words], [sys.executable, "trainer.py"])
+        ended = compare_corrections.main(
+            [recipe, "--root", "runs", *words], [sys.executable, "trainer.py"]
+        )
         said = "".join(capfd.readouterr())
         assert ended == status, said
         return said
@@ -120,7 +123,9 @@ def begun(said: str) -> list[str]:
     return re.findall(r"^\[\d+/\d+\] (grid_\w+)$", said, re.M)
 
 
-@pytest.mark.fault("a grid of runs is started again", "finished runs are not run again, the others go on")
+@pytest.mark.fault(
+    "a grid of runs is started again", "finished runs are not run again, the others go on"
+)
 def test_a_grid_goes_on_where_it_stands(run_grid, place, grid_file):
     said = run_grid(status=1)
     cells = ["fine_none", "coarse_none", "coarse_other"]
@@ -155,7 +160,9 @@ def model(place, monkeypatch):
 
 
 def test_the_runs_of_a_seed_share_its_warm_start(run_grid, place, grid_file, model):
-    grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\noutliers: {factor: 16, channels: 1}\n")
+    grid_file.write_text(
+        GRID.replace("broken", "tis") + "task: toy\noutliers: {factor: 16, channels: 1}\n"
+    )
     said = run_grid("--starts")
     assert re.findall(r"^\[start\] (\w+)$", said, re.M) == ["grid_start_s1", "grid_start_s2"]
     assert begun(said) == []
@@ -165,18 +172,25 @@ def test_the_runs_of_a_seed_share_its_warm_start(run_grid, place, grid_file, mod
     assert len(begun(said)) == 6
     for seed in (1, 2):
         for cell in ("fine_none", "coarse_tis"):
-            config = (place / f"runs/grid_{cell.replace('tis', 'other')}_s{seed}/config.yaml").read_text()
+            config = (
+                place / f"runs/grid_{cell.replace('tis', 'other')}_s{seed}/config.yaml"
+            ).read_text()
             assert f"'model.path=runs/grid_start_s{seed}/outliers_16x1'" in config
     start = (place / "runs/grid_start_s2/config.yaml").read_text()
     assert "'run.seed=2'" in start
     assert (place / "runs/grid_start_s1/outliers_16x1/config.json").is_file()
 
 
-@pytest.mark.fault("a grid's warm start fails", "no run begins without it, and a second call makes it")
+@pytest.mark.fault(
+    "a grid's warm start fails", "no run begins without it, and a second call makes it"
+)
 def test_without_its_start_no_run_begins(run_grid, grid_file, model, monkeypatch):
     grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\n")
-    shard = (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")  # as a run exports it
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"some": shard.name}}))
+    # as a run exports it
+    shard = (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"some": shard.name}})
+    )
     monkeypatch.setenv("BROKEN", "recipes/toy_sft.yaml")
     said = run_grid("--seeds", "1", status=1)
     assert "grid_start_s1: the warm start did not finish" in said
@@ -187,13 +201,21 @@ def test_without_its_start_no_run_begins(run_grid, grid_file, model, monkeypatch
 
 @pytest.fixture
 def none_starts(monkeypatch):
-    monkeypatch.setattr(compare_corrections.Runner, "run", lambda self, *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(
+        compare_corrections.Runner, "run", lambda self, *_: pytest.fail("a run was started")
+    )
 
 
-@pytest.mark.fault("a page for a grid's results is missing or has no place for them", "no run is started")
+@pytest.mark.fault(
+    "a page for a grid's results is missing or has no place for them", "no run is started"
+)
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "no such page"), ("nothing", "no block such as"), ("<!-- grid: tabel -->\n<!-- /grid -->", "kind tabel")],
+    [
+        (None, "no such page"),
+        ("nothing", "no block such as"),
+        ("<!-- grid: tabel -->\n<!-- /grid -->", "kind tabel"),
+    ],
 )
 def test_a_page_is_looked_at_before_the_first_run(run_grid, place, none_starts, text, said):
     if text is not None:
@@ -215,7 +237,9 @@ def test_what_a_grid_says_goes_into_a_page(run_grid, place, monkeypatch):
 
 
 def started(place, *corrections, at_once=1):
-    """The tool as a process whose first runs have each written a line, and these runs' directories."""
+    """The tool as a process whose first runs have each written a line, and these runs'
+    directories.
+    """
     code = "import sys, compare_corrections as it; sys.exit(it.main(sys.argv[1:], [sys.executable, 'trainer.py']))"
     words = ["recipe.yaml", "--root", "runs", "--corrections", *corrections, f"--jobs={at_once}"]
     command = [sys.executable, "-c", code, *words]
@@ -247,7 +271,9 @@ def test_two_at_a_time_have_their_own_cores_and_logs(compare):
     out = compare("--corrections", "none", "broken", "tis", "--jobs", "2", "--group", "g", status=1)
     begun = re.findall(r"^\[([123])/3\] (g_\w+)  its output: (\S+)$", out, re.M)
     assert [name for _, name, _ in begun] == ["g_none", "g_broken", "g_tis"]
-    used = [re.search(r"on cores \[(.*)\]", Path(log).read_text())[1].split(", ") for _, _, log in begun]
+    used = [
+        re.search(r"on cores \[(.*)\]", Path(log).read_text())[1].split(", ") for _, _, log in begun
+    ]
     assert sorted(int(core) for cores in used[:2] for core in cores) == CORES
     assert "no such luck" in Path(begun[1][2]).read_text()
     assert "g_broken failed, exit status 1 in" in out
@@ -271,7 +297,9 @@ def test_shares_use_every_core_once(jobs):
     assert {len(share) for share in found} <= {8 // jobs, 8 // jobs + 1}
 
 
-@pytest.mark.fault("USR1 to a comparison of several runs", "the present one finishes its step, and none follows")
+@pytest.mark.fault(
+    "USR1 to a comparison of several runs", "the present one finishes its step, and none follows"
+)
 def test_usr1_lets_the_run_end_and_starts_no_other(place):
     tool, _ = started(place, "asked", "tis")
     tool.send_signal(signal.SIGUSR1)
@@ -281,7 +309,9 @@ def test_usr1_lets_the_run_end_and_starts_no_other(place):
     assert "recipe_corrections_tis    not started" in out
 
 
-@pytest.mark.fault("kill -9 of a comparison of several runs", "the run that it has started ends too")
+@pytest.mark.fault(
+    "kill -9 of a comparison of several runs", "the run that it has started ends too"
+)
 def test_a_killed_comparison_leaves_no_run(place):
     tool, _ = started(place, "endless", "tis")
     children = psutil.Process(tool.pid).children(recursive=True)
@@ -308,7 +338,10 @@ def test_who_names_no_recipe_is_given_the_first_grid(monkeypatch):
         ([], "is a recipe, without axes; name some"),
         (["--corrections", "tis", "--full"], "those of a grid"),
         (["--corrections", "tis", "--jobs", "0"], "--jobs 0: expected 1 to "),
-        (["--corrections", "tis", "--jobs", "2", "--slurm", "x"], "--jobs: with --slurm each run is a job"),
+        (
+            ["--corrections", "tis", "--jobs", "2", "--slurm", "x"],
+            "--jobs: with --slurm each run is a job",
+        ),
     ],
 )
 def test_bad_arguments(compare, capfd, words, message):
@@ -317,12 +350,17 @@ def test_bad_arguments(compare, capfd, words, message):
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.fault("one of several corrections is mistyped, or an override cannot work", "no run is started")
+@pytest.mark.fault(
+    "one of several corrections is mistyped, or an override cannot work", "no run is started"
+)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--corrections", "none", "tiss"], "correction is tiss: no preset; did you mean tis?"),
-        (["--corrections", "none", "tis", "bypass", "loss.name=ppo", "optim.lr=0"], "optim.lr: 0, expected above 0"),
+        (
+            ["--corrections", "none", "tis", "bypass", "loss.name=ppo", "optim.lr=0"],
+            "optim.lr: 0, expected above 0",
+        ),
         (["--corrections", "tis", "--seeds", "1", "-3"], "run.seed: -3, expected 0 or more"),
         (["--corrections", "tis", "--steps", "-1"], "run.steps: -1, expected 0 or more"),
         (["--corrections", "tis", "foo.bar=1"], "foo: unknown key"),
@@ -333,7 +371,9 @@ def test_bad_arguments(compare, capfd, words, message):
 )
 def test_a_mistake_is_found_before_the_first_run(place, none_starts, capsys, words, said):
     write_toy(place / "data" / "toy")
-    (place / "mine.yaml").write_text(f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n")
+    (place / "mine.yaml").write_text(
+        f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n"
+    )
     assert compare_corrections.main(["mine.yaml", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (place / "runs").exists()

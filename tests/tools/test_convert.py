@@ -1,4 +1,6 @@
-"""Hugging Face folder -> torch_dist -> Hugging Face folder gives the same bytes; Megatron itself loads and saves it."""
+"""Hugging Face folder -> torch_dist -> Hugging Face folder gives the same bytes; Megatron itself
+loads and saves it.
+"""
 
 import filecmp
 import pickle
@@ -36,7 +38,9 @@ def make(folder: Path, config: dict[str, Any]) -> Path:
 
 def same_files(left: Path, right: Path) -> bool:
     """But for what was proven of each."""
-    names, others = (sorted({path.name for path in folder.iterdir()} - {PARITY}) for folder in (left, right))
+    names, others = (
+        sorted({path.name for path in folder.iterdir()} - {PARITY}) for folder in (left, right)
+    )
     assert names == others
     return filecmp.cmpfiles(left, right, names, shallow=False) == (names, [], [])
 
@@ -49,8 +53,11 @@ def round_trip(source: Path, folder: Path) -> Path:
 
 def test_round_trip(tmp_path: Path) -> None:
     for family, changes in {
-        "llama": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3_moe": {"mlp_only_layers": [0]}, "mixtral": {}
-    }.items():  # fmt: skip
+        "llama": {},
+        "qwen2": {"tie_word_embeddings": True},
+        "qwen3_moe": {"mlp_only_layers": [0]},
+        "mixtral": {},
+    }.items():
         source = make(tmp_path / family / "hf", config_of(family, **changes))
         assert same_files(source, round_trip(source, tmp_path / family))
 
@@ -66,9 +73,14 @@ def test_several_files_a_tied_copy_and_old_buffers(tmp_path: Path) -> None:
     assert same_files(source, round_trip(source, tmp_path))
 
 
-@pytest.mark.parametrize("config", [config_of("qwen3", tie_word_embeddings=True), config_of("qwen3_moe")])
+@pytest.mark.parametrize(
+    "config", [config_of("qwen3", tie_word_embeddings=True), config_of("qwen3_moe")]
+)
 def test_megatron_loads_an_import_and_its_own_save_is_exported(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -85,7 +97,9 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     learner = Learner(Model.of(config, Layout()), Sections.of(Config()))
     try:
         learner.init_random(3)
-        loaded = dist_checkpointing.load(weights_of(learner.modules[0]), str(tmp_path / "checkpoint"))
+        loaded = dist_checkpointing.load(
+            weights_of(learner.modules[0]), str(tmp_path / "checkpoint")
+        )
         learner.modules[0].load_state_dict(loaded, strict=False)
         got = {name: tensor.detach().clone() for name, tensor in learner.named_parameters()}
         learner.load_hf(source)
@@ -102,7 +116,8 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
         learner.close()
     assert "--hf" in fails(capsys, "export", tmp_path / "saved", tmp_path / "out")
     done("export", tmp_path / "saved", tmp_path / "out", "--hf", source)
-    before, after = HfFolder(source), HfFolder(tmp_path / "out")
+    before = HfFolder(source)
+    after = HfFolder(tmp_path / "out")
     assert sorted(before.names) == sorted(after.names)
     assert all(torch.equal(before.get(name), after.get(name)) for name in before.names)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
@@ -120,34 +135,55 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
 def test_every_rank_starts_from_an_import_as_from_its_source(
     tmp_path: Path, config: dict[str, Any], layout: Layout
 ) -> None:
-    source, shape = make(tmp_path / "hf", config), ModelShape.from_hf(config)
+    source = make(tmp_path / "hf", config)
+    shape = ModelShape.from_hf(config)
     done("import", source, tmp_path / "checkpoint")
-    of_import, of_source = torch_dist.getter(torch_dist.Reader(tmp_path / "checkpoint"), shape), HfFolder(source).get
+    of_import = torch_dist.getter(torch_dist.Reader(tmp_path / "checkpoint"), shape)
+    of_source = HfFolder(source).get
     for place in layout.places():
         for param in stage_params(shape, layout, place):
-            ours, theirs = (local_shard(param.megatron, shape, layout, place, get) for get in (of_import, of_source))
+            ours, theirs = (
+                local_shard(param.megatron, shape, layout, place, get)
+                for get in (of_import, of_source)
+            )
             assert torch.equal(ours, theirs), (place, param.megatron)
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Any]:
     """What a learner saves: its weights, not the layers' (empty, pickled) extra states."""
-    return {key: value for key, value in module.sharded_state_dict().items() if "_extra_state" not in key}  # type: ignore[operator]
+    return {
+        key: value
+        for key, value in module.sharded_state_dict().items()
+        if "_extra_state" not in key
+    }  # type: ignore[operator]
 
 
 def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with a folder's weights: tests/preflight/test_model_folder.py, by the same check."""
+    """What is wrong with a folder's weights: tests/preflight/test_model_folder.py, by the same
+    check.
+    """
     config = config_of("llama")
     source = make(tmp_path / "hf", config)
-    assert "nowhere: no such folder" in fails(capsys, "import", tmp_path / "nowhere", tmp_path / "x")
+    assert "nowhere: no such folder" in fails(
+        capsys, "import", tmp_path / "nowhere", tmp_path / "x"
+    )
     assert "exists already" in fails(capsys, "import", source, source)
-    write_folder(tmp_path / "extra", tensors_for(config) | {"model.visual.weight": torch.ones(2)}, config)
-    assert "holds model.visual.weight" in fails(capsys, "import", tmp_path / "extra", tmp_path / "x")
+    write_folder(
+        tmp_path / "extra", tensors_for(config) | {"model.visual.weight": torch.ones(2)}, config
+    )
+    assert "holds model.visual.weight" in fails(
+        capsys, "import", tmp_path / "extra", tmp_path / "x"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["extra", "hf"]
 
 
-@pytest.mark.fault("a file of the model's folder is a link to a secret", "import and export refuse to copy it")
+@pytest.mark.fault(
+    "a file of the model's folder is a link to a secret", "import and export refuse to copy it"
+)
 @pytest.mark.parametrize("name", ["config.json", "notes.txt"])
-def test_links_out_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_links_out_of_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     source = make(tmp_path / "hf", config_of("llama"))
     secret = tmp_path / "secret"
     secret.write_bytes((source / name).read_bytes() if (source / name).exists() else b"secret")
@@ -158,9 +194,12 @@ def test_links_out_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "secret"]
 
 
-def test_links_within_the_folder_and_into_the_hubs_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_within_the_folder_and_into_the_hubs_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = make(tmp_path / "made", config_of("llama"))
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1234", tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
+    blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for file in made.iterdir():
@@ -171,8 +210,13 @@ def test_links_within_the_folder_and_into_the_hubs_cache(tmp_path: Path, capsys:
     assert same_files(snapshot, round_trip(tmp_path / "short", tmp_path))
 
 
-@pytest.mark.fault("the checkpoint of a stranger holds links, or headers that lie", "export refuses it, writes nothing")
-def test_an_export_of_what_a_stranger_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.fault(
+    "the checkpoint of a stranger holds links, or headers that lie",
+    "export refuses it, writes nothing",
+)
+def test_an_export_of_what_a_stranger_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = make(tmp_path / "hf", config_of("llama"))
     checkpoint = tmp_path / "checkpoint"
     done("import", source, checkpoint)
@@ -193,9 +237,16 @@ def test_an_export_of_what_a_stranger_kept(tmp_path: Path, capsys: pytest.Captur
         assert word in fails(capsys, "export", checkpoint, tmp_path / "out")
     header.write_bytes(whole)
     (tmp_path / "secret").write_text("secret")
-    for link in ("notes.txt", "headers/more.safetensors.header", "extras", "model.safetensors.index.json"):
+    for link in (
+        "notes.txt",
+        "headers/more.safetensors.header",
+        "extras",
+        "model.safetensors.index.json",
+    ):
         (checkpoint / "hf" / link).symlink_to(tmp_path / "secret")
-        assert "is a link out of its folder" in fails(capsys, "export", checkpoint, tmp_path / "out")
+        assert "is a link out of its folder" in fails(
+            capsys, "export", checkpoint, tmp_path / "out"
+        )
         (checkpoint / "hf" / link).unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "secret"]
     assert "lies inside" in fails(capsys, "export", checkpoint, checkpoint / "hf" / "out")
@@ -209,11 +260,16 @@ def test_an_export_of_what_a_stranger_kept(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.fault("a checkpoint's index or its links lead out of it", "nothing is read there")
 def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, checkpoint = make(tmp_path / "hf", config_of("llama")), tmp_path / "checkpoint"
+    source = make(tmp_path / "hf", config_of("llama"))
+    checkpoint = tmp_path / "checkpoint"
     done("import", source, checkpoint)
-    index, whole = checkpoint / ".metadata", (checkpoint / ".metadata").read_bytes()
+    index = checkpoint / ".metadata"
+    whole = (checkpoint / ".metadata").read_bytes()
     metadata = pickle.loads(whole)
-    elsewhere = {key: replace(place, relative_path="../x.distcp") for key, place in metadata.storage_data.items()}
+    elsewhere = {
+        key: replace(place, relative_path="../x.distcp")
+        for key, place in metadata.storage_data.items()
+    }
     index.write_bytes(pickle.dumps(replace(metadata, storage_data=elsewhere)))
     assert "names '../x.distcp'" in fails(capsys, "export", checkpoint, tmp_path / "out")
     index.write_bytes(whole)
@@ -226,10 +282,18 @@ def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
 
 
-@pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing under the name")
+@pytest.mark.fault(
+    "Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing under the name"
+)
 def test_an_early_interrupt(tmp_path: Path) -> None:
     source = make(tmp_path / "hf", config_of("llama"))
-    command = [sys.executable, str(ROOT / "tools" / "convert.py"), "import", str(source), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "convert.py"),
+        "import",
+        str(source),
+        str(tmp_path / "out"),
+    ]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         while "torch" not in Path(f"/proc/{running.pid}/maps").read_text():
@@ -248,8 +312,12 @@ def test_an_early_interrupt(tmp_path: Path) -> None:
 def test_help_comes_at_once() -> None:
     told = subprocess.run(
         [sys.executable, "-X", "importtime", "convert.py", "--help"],
-        cwd=ROOT / "tools", capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT / "tools",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert "import" in told.stdout
     imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
     assert not imported & {"torch", "megatron", "transformers", "numpy"}

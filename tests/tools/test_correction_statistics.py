@@ -1,4 +1,6 @@
-"""Bias and variance where they are known exactly: a table of logits whose every sequence can be listed."""
+"""Bias and variance where they are known exactly: a table of logits whose every sequence can be
+listed.
+"""
 
 import math
 from itertools import pairwise
@@ -22,7 +24,10 @@ def draw(toy, count: int, seed: int = 0) -> torch.Tensor:
 def test_product_weights_are_unbiased_and_the_others_are_not(noise: float) -> None:
     """Over all sequences, exactly: no Monte Carlo error to hide in."""
     toy = lab.make_toy(noise)
-    bias = {name: lab.relative_bias(toy, weight, lab.mean_reward(toy)) for name, weight in lab.KINDS.items()}
+    bias = {
+        name: lab.relative_bias(toy, weight, lab.mean_reward(toy))
+        for name, weight in lab.KINDS.items()
+    }
     assert bias["sequence, product"] < 1e-5
     assert lab.relative_bias(toy, lab.SEQUENCE, baseline=0.0) < 1e-5
     assert 0.6 * noise < bias["token"] < bias["no correction"]
@@ -30,11 +35,16 @@ def test_product_weights_are_unbiased_and_the_others_are_not(noise: float) -> No
 
 
 def test_monte_carlo() -> None:
-    """Product weights miss the true gradient by their standard error, token weights by far more than theirs."""
-    toy, count = lab.make_toy(1.0), 20_000
+    """Product weights miss the true gradient by their standard error, token weights by far more
+    than theirs.
+    """
+    toy = lab.make_toy(1.0)
+    count = 20_000
     rows_B = draw(toy, count)
     for weight, unbiased in ((lab.SEQUENCE, True), (lab.TOKEN, False), (lab.NONE, False)):
-        gradient = lab.loss_gradient(toy, lab.correct(toy, weight, rows_B), toy.rewards_B[rows_B], rows_B)
+        gradient = lab.loss_gradient(
+            toy, lab.correct(toy, weight, rows_B), toy.rewards_B[rows_B], rows_B
+        )
         error = float((gradient - toy.true_gradient()).square().sum())
         _, variance = lab.gradient_moments(toy, weight)
         assert (error < 3.0 * variance / count) == unbiased, (weight.level, error, variance / count)
@@ -44,7 +54,8 @@ def test_monte_carlo() -> None:
 def test_a_lower_cap_trades_bias_for_variance() -> None:
     toy = lab.make_toy(1.0)
     moments = [
-        lab.gradient_moments(toy, WeightConfig(level="sequence", high=cap), lab.mean_reward(toy)) for cap in CAPS
+        lab.gradient_moments(toy, WeightConfig(level="sequence", high=cap), lab.mean_reward(toy))
+        for cap in CAPS
     ]
     for (bias, variance), (next_bias, next_variance) in pairwise(moments):
         assert next_bias < bias
@@ -54,16 +65,20 @@ def test_a_lower_cap_trades_bias_for_variance() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_logged_bias_and_variance_track_the_true_ones(level: str) -> None:
-    toy, count = lab.make_toy(1.0), 8_000
+    toy = lab.make_toy(1.0)
+    count = 8_000
     rows_B = draw(toy, count)
     advantages_B = toy.rewards_B - lab.mean_reward(toy)
-    prox_BT, sampler_BT = toy.logprobs(toy.logits_TVV), toy.sampler_BT
+    prox_BT = toy.logprobs(toy.logits_TVV)
+    sampler_BT = toy.sampler_BT
     raw_BT = lab.correct(toy, WeightConfig(level=level, high=None)).double()
     chances_BT = (toy.sampler_prob_B[:, None] / prox_BT.shape[1]).expand_as(prox_BT)
     logged_variance = []
     for cap in CAPS:
         config = CorrectionConfig(weight=WeightConfig(level=level, high=cap))
-        found = rollout_correction(prox_BT[rows_B], sampler_BT[rows_B], torch.ones(count, prox_BT.shape[1]), config)
+        found = rollout_correction(
+            prox_BT[rows_B], sampler_BT[rows_B], torch.ones(count, prox_BT.shape[1]), config
+        )
         metrics = apply_conditional_rules(found, advantages_B[rows_B], config).metrics
         shift_BT = (raw_BT.clamp(max=cap) - raw_BT) * advantages_B[:, None]
         bias = float((shift_BT * chances_BT).sum())

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# the stand-in of an interpreter: asked for a recipe's model it reads the recipe, the rest it only repeats
+# the stand-in of an interpreter: asked for a recipe's model it reads the recipe, the rest it only
+# repeats
 PYTHON = f"""#!/bin/sh
 case "$2" in *model.path*) exec {sys.executable} "$@" ;; esac
 echo "python $*"
@@ -40,7 +41,11 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def first_hour(checkout: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PATH": f"{checkout}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     command = ["bash", str(checkout / "tools" / "first_hour.sh"), *parts]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -50,8 +55,12 @@ def test_a_part_that_fails_does_not_stop_the_others(checkout: Path) -> None:
     report = (checkout / "first_hour.md").read_text()
     heads = [line.rpartition(",")[0] for line in report.splitlines() if line.startswith("## ")]
     assert heads == [
-        "## machine: done", "## install: done", "## tests: failed, status 1", "## quickstart: done", "## sync: done",
-    ]  # fmt: skip
+        "## machine: done",
+        "## install: done",
+        "## tests: failed, status 1",
+        "## quickstart: done",
+        "## sync: done",
+    ]
     assert "make EXTRA=gpu install-dev" in report
     assert "nvidia-smi topo -m" in report
     assert "python -m pytest tests/gpu" in report
@@ -67,7 +76,11 @@ def test_recipes_that_fit_take_two_steps_and_the_others_say_why_not(checkout: Pa
     assert "## dapo-qwen3_8b-1n8g-int8: done" in report
     assert "run.steps=2" in report
     assert "model.init=random" in report, "its own model is not here"
-    assert not [word for word in report.split() if word.startswith(("learner.", "loss.", "correction", "sampler."))]
+    assert not [
+        word
+        for word in report.split()
+        if word.startswith(("learner.", "loss.", "correction", "sampler."))
+    ]
     assert "- grpo-llama3.1_70b-16n128g-int8 is left out: error: learner: too many ranks" in report
 
 

@@ -27,7 +27,10 @@ def written(folder: Path, **changes: object) -> Path:
     (folder / "base.yaml").write_text("run: {steps: 2}\n")
     path = folder / "small.yaml"
     path.write_text(
-        yaml.safe_dump({key: value for key, value in (SMALL | changes).items() if value is not None}, sort_keys=False)
+        yaml.safe_dump(
+            {key: value for key, value in (SMALL | changes).items() if value is not None},
+            sort_keys=False,
+        )
     )
     return path
 
@@ -35,11 +38,18 @@ def written(folder: Path, **changes: object) -> Path:
 def test_every_cell_with_every_seed(tmp_path):
     grid = grids.read(written(tmp_path))
     names = [one.name for one in grid.experiments()]
-    assert names == [f"small_{cell}_s{seed}" for seed in (1, 2) for cell in ("fine_none", "coarse_none", "coarse_tis")]
+    assert names == [
+        f"small_{cell}_s{seed}"
+        for seed in (1, 2)
+        for cell in ("fine_none", "coarse_none", "coarse_tis")
+    ]
     last = grid.experiments()[-1]
     assert (last.labels, last.seed) == (("coarse", "tis"), 2)
     assert last.overrides == ("a.b=2", "c.d=3", "e.f=4", "run.seed=2")
-    assert [one.name for one in grid.experiments("subset")] == ["small_fine_none_s2", "small_coarse_none_s2"]
+    assert [one.name for one in grid.experiments("subset")] == [
+        "small_fine_none_s2",
+        "small_coarse_none_s2",
+    ]
     assert grid.experiments("full") == grid.experiments()
     assert grid.reference == ("fine", "none")
 
@@ -48,19 +58,36 @@ def test_other_seeds_and_another_group(tmp_path):
     grid = grids.read(written(tmp_path, sizes=None), group="mine", seeds=[7])
     assert {one.name.partition("_")[0] for one in grid.experiments()} == {"mine"}
     assert {one.seed for one in grid.experiments()} == {7}
-    grid = grids.read(written(tmp_path), seeds=[7, 8])  # of every size: the file's choice of seeds is of its own
-    assert [one.name for one in grid.experiments("subset")][::2] == ["small_fine_none_s7", "small_fine_none_s8"]
+    # of every size: the file's choice of seeds is of its own
+    grid = grids.read(written(tmp_path), seeds=[7, 8])
+    assert [one.name for one in grid.experiments("subset")][::2] == [
+        "small_fine_none_s7",
+        "small_fine_none_s8",
+    ]
     grid = grids.read(written(tmp_path, sizes={"subset": {"correction": "none"}}, leave_out=[]))
     assert {one.labels[1] for one in grid.experiments("subset")} == {"none"}
 
 
 def test_corrections_of_a_recipe_are_a_grid_of_one_axis():
-    names = [one.name for one in grids.of_corrections(Path("r.yaml"), "g", ["none", "tis"], [1, 2]).experiments()]
-    assert names == ["g_none_s1", "g_tis_s1", "g_none_s2", "g_tis_s2"]  # after every round each was seen equally often
-    assert [one.name for one in grids.of_corrections(Path("r.yaml"), "g", ["none"], []).experiments()] == ["g_none"]
+    names = [
+        one.name
+        for one in grids.of_corrections(Path("r.yaml"), "g", ["none", "tis"], [1, 2]).experiments()
+    ]
+    # after every round each was seen equally often
+    assert names == [
+        "g_none_s1",
+        "g_tis_s1",
+        "g_none_s2",
+        "g_tis_s2",
+    ]
+    assert [
+        one.name for one in grids.of_corrections(Path("r.yaml"), "g", ["none"], []).experiments()
+    ] == ["g_none"]
 
 
-@pytest.mark.fault("a grid file is mistyped", "every mistake is named by its key, and no run is started")
+@pytest.mark.fault(
+    "a grid file is mistyped", "every mistake is named by its key, and no run is started"
+)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -69,24 +96,45 @@ def test_corrections_of_a_recipe_are_a_grid_of_one_axis():
         ({"axes": {"a": {"x": "b.c=1"}}}, "axes: expected {axis: {label: [overrides]}}"),
         ({"axes": {"a": {"x/y": []}}}, "axes.a: the label 'x/y' becomes part of a folder's name"),
         ({"axes": {"a": {1: []}}}, "axes.a: the label 1 is no text; put it into quotes"),
-        ({"axes": {"a": {"x": ["b.c"]}}}, "axes.a.x: 'b.c': an override is written section.key=value"),
-        ({"axes": {"a": {"x": ["run.seed=3"]}}}, "axes.a.x: run.seed=3: the grid sets that key itself"),
+        (
+            {"axes": {"a": {"x": ["b.c"]}}},
+            "axes.a.x: 'b.c': an override is written section.key=value",
+        ),
+        (
+            {"axes": {"a": {"x": ["run.seed=3"]}}},
+            "axes.a.x: run.seed=3: the grid sets that key itself",
+        ),
         ({"base": "nowhere.yaml"}, "base: 'nowhere.yaml' is no recipe"),
         ({"seeds": [1, 1]}, "seeds: [1, 1], expected a list of different whole numbers"),
         ({"seeds": [1.5]}, "seeds: [1.5], expected"),
         ({"task": "chess"}, "task: 'chess': no task; they are toy"),
         ({"outliers": {"factor": 3, "channels": 1}, "task": "toy"}, "the factor a power of two"),
-        ({"outliers": {"factor": 4, "channels": 1}}, "outliers: they are put into a warm start's weights"),
-        ({"reference": {"sampler": "fine"}}, "reference: {'sampler': 'fine'}, expected a label for each of"),
-        ({"reference": {"sampler": "fine", "correction": "tiss"}}, "reference: 'tiss' is no label of correction"),
+        (
+            {"outliers": {"factor": 4, "channels": 1}},
+            "outliers: they are put into a warm start's weights",
+        ),
+        (
+            {"reference": {"sampler": "fine"}},
+            "reference: {'sampler': 'fine'}, expected a label for each of",
+        ),
+        (
+            {"reference": {"sampler": "fine", "correction": "tiss"}},
+            "reference: 'tiss' is no label of correction",
+        ),
         ({"leave_out": [{"samplers": "fine"}]}, "leave_out: 'samplers' is no axis"),
         ({"leave_out": ["fine"]}, "leave_out: 'fine', expected labels by axis"),
         ({"leave_out": [{"correction": 5}]}, "expected labels by axis, such as {sampler: [...]}"),
-        ({"sizes": ["full"]}, "sizes: ['full'], expected a choice for each of subset, default, full"),
+        (
+            {"sizes": ["full"]},
+            "sizes: ['full'], expected a choice for each of subset, default, full",
+        ),
         ({"sizes": {"full": {"seeds": 1}}}, "sizes.full: {'seeds': 1}, expected labels by axis"),
         ({"sizes": {"subset": {"seeds": [9]}}}, "leave no cell"),
         ({"sizes": {"tiny": {}}}, "sizes.tiny: no size; they are subset, default, full"),
-        ({"sizes": {"subset": {"seeds": [9], "sampler": ["fine"], "correction": ["tis"]}}}, "leave no cell"),
+        (
+            {"sizes": {"subset": {"seeds": [9], "sampler": ["fine"], "correction": ["tis"]}}},
+            "leave no cell",
+        ),
     ],
 )
 def test_a_mistake_is_named(tmp_path, changes, said):

@@ -7,7 +7,11 @@ import pytest
 from preloaded import said
 
 ROOT = Path(__file__).parent.parent.parent
-TOOLS = [path.relative_to(ROOT) for path in sorted((ROOT / "tools").rglob("*.py")) if "__main__" in path.read_text()]
+TOOLS = [
+    path.relative_to(ROOT)
+    for path in sorted((ROOT / "tools").rglob("*.py"))
+    if "__main__" in path.read_text()
+]
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=str)

@@ -109,7 +109,9 @@ def library(path: Path, *codes: tuple[int, int, int, bytes]) -> Path:
 
 
 def test_code_of_the_wanted_architecture_is_kept(tmp_path: Path) -> None:
-    ptx, elf, variant = strip_fatbin.PTX, strip_fatbin.ELF, strip_fatbin.VARIANT_A
+    ptx = strip_fatbin.PTX
+    elf = strip_fatbin.ELF
+    variant = strip_fatbin.VARIANT_A
     codes = ((elf, 80, 0, b"for80"), (elf, 90, variant, b"for90a"), (ptx, 90, 0, b"text90"))
     path = library(tmp_path / "a.so", *codes)
     size = path.stat().st_size

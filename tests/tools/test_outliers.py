@@ -1,4 +1,6 @@
-"""Outliers in the activations change nothing but what INT8 makes of them: transformers says so, not our learner."""
+"""Outliers in the activations change nothing but what INT8 makes of them: transformers says so, not
+our learner.
+"""
 
 from pathlib import Path
 
@@ -18,11 +20,14 @@ def test_the_function_is_the_same_and_its_activations_are_not(tmp_path: Path) ->
     with_outliers(tmp_path / "plain", tmp_path / "outliers", 64, 2)
     assert set(HfFolder(tmp_path / "outliers").names) == set(HfFolder(tmp_path / "plain").names)
 
-    tokens, seen = torch.randint(2, config.vocab_size, (4, 20)), []
+    tokens = torch.randint(2, config.vocab_size, (4, 20))
+    seen = []
     logits = []
     for name in ("plain", "outliers"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-        hook = model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+        hook = model.model.layers[0].mlp.up_proj.register_forward_pre_hook(
+            lambda _, x: seen.append(x[0])
+        )
         logits.append(model(tokens).logits.detach())
         hook.remove()
     assert torch.equal(*logits)

@@ -1,4 +1,6 @@
-"""tools/prepare_data.py: published tables, generated tasks and pass rates to one schema; what is wrong is named."""
+"""tools/prepare_data.py: published tables, generated tasks and pass rates to one schema; what is
+wrong is named.
+"""
 
 import json
 import os
@@ -19,27 +21,65 @@ from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
 pytestmark = pytest.mark.usefixtures("empty")
-ROWS, MADE = Path("rows.jsonl"), "made.parquet"
+ROWS = Path("rows.jsonl")
+MADE = "made.parquet"
 TABLES = {  # kind: rows as published, and what becomes of them
     "dapo_math_17k": (
-        [dapo_row("1+1?", "2")] * 100 + [dapo_row("2+2?", "4")] * 3 + [dapo_row("3+3?", "6"), dapo_row("3+3?", "7")],
+        [dapo_row("1+1?", "2")] * 100
+        + [dapo_row("2+2?", "4")] * 3
+        + [dapo_row("3+3?", "6"), dapo_row("3+3?", "7")],
         [("1+1?", "2"), ("2+2?", "4")],
     ),
-    "aime_2024": ([dapo_row("How many?", "033")] * 32 + [{"problem": "And now?", "answer": "204.0"},
-                                                         {"problem": "More?", "answer": "0" + "9" * 5000}],
-                  [("How many?", "33"), ("And now?", "204"), ("More?", "9" * 5000)]),
-    "aime_2025": ([{"problem_idx": 1, "problem": "How many?", "answer": 70, "problem_type": ["Algebra"]}],
-                  [("How many?", "70")]),
-    "gsm8k": ([{"question": "Eggs?", "answer": "She sells <<16-3=13>>13.\n#### 1,018"}], [("Eggs?", "1018")]),
-    "math": ([{"problem": "x?", "level": "Level 5", "type": "Algebra",
-               "solution": "First $\\boxed{1}$, so it is $\\boxed{\\frac{\\sqrt{3}}{2}}$."},
-              {"problem": "y?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed 5$."},
-              {"problem": "z?", "solution": r"So \boxed{\left\{ x \right.} or \}."}],
-             [("x?", "\\frac{\\sqrt{3}}{2}"), ("y?", "5"), ("z?", r"\left\{ x \right.")]),
-    "math500": ([{"problem": "x?", "solution": "So $\\boxed{9}$.", "answer": "9", "unique_id": "test/1.json"}],
-                [("x?", "9")]),
-    "deepscaler": ([{"problem": "x?", "answer": "\\frac12", "solution": "Long."}], [("x?", "\\frac12")]),
-}  # fmt: skip
+    "aime_2024": (
+        [dapo_row("How many?", "033")] * 32
+        + [
+            {"problem": "And now?", "answer": "204.0"},
+            {"problem": "More?", "answer": "0" + "9" * 5000},
+        ],
+        [("How many?", "33"), ("And now?", "204"), ("More?", "9" * 5000)],
+    ),
+    "aime_2025": (
+        [{"problem_idx": 1, "problem": "How many?", "answer": 70, "problem_type": ["Algebra"]}],
+        [("How many?", "70")],
+    ),
+    "gsm8k": (
+        [{"question": "Eggs?", "answer": "She sells <<16-3=13>>13.\n#### 1,018"}],
+        [("Eggs?", "1018")],
+    ),
+    "math": (
+        [
+            {
+                "problem": "x?",
+                "level": "Level 5",
+                "type": "Algebra",
+                "solution": "First $\\boxed{1}$, so it is $\\boxed{\\frac{\\sqrt{3}}{2}}$.",
+            },
+            {
+                "problem": "y?",
+                "level": "Level 1",
+                "type": "Algebra",
+                "solution": "It is $\\boxed 5$.",
+            },
+            {"problem": "z?", "solution": r"So \boxed{\left\{ x \right.} or \}."},
+        ],
+        [("x?", "\\frac{\\sqrt{3}}{2}"), ("y?", "5"), ("z?", r"\left\{ x \right.")],
+    ),
+    "math500": (
+        [
+            {
+                "problem": "x?",
+                "solution": "So $\\boxed{9}$.",
+                "answer": "9",
+                "unique_id": "test/1.json",
+            }
+        ],
+        [("x?", "9")],
+    ),
+    "deepscaler": (
+        [{"problem": "x?", "answer": "\\frac12", "solution": "Long."}],
+        [("x?", "\\frac12")],
+    ),
+}
 
 
 def prepared(words: str, output: str = MADE) -> list[dict]:
@@ -111,23 +151,61 @@ def test_the_sanity_set_is_what_is_solved_now_and_then() -> None:
 @pytest.mark.parametrize(
     ("words", "row", "said"),
     [
-        ("gsm8k", {"question": "1?", "answer": "It is 5."}, "row 1 of rows.jsonl has an answer without ####"),
-        ("math", {"problem": "1?", "solution": "\\boxed{5"}, "row 1 of rows.jsonl has a box that is never closed"),
-        ("math", {"problem": "1?", "solution": ""}, "row 1 of rows.jsonl has an empty question or answer"),
+        (
+            "gsm8k",
+            {"question": "1?", "answer": "It is 5."},
+            "row 1 of rows.jsonl has an answer without ####",
+        ),
+        (
+            "math",
+            {"problem": "1?", "solution": "\\boxed{5"},
+            "row 1 of rows.jsonl has a box that is never closed",
+        ),
+        (
+            "math",
+            {"problem": "1?", "solution": ""},
+            "row 1 of rows.jsonl has an empty question or answer",
+        ),
         ("math", {"text": "1?"}, "row 1 of rows.jsonl has text, and no problem or question"),
-        ("dapo_math_17k", dapo_row("1?", "5") | {"prompt": [{"content": "a"}] * 2}, "neither text nor one message"),
-        ("dapo_math_17k", {"prompt": "1?", "answer": [1, 2]}, "row 1 of rows.jsonl has a 'answer' that is list"),
-        ("dapo_math_17k", {"prompt": "1?", "answer": float("nan")}, "line 2 of rows.jsonl is not JSON (NaN is not"),
-        ("math --pass-rates rows.jsonl", {"problem": "1?", "solution": "5"}, "--pass-rates: line 1 of rows.jsonl"),
+        (
+            "dapo_math_17k",
+            dapo_row("1?", "5") | {"prompt": [{"content": "a"}] * 2},
+            "neither text nor one message",
+        ),
+        (
+            "dapo_math_17k",
+            {"prompt": "1?", "answer": [1, 2]},
+            "row 1 of rows.jsonl has a 'answer' that is list",
+        ),
+        (
+            "dapo_math_17k",
+            {"prompt": "1?", "answer": float("nan")},
+            "line 2 of rows.jsonl is not JSON (NaN is not",
+        ),
+        (
+            "math --pass-rates rows.jsonl",
+            {"problem": "1?", "solution": "5"},
+            "--pass-rates: line 1 of rows.jsonl",
+        ),
         ("math gone.jsonl", {}, "no file 'gone.jsonl'; bring it there, or name another file"),
-        ("gsm8k name.parquet", {}, "INPUT: name.parquet is not a readable parquet file ('utf-8' codec"),
-        ("math -o pipe.parquet", {"problem": "?", "answer": "1"}, "a link, a pipe or a device is there, which is not"),
+        (
+            "gsm8k name.parquet",
+            {},
+            "INPUT: name.parquet is not a readable parquet file ('utf-8' codec",
+        ),
+        (
+            "math -o pipe.parquet",
+            {"problem": "?", "answer": "1"},
+            "a link, a pipe or a device is there, which is not",
+        ),
         (f"--options {'[' * 99_999} reasoning_gym chain_sum", {}, "--options [[[[[[[[["),
         ('--options {"a":' + "9" * 5000 + " reasoning_gym chain_sum", {}, '--options {"a":9999'),
         ("reasoning_gym no_such", {}, "reasoning_gym no_such rows.jsonl: "),
     ],
 )
-def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], words: str, row: dict, said: str) -> None:
+def test_what_is_wrong_is_named(
+    capsys: pytest.CaptureFixture[str], words: str, row: dict, said: str
+) -> None:
     good = {"question": "0?", "problem": "0?", "prompt": "0?", "answer": "so\n#### 5"}
     write_lines(ROWS, [good | {"solution": "5"}, row])
     pq.write_table(pa.table({"question": ["?"]}), "name.parquet")
@@ -144,7 +222,11 @@ def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], words: str, 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("-o made.jsonl", "Parquet is written"), ("--show -5", "name the file"), ("", "name the file")],
+    [
+        ("-o made.jsonl", "Parquet is written"),
+        ("--show -5", "name the file"),
+        ("", "name the file"),
+    ],
 )
 def test_no_file_to_write(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
     with pytest.raises(SystemExit):

@@ -15,9 +15,13 @@ def test_packing_lines_saves_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["package tokens", "tool tokens a line"])
-def test_a_broken_bound_fails(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_bound_fails(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["size.py"])
     values = size.measure()
     monkeypatch.setattr(size, "measure", lambda: values | {name: 2 * values[name]})
     assert size.main() == 1
-    assert f"{name} " in next(line for line in capsys.readouterr().out.splitlines() if "OVER" in line)
+    assert f"{name} " in next(
+        line for line in capsys.readouterr().out.splitlines() if "OVER" in line
+    )

@@ -1,4 +1,6 @@
-"""The floors of tools/bench/step.py, against what torch counts in transformers' model of the same shape."""
+"""The floors of tools/bench/step.py, against what torch counts in transformers' model of the same
+shape.
+"""
 
 import sys
 from pathlib import Path

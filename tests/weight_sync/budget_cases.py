@@ -1,4 +1,5 @@
-"""Live engines of two formats with a wrong layer, one after the other, and what a probe with a measured budget says.
+"""Live engines of two formats with a wrong layer, one after the other, and what a probe with a
+measured budget says.
 
 Writes JSON. A process of its own, in which the learner may change torch.
 """
@@ -31,14 +32,25 @@ from megatron_rl.types import SamplingParams, Scored
 from megatron_rl.weight_sync import probe
 
 SEED = 3
-OUTLIERS = {(256, 4): (1, 16, 32, 64), (640, 6): (32,)}  # width and layers; times as large as the other activations
-LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")
+# width and layers; times as large as the other activations
+OUTLIERS = {
+    (256, 4): (1, 16, 32, 64),
+    (640, 6): (32,),
+}
+LINEAR = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+)
 LINEAR = (*LINEAR, "mlp.up_proj", "mlp.down_proj")
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows moved by one": lambda weight: weight.roll(1, 0),
     "zeroed": torch.zeros_like,
 }
-RIGHT, KERNELS = "none", "kernels_not_rebuilt"
+RIGHT = "none"
+KERNELS = "kernels_not_rebuilt"
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,10 @@ class Faulty(TinyModel):
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         right = self.right(seed)
-        return {name: CHANGES[self.change](one) if name == self.victim else one for name, one in right.items()}
+        return {
+            name: CHANGES[self.change](one) if name == self.victim else one
+            for name, one in right.items()
+        }
 
 
 class Outlying(Faulty):
@@ -66,14 +81,25 @@ class Outlying(Faulty):
 def make_random(folder: Path, hidden: int, layers: int) -> TinyModel:
     """As wide as asked for, of weights that are as large as trained ones are."""
     hf = Qwen3Config(
-        vocab_size=1000, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, head_dim=64,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=64,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        head_dim=64,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
         architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+    )
     hf.save_pretrained(folder)
     model = TinyModel(folder, hf)
-    named = {name: one.bfloat16() for name, one in model.untrained.items() if name != "lm_head.weight"}
+    named = {
+        name: one.bfloat16() for name, one in model.untrained.items() if name != "lm_head.weight"
+    }
     save_file(named, folder / "model.safetensors", {"format": "pt"})
     return model
 
@@ -88,13 +114,18 @@ class Case:
         with startable():
             self.live.sampler.start()
         if not size:
-            save_file(self.right.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"})
+            save_file(
+                self.right.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"}
+            )
 
     @contextmanager
     def learner(self, folder: Path | None = None, **section: Any) -> Iterator[Learner]:
         folder = folder or self.right.folder
-        config, section = make_config(self.live.format), LearnerSection(**section)
-        with closing(Learner(Model.read(folder, section), Sections.of(replace(config, learner=section)))) as learner:
+        config = make_config(self.live.format)
+        section = LearnerSection(**section)
+        with closing(
+            Learner(Model.read(folder, section), Sections.of(replace(config, learner=section)))
+        ) as learner:
             learner.load_hf(folder)
             yield learner
 
@@ -114,10 +145,17 @@ class Case:
 
     def outlying(self, factor: int) -> tuple[Path, dict[str, Batch]]:
         """Answers of the model with outliers, right and with one wrong matrix in three places."""
-        folder, layers = self.right.folder.with_name(f"outliers_{factor}"), self.right.hf.num_hidden_layers
-        with_outliers(self.right.folder, folder, factor, 2 if self.right.hf.hidden_size == 256 else 4)
+        folder = self.right.folder.with_name(f"outliers_{factor}")
+        layers = self.right.hf.num_hidden_layers
+        with_outliers(
+            self.right.folder, folder, factor, 2 if self.right.hf.hidden_size == 256 else 4
+        )
         found = {RIGHT: self._answers(Outlying(folder, self.right.hf))}
-        victims = zip((0, layers // 2, layers - 1), ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"), strict=True)
+        victims = zip(
+            (0, layers // 2, layers - 1),
+            ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"),
+            strict=True,
+        )
         for (layer, module), change in zip(victims, cycle(CHANGES), strict=False):
             victim = f"model.layers.{layer}.{module}.weight"
             found[victim] = self._answers(Outlying(folder, self.right.hf, victim, change))
@@ -133,7 +171,9 @@ class Case:
 def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
     logprobs_BT = learner.logprobs(batch)
     expected_BT = learner.expected_logprobs(batch)
-    about = probe_of(int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT, expected_BT)
+    about = probe_of(
+        int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT, expected_BT
+    )
     given = (batch.sampler_logprobs_BT, logprobs_BT, batch.mask_BT)
     budget = about.budget_of(format).nats
     found = {"noise": about.noise, "budget": budget, "d": probe.compare(*given, budget).mean_abs}
@@ -146,7 +186,8 @@ def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
 
 
 def main() -> None:
-    out, found = Path(sys.argv[1]), dict[str, Any]()
+    out = Path(sys.argv[1])
+    found = dict[str, Any]()
     for format in (Format.int8, Format.fp8):
         case = Case(out / format.value, format)
         with closing(case.live.sampler):
@@ -164,7 +205,8 @@ def main() -> None:
                 for precision in Precision:
                     with case.learner(folder, precision=precision) as learner:
                         found[f"outliers {format} {size[0]} {factor} {precision}"] = {
-                            fault: probed(learner, batch, format) for fault, batch in answers.items()
+                            fault: probed(learner, batch, format)
+                            for fault, batch in answers.items()
                         }
     (out / "found.json").write_text(json.dumps(found))
 

@@ -1,4 +1,6 @@
-"""What test_faults runs in processes of its own: learner ranks that are killed, a rank whose disk fills up."""
+"""What test_faults runs in processes of its own: learner ranks that are killed, a rank whose disk
+fills up.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ from megatron_rl.weight_sync.file_transport import version_directory
 WHOLE_TENSORS = source.full_tensors
 
 
-def when_some_are_written(folder: Path, act: Callable[[], None]) -> Callable[..., Iterator[tuple[str, torch.Tensor]]]:
-    """`full_tensors`, with something that happens in the middle of it, once bytes lie in the version's files."""
+def when_some_are_written(
+    folder: Path, act: Callable[[], None]
+) -> Callable[..., Iterator[tuple[str, torch.Tensor]]]:
+    """`full_tensors`, with something that happens in the middle of it, once bytes lie in the
+    version's files.
+    """
 
     def tensors(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for number, pair in enumerate(WHOLE_TENSORS(*arguments)):
@@ -43,7 +49,9 @@ def run_rank(rank: int, rendezvous: str, folder: str, victim: str) -> dict[str, 
     sync, _, receiver = join_pair(rank, rendezvous, folder)
     sync.push(1)
     if rank == int(victim) == 0:
-        source.full_tensors = when_some_are_written(version_directory(sync.transport.directory, 2), kill_myself)
+        source.full_tensors = when_some_are_written(
+            version_directory(sync.transport.directory, 2), kill_myself
+        )
     elif rank == int(victim):
         source.gather = lambda *arguments: kill_myself()
     message = error_of(sync, 2)
@@ -52,8 +60,12 @@ def run_rank(rank: int, rendezvous: str, folder: str, victim: str) -> dict[str, 
 
 
 def full_disk(folder: Path) -> None:
-    """On a file system that is a little larger than one version: once full before the start, once in the middle."""
-    receiver, filler, errors = Receiver(), folder / "filler", []
+    """On a file system that is a little larger than one version: once full before the start, once
+    in the middle.
+    """
+    receiver = Receiver()
+    filler = folder / "filler"
+    errors = []
     sync = sync_of(Weights(0, 1), receiver, folder)
 
     def fill() -> None:
@@ -71,7 +83,9 @@ def full_disk(folder: Path) -> None:
     push(1)
     fill()
     push(2)
-    source.full_tensors = when_some_are_written(version_directory(sync.transport.directory, 3), fill)
+    source.full_tensors = when_some_are_written(
+        version_directory(sync.transport.directory, 3), fill
+    )
     push(3)
     source.full_tensors = WHOLE_TENSORS
     left = sorted(path.name for path in sync.transport.directory.iterdir())

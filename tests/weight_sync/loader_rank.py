@@ -1,7 +1,9 @@
-"""One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner wrote.
+"""One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner
+wrote.
 
-`python loader_rank.py RANK FOLDER CASES_JSON` writes FOLDER/rank<RANK>.json: per case, the parameters that differ from
-the rank's share of the original tensors, how many were compared, and the bytes that were read, of how many in all.
+`python loader_rank.py RANK FOLDER CASES_JSON` writes FOLDER/rank<RANK>.json: per case, the
+parameters that differ from the rank's share of the original tensors, how many were compared, and
+the bytes that were read, of how many in all.
 """
 
 from __future__ import annotations
@@ -32,12 +34,20 @@ from megatron_rl.weight_sync.file_transport import write_version
 
 RANKS = 2
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
     "phi3": "Phi3ForCausalLM",
-}  # fmt: skip
+}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-JOINED = {"qkv_proj": (2, 1, 1), "gate_up_proj": (1, 1)}  # rows of each kind: twice as many queries as keys
+# rows of each kind: twice as many queries as keys
+JOINED = {
+    "qkv_proj": (2, 1, 1),
+    "gate_up_proj": (1, 1),
+}
 PER_COLUMN = ("o_proj", "down_proj", "w2")  # cut along the inputs
 # the experts of a layer stand in one parameter
 EXPERTS = {
@@ -47,19 +57,37 @@ EXPERTS = {
 
 
 def model_config(case: dict[str, Any]) -> dict[str, Any]:
-    rope = {"max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-    blocks = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512} if case["format"] == "fp8_block" else {}
+    rope = {
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+    }
+    blocks = (
+        {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
+        if case["format"] == "fp8_block"
+        else {}
+    )
     heads = {name: case[name] for name in ("num_key_value_heads",) if name in case}
     shape = {"num_hidden_layers": 2, "tie_word_embeddings": case["tied"], **blocks, **heads}
     if case["family"] == "qwen2":
         shape["head_dim"] = 8  # vLLM does not read it for this family, but divides
     if case["family"] in EXPERTS:
-        shape |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        shape |= {
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return hf_config(case["family"], **shape, **rope, architectures=[ARCHITECTURES[case["family"]]])
 
 
-def share(whole: dict[str, torch.Tensor], name: str, rank: int, copied: bool = False) -> torch.Tensor:
-    """This rank's part of an engine parameter, by the rules of tensor parallelism. `copied`: keys and values."""
+def share(
+    whole: dict[str, torch.Tensor], name: str, rank: int, copied: bool = False
+) -> torch.Tensor:
+    """This rank's part of an engine parameter, by the rules of tensor parallelism. `copied`: keys
+    and values.
+    """
     *parents, module, suffix = name.split(".")
     if suffix.startswith(("w13_", "w2_")):
         return experts_share(whole, name, rank)
@@ -80,7 +108,9 @@ def share(whole: dict[str, torch.Tensor], name: str, rank: int, copied: bool = F
             parts.append(full)
             continue
         if module in ("embed_tokens", "lm_head"):  # padded to a multiple of 64 rows per model
-            full = torch.cat([full, full.new_zeros(-len(full) % 64 if len(full) % 64 else 0, full.shape[1])])
+            full = torch.cat(
+                [full, full.new_zeros(-len(full) % 64 if len(full) % 64 else 0, full.shape[1])]
+            )
         dim = 1 if module in PER_COLUMN else 0
         parts.append(full.chunk(RANKS, dim)[rank])
     return torch.cat(parts)
@@ -91,7 +121,11 @@ def experts_share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch
     kind, _, suffix = rest.rpartition(".")[2].partition("_")
     family = "mixtral" if "block_sparse_moe" in name else "qwen3_moe"
     experts = []
-    while (parts := [f"{stem}.experts.{len(experts)}.{each}.{suffix}" for each in EXPERTS[family][kind]])[0] in whole:
+    while (
+        parts := [
+            f"{stem}.experts.{len(experts)}.{each}.{suffix}" for each in EXPERTS[family][kind]
+        ]
+    )[0] in whole:
         cut = [whole[part] for part in parts]
         if kind == "w13" or suffix == "weight":
             cut = [full.chunk(RANKS, 1 if kind == "w2" else 0)[rank] for full in cut]
@@ -100,14 +134,18 @@ def experts_share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch
 
 
 def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
-    format, config = Format(case["format"]), model_config(case)
+    format = Format(case["format"])
+    config = model_config(case)
     shape = ModelShape.from_hf(config)
     hf = random_hf(shape)
     sources, yielded = run_sources(hf, shape, Layout(tp=2), format, ignore=("lm_head",))
     (folder / "config.json").write_text(json.dumps(config))
     engine = write_engine_folder(folder, folder / "engine", QuantizationSection(format=format))
-    arguments = EngineArgs(str(engine), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64)
-    arguments.tensor_parallel_size, arguments.distributed_executor_backend = RANKS, "mp"
+    arguments = EngineArgs(
+        str(engine), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64
+    )
+    arguments.tensor_parallel_size = RANKS
+    arguments.distributed_executor_backend = "mp"
     arguments.enforce_eager = True
     vllm_config = arguments.create_engine_config()
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(torch.bfloat16):
@@ -128,12 +166,19 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     whole = quantized_whole(hf, format)
     wrong = []
     # the attention's own scales belong to its cache, which no update carries
-    parameters = {name: parameter for name, parameter in model.named_parameters() if ".attn." not in name}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if ".attn." not in name
+    }
     for name, parameter in parameters.items():
         want = share(whole, name, rank, copied=case.get("num_key_value_heads") == 1)
         same = parameter.shape == want.shape and parameter.dtype == want.dtype
-        if not same or not torch.equal(parameter.data.view(torch.uint8), want.contiguous().view(torch.uint8)):
-            wrong.append(f"{name}: {tuple(parameter.shape)} {parameter.dtype}, wanted {tuple(want.shape)} {want.dtype}")
+        if not same or not torch.equal(
+            parameter.data.view(torch.uint8), want.contiguous().view(torch.uint8)
+        ):
+            wrong.append(
+                f"{name}: {tuple(parameter.shape)} {parameter.dtype}, wanted {tuple(want.shape)} "
+                f"{want.dtype}"
+            )
     return {"wrong": wrong, "compared": len(parameters), "read": read.nbytes, "of": whole_bytes}
 
 
@@ -141,7 +186,8 @@ class Poisoned(Mapping[str, torch.Tensor]):
     """What was read, with other numbers wherever this rank says that it loads nothing from."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
-        self._tensors, self._shards = tensors, shards
+        self._tensors = tensors
+        self._shards = shards
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]

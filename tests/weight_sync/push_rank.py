@@ -1,4 +1,6 @@
-"""A learner rank and the receiver of what it sends, for tests of `push` and for ranks in processes of their own."""
+"""A learner rank and the receiver of what it sends, for tests of `push` and for ranks in processes
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 import torch.distributed as dist
 from simulated import hf_config, local_parameters, random_hf
 
-from megatron_rl.config.schema import Config, Format, QuantizationSection, SamplerSection, SyncSection
+from megatron_rl.config.schema import (
+    Config,
+    Format,
+    QuantizationSection,
+    SamplerSection,
+    SyncSection,
+)
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -31,8 +39,10 @@ SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
 class Weights:
     def __init__(self, rank: int, tp: int) -> None:
         place = Place(tp=rank, etp=rank)
-        self.model, self.groups = Model.of(HF_CONFIG, Layout(tp=tp)), ShardGroups(place)
-        shape, layout = self.model.shape, self.model.layout
+        self.model = Model.of(HF_CONFIG, Layout(tp=tp))
+        self.groups = ShardGroups(place)
+        shape = self.model.shape
+        layout = self.model.layout
         self.parameters = local_parameters(random_hf(shape), shape, layout, place)
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
@@ -40,7 +50,9 @@ class Weights:
 
 
 class Receiver:
-    """Stands where a sampler does: verifies every version as an engine's worker does, and keeps the tensors."""
+    """Stands where a sampler does: verifies every version as an engine's worker does, and keeps the
+    tensors.
+    """
 
     def __init__(self) -> None:
         self.version = -1
@@ -70,35 +82,48 @@ class Receiver:
         if self.refuse:
             self.refuse -= 1
             raise WeightSyncError("misshapen tensor X")
-        directory, version = Path(info["directory"]), info["policy_version"]
-        parts = [manifest.read(manifest_path(directory, version, writer)) for writer in range(info["writers"])]
+        directory = Path(info["directory"])
+        version = info["policy_version"]
+        parts = [
+            manifest.read(manifest_path(directory, version, writer))
+            for writer in range(info["writers"])
+        ]
         expected = {entry.name: entry.spec for part in parts for entry in part.tensors}
         staged = stage(directory, version, info["writers"], expected, self.version)
-        self.version, self.tensors = version, {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        self.tensors = {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        self.version = version
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {weight_version}")
 
 
 def sync_of(
-    learner: Weights, receiver: Receiver | None, folder: Path, format: Format = Format.int8, full_every: int = 1,
+    learner: Weights,
+    receiver: Receiver | None,
+    folder: Path,
+    format: Format = Format.int8,
+    full_every: int = 1,
     **sampler: Any,
-) -> WeightSync:  # fmt: skip
-    quantization, sync = QuantizationSection(format), SyncSection(dir=str(folder), full_every=full_every)
+) -> WeightSync:
+    quantization = QuantizationSection(format)
+    sync = SyncSection(dir=str(folder), full_every=full_every)
     config = Config(quantization=quantization, sync=sync, sampler=SamplerSection(**sampler))
     return WeightSync.from_config(learner, receiver, config)
 
 
 def meet(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE
+    )
 
 
 def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weights, Receiver]:
     """Become one of two tensor-parallel ranks that send INT8; the receiver is rank 0's sampler."""
     meet(rank, rendezvous)
     buckets.BUCKET_BYTES = 1 << 20  # several of them
-    receiver, learner = Receiver(), Weights(rank, 2)
+    receiver = Receiver()
+    learner = Weights(rank, 2)
     return sync_of(learner, receiver if rank == 0 else None, Path(folder)), learner, receiver
 
 
@@ -123,10 +148,16 @@ def run_rank(rank: int, rendezvous: str, folder: str) -> dict[str, Any]:
     if rank == 0:
         want = quantize(random_hf(ModelShape.from_hf(HF_CONFIG))[NAME], Format.int8)
         stem = NAME.removesuffix("weight")
-        found["equal"] = all(torch.equal(receiver.tensors[stem + key], value) for key, value in want.items())
+        found["equal"] = all(
+            torch.equal(receiver.tensors[stem + key], value) for key, value in want.items()
+        )
     receiver.refuse = 1
     report = sync.push(4)
-    found["resent"] = [report.first_failure, report.metrics()["sync/resent"], sync.push(5).metrics()["sync/resent"]]
+    found["resent"] = [
+        report.first_failure,
+        report.metrics()["sync/resent"],
+        sync.push(5).metrics()["sync/resent"],
+    ]
     receiver.refuse = 2  # at both attempts
     errors = [error_of(sync, 6)]
     receiver.refuse = 0

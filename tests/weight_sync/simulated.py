@@ -53,9 +53,16 @@ class ThreadGroup:
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "model_type": family, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "vocab_size": 101, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 101,
+        "tie_word_embeddings": False,
+    }
     if family == "qwen3_moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     if family == "mixtral":
@@ -63,7 +70,9 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def random_hf(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_hf(
+    shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(size, generator=generator).to(dtype)
@@ -86,7 +95,9 @@ def quantized_whole(
     return out
 
 
-def assert_same_bits(received: Sequence[tuple[str, torch.Tensor]], want: Mapping[str, torch.Tensor]) -> None:
+def assert_same_bits(
+    received: Sequence[tuple[str, torch.Tensor]], want: Mapping[str, torch.Tensor]
+) -> None:
     assert sorted(name for name, _ in received) == sorted(want)  # each once
     for name, tensor in received:
         assert (tensor.dtype, tensor.shape) == (want[name].dtype, want[name].shape), name
@@ -116,16 +127,23 @@ def run_sources(
     smoothing: Callable[[Place, ThreadGroup], Smoothing] | None = None,
     **source_args: Any,
 ) -> tuple[list[ShardSource], list[list[tuple[str, torch.Tensor]]]]:
-    """Every rank's source, and what each yielded. `groups`: filled with the groups they talked over."""
+    """Every rank's source, and what each yielded. `groups`: filled with the groups they talked
+    over.
+    """
     groups = {} if groups is None else groups
-    sources, work = [], []
+    sources = []
+    work = []
     world = groups.setdefault("world", ThreadGroup(layout.world))
     for place in layout.places():
         dense = groups.setdefault(("tp", place.pp, place.dp), ThreadGroup(layout.tp))
-        expert = groups.setdefault(("etp", place.pp, place.ep, place.edp), ThreadGroup(layout.expert_tp))
+        expert = groups.setdefault(
+            ("etp", place.pp, place.ep, place.edp), ThreadGroup(layout.expert_tp)
+        )
         ranks = ShardGroups(place, dense, expert, world)
         smooth = smoothing(place, world) if smoothing else None
-        sources.append(ShardSource(Model(shape, layout, {}), ranks, format, smoothing=smooth, **source_args))
+        sources.append(
+            ShardSource(Model(shape, layout, {}), ranks, format, smoothing=smooth, **source_args)
+        )
         work.append(local_parameters(hf, shape, layout, place))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # every rank would start a team of its own

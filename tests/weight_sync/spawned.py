@@ -1,6 +1,7 @@
 """Running one function as each of two ranks, each in a process of its own.
 
-`python spawned.py MODULE FUNCTION ARGUMENTS_JSON OUT` is one of them: what the function returns is written to OUT.
+`python spawned.py MODULE FUNCTION ARGUMENTS_JSON OUT` is one of them: what the function returns is
+written to OUT.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from preloaded import Process
 TIMEOUT_S = 240.0
 
 
-def run_ranks(run_rank: Callable[..., Any], folder: Path, *arguments: Any) -> tuple[list[Any], list[Any]]:
-    """Exit codes, None where a rank did not end in time and was killed; and what each returned, None where it died.
+def run_ranks(
+    run_rank: Callable[..., Any], folder: Path, *arguments: Any
+) -> tuple[list[Any], list[Any]]:
+    """Exit codes, None where a rank did not end in time and was killed; and what each returned,
+    None where it died.
 
     `run_rank` is called with its rank and a file to meet at, then `arguments`.
     """
@@ -28,7 +32,8 @@ def run_ranks(run_rank: Callable[..., Any], folder: Path, *arguments: Any) -> tu
     outs = [folder / f"rank{rank}.json" for rank in range(2)]
     given = [json.dumps([rank, str(folder / "store"), *map(str, arguments)]) for rank in range(2)]
     processes = [
-        Process("torch", [*program, own, out], stdin=subprocess.DEVNULL) for own, out in zip(given, outs, strict=True)
+        Process("torch", [*program, own, out], stdin=subprocess.DEVNULL)
+        for own, out in zip(given, outs, strict=True)
     ]
     codes = [_code(process) for process in processes]
     for process in processes:

@@ -1,4 +1,6 @@
-"""Patches: any two byte strings, any chain of versions; what is put together is what was sent, or it is refused."""
+"""Patches: any two byte strings, any chain of versions; what is put together is what was sent, or
+it is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from test_file_transport import edit, flip, seal
 
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync.delta import LONGEST_GAP, Lineage, Sent, apply_patch, changed_bytes, make_patch
+from megatron_rl.weight_sync.delta import (
+    LONGEST_GAP,
+    Lineage,
+    Sent,
+    apply_patch,
+    changed_bytes,
+    make_patch,
+)
 from megatron_rl.weight_sync.file_reader import Staged, stage
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -26,7 +35,9 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 def test_a_patch_turns_the_old_bytes_into_the_new(size: int, seed: int, fraction: float) -> None:
     generator = np.random.default_rng(seed)
     old = generator.integers(0, 256, size, dtype=np.uint8)
-    new = np.where(generator.random(size) < fraction, generator.integers(0, 256, size, dtype=np.uint8), old)
+    new = np.where(
+        generator.random(size) < fraction, generator.integers(0, 256, size, dtype=np.uint8), old
+    )
     assert changed_bytes(old, new).tolist() == np.flatnonzero(old != new).tolist()
     patch = make_patch(old, new, 1)
     if patch is None:
@@ -54,7 +65,8 @@ def test_changes_may_lie_further_apart_than_a_gap_can_say() -> None:
 
 
 def test_every_so_many_versions_one_is_whole() -> None:
-    lineage, bases = Lineage(full_every=3), []
+    lineage = Lineage(full_every=3)
+    bases = []
     for version in range(7):
         bases.append(lineage.base)
         lineage.add(version)
@@ -64,7 +76,9 @@ def test_every_so_many_versions_one_is_whole() -> None:
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """As training makes them: few INT8 values change from version to version, other tensors entirely or not at all."""
+    """As training makes them: few INT8 values change from version to version, other tensors
+    entirely or not at all.
+    """
     generator = torch.Generator().manual_seed(1)
     weight = torch.randint(-127, 127, (64, 48), dtype=torch.int8, generator=generator)
     for past in range(1, version + 1):
@@ -83,11 +97,18 @@ EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in tensors_of(0).
 
 class Sender:
     def __init__(self, directory: Path) -> None:
-        self.directory, self.sent, self.base = directory, Sent(), None
+        self.directory = directory
+        self.sent = Sent()
+        self.base = None
 
     def write(self, version: int) -> transport.Written:
         written = transport.write_version(
-            self.directory, version, tensors_of(version).items(), format="int8", sent=self.sent, base=self.base
+            self.directory,
+            version,
+            tensors_of(version).items(),
+            format="int8",
+            sent=self.sent,
+            base=self.base,
         )
         self.base = version
         return written
@@ -115,22 +136,38 @@ def test_any_version_is_put_together_from_the_whole_one(three_versions: Path) ->
     for version in (2, 0, 1):  # each by a receiver that has just started
         staged = read(three_versions, version)
         for name, tensor in tensors_of(version).items():
-            assert torch.equal(staged.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), (version, name)
-    assert before == {path: path.read_bytes() for path in three_versions.rglob("*.bin")}, "reading changes no file"
+            assert torch.equal(staged.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), (
+                version,
+                name,
+            )
+    assert before == {path: path.read_bytes() for path in three_versions.rglob("*.bin")}, (
+        "reading changes no file"
+    )
 
 
 def test_a_patch_of_a_version_that_is_gone_is_refused(three_versions: Path) -> None:
     transport.remove_version(three_versions, 0)
-    with pytest.raises(WeightSyncError, match="version 2 is a patch of version 0, which this receiver does not hold"):
+    with pytest.raises(
+        WeightSyncError,
+        match="version 2 is a patch of version 0, which this receiver does not hold",
+    ):
         read(three_versions, 2)
 
 
 @pytest.mark.parametrize(
     ("version", "change", "message"),
     [
-        (2, lambda c: c.update(base=None), f"tensor {NAME} is a patch of a tensor that no version holds"),
+        (
+            2,
+            lambda c: c.update(base=None),
+            f"tensor {NAME} is a patch of a tensor that no version holds",
+        ),
         (1, lambda c: c.update(base=2), "claims to be a patch of version 2"),
-        (1, lambda c: c["tensors"][0]["parts"][0].update(changes=10**6), f"tensor {NAME} lies outside"),
+        (
+            1,
+            lambda c: c["tensors"][0]["parts"][0].update(changes=10**6),
+            f"tensor {NAME} lies outside",
+        ),
         (2, lambda c: c["tensors"][0]["parts"][0].update(changes=3), f"corrupt tensor {NAME}"),
         (
             0,
@@ -139,7 +176,9 @@ def test_a_patch_of_a_version_that_is_gone_is_refused(three_versions: Path) -> N
         ),
     ],
 )
-def test_a_faulty_manifest_is_refused(three_versions: Path, version: int, change: Any, message: str) -> None:
+def test_a_faulty_manifest_is_refused(
+    three_versions: Path, version: int, change: Any, message: str
+) -> None:
     path = transport.manifest_path(three_versions, version, 0)
     edit(path, change)
     seal(path)
@@ -147,7 +186,9 @@ def test_a_faulty_manifest_is_refused(three_versions: Path, version: int, change
         read(three_versions, 2)
 
 
-@pytest.mark.parametrize("version", [0, 1], ids=["what it builds on", "a gap: everything behind it moves"])
+@pytest.mark.parametrize(
+    "version", [0, 1], ids=["what it builds on", "a gap: everything behind it moves"]
+)
 def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path, version: int) -> None:
     (file,) = transport.version_directory(three_versions, version).glob("*.bin")
     flip(file, 0)
@@ -158,7 +199,9 @@ def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path, version: int
 def test_files_that_are_used_again_hold_the_new_version_alone(tmp_path: Path) -> None:
     def write(version: int, rows: int) -> Path:
         tensor = torch.full((rows, 48), version, dtype=torch.int8)
-        return transport.write_version(tmp_path, version, [(NAME, tensor)], format="int8").manifest.parent
+        return transport.write_version(
+            tmp_path, version, [(NAME, tensor)], format="int8"
+        ).manifest.parent
 
     (first,) = write(0, 64).glob("*.bin")
     inode = first.stat().st_ino

@@ -1,4 +1,6 @@
-"""Patches (`sync.full_every`) through `push`: what travels, when it is whole, and what a refused patch leads to."""
+"""Patches (`sync.full_every`) through `push`: what travels, when it is whole, and what a refused
+patch leads to.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Training:
     """A learner of one rank whose weights move a little before every push."""
 
     def __init__(self, folder: Path, format: Format = Format.int8) -> None:
-        self.receiver, self.weights = Receiver(), Weights(0, 1)
+        self.receiver = Receiver()
+        self.weights = Weights(0, 1)
         self.sync = sync_of(self.weights, self.receiver, folder, format, full_every=4)
 
     def push(self, version: int):
@@ -39,7 +42,8 @@ def test_few_bytes_travel_and_all_arrive(tmp_path: Path, format: Format) -> None
         metrics = training.push(version)
         assert metrics["sync/bytes"] < first["sync/bytes"] / 10
         values = sum(tensor.numel() for tensor in training.receiver.tensors.values())
-        assert metrics["sync/changed_fraction"] == pytest.approx(rows / values, rel=0.1)  # a scale may move too
+        # a scale may move too
+        assert metrics["sync/changed_fraction"] == pytest.approx(rows / values, rel=0.1)
     assert training.versions() == ["v00000000", "v00000001", "v00000002", "v00000003"]
     whole = training.push(4)
     assert whole["sync/bytes"] == first["sync/bytes"]
@@ -78,6 +82,7 @@ def test_a_receiver_that_has_just_started_takes_a_patch(tmp_path: Path) -> None:
 def test_no_version_takes_the_files_of_one_that_it_builds_on(tmp_path: Path) -> None:
     training = Training(tmp_path)
     transport = training.sync.transport
-    transport._sync = replace(transport._sync, dir=None)  # of one host: there the next version takes the last one's
+    # of one host: there the next version takes the last one's
+    transport._sync = replace(transport._sync, dir=None)
     assert [training.push(version)["sync/resent"] for version in range(6)] == [0] * 6
     assert training.versions() == ["v00000004", "v00000005"]

@@ -1,4 +1,6 @@
-"""Tensors in the shares of an engine's ranks: a rank reads what it loads and no more, and every fault is named."""
+"""Tensors in the shares of an engine's ranks: a rank reads what it loads and no more, and every
+fault is named.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ from megatron_rl.weight_sync.engine_shards import NOTHING, Cut, Held, Shard
 from megatron_rl.weight_sync.file_reader import Staged, stage
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
-ROWS, COLUMNS = "up.weight", "down.weight"
+ROWS = "up.weight"
+COLUMNS = "down.weight"
 CUTS = {ROWS: Cut(0, ((0, 6), (6, 6))), COLUMNS: Cut(1, ((0, 4), (4, 4)))}
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
     rows = torch.arange(96, dtype=torch.int8).reshape(12, 8)
     columns = torch.arange(40.0).reshape(5, 8).bfloat16()
-    rows[7, 3], columns[2, 6] = version, version
+    rows[7, 3] = version
+    columns[2, 6] = version
     return {ROWS: rows, COLUMNS: columns, "norm.weight": torch.full((5,), 1.0 + version)}
 
 
@@ -37,7 +41,13 @@ def write(folder: Path, versions: int = 1, patches: bool = False) -> Path:
     for version in range(versions):
         base = version - 1 if patches and version else None
         written = transport.write_version(
-            folder, version, tensors_of(version).items(), format="int8", sent=sent, base=base, cuts=CUTS
+            folder,
+            version,
+            tensors_of(version).items(),
+            format="int8",
+            sent=sent,
+            base=base,
+            cuts=CUTS,
         )
     return written.manifest
 
@@ -49,12 +59,15 @@ def read(folder: Path, version: int = 0, shards: dict[str, Shard] | None = None)
 
 @pytest.mark.parametrize("patches", [False, True])
 @pytest.mark.parametrize(("ranks", "share"), [(2, 0.5), (4, 0.5), (1, 1.0)])
-def test_a_rank_reads_the_parts_of_its_shard(tmp_path: Path, patches: bool, ranks: int, share: float) -> None:
+def test_a_rank_reads_the_parts_of_its_shard(
+    tmp_path: Path, patches: bool, ranks: int, share: float
+) -> None:
     """Four ranks of what was cut for two read a part each; one that loads all reads all."""
     write(tmp_path, versions=3, patches=patches)
     want = tensors_of(2)
     for rank in range(ranks):
-        rows, columns = 12 // ranks, 8 // ranks
+        rows = 12 // ranks
+        columns = 8 // ranks
         shards = {
             ROWS: Shard(0, ((rank * rows, rows),)) if ranks > 1 else Shard(),
             COLUMNS: Shard(1, ((rank * columns, columns),)) if ranks > 1 else Shard(),
@@ -63,8 +76,11 @@ def test_a_rank_reads_the_parts_of_its_shard(tmp_path: Path, patches: bool, rank
         held = Held.of(staged.tensors, shards)
         for name, tensor in held.items():
             assert tensor.shape == want[name].shape
-            for got, wanted in zip(shards.get(name, Shard()).take(tensor), shards.get(name, Shard()).take(want[name]),
-                                   strict=True):  # fmt: skip
+            for got, wanted in zip(
+                shards.get(name, Shard()).take(tensor),
+                shards.get(name, Shard()).take(want[name]),
+                strict=True,
+            ):
                 assert torch.equal(got, wanted), (rank, name)
         if not patches:
             assert staged.nbytes == share * (96 + 80) + 20
@@ -74,7 +90,8 @@ def test_what_a_rank_does_not_load_is_not_read(tmp_path: Path) -> None:
     write(tmp_path)
     (bucket,) = transport.version_directory(tmp_path, 0).glob("*.bin")
     flip(bucket, 50)  # in the second half of the rows
-    first, second = Shard(0, ((0, 6),)), Shard(0, ((6, 6),))
+    first = Shard(0, ((0, 6),))
+    second = Shard(0, ((6, 6),))
     assert torch.equal(read(tmp_path, 0, {ROWS: first}).tensors[ROWS][:6], tensors_of(0)[ROWS][:6])
     assert read(tmp_path, 0, {ROWS: NOTHING}).tensors[ROWS].shape == (12, 8)
     for shard in (second, Shard()):
@@ -91,15 +108,26 @@ def exchanged(content: dict[str, Any]) -> None:
     one["checksum"], other["checksum"] = other["checksum"], one["checksum"]
 
 
-@pytest.mark.fault("parts of a tensor are exchanged, lost, told twice or of another size", "refused by name")
+@pytest.mark.fault(
+    "parts of a tensor are exchanged, lost, told twice or of another size", "refused by name"
+)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (exchanged, f"corrupt tensor {ROWS}"),
-        (lambda content: parts_of(content).reverse(), f"tensor {ROWS} comes in parts that do not make 12 rows"),
-        (lambda content: parts_of(content).pop(), f"tensor {ROWS} comes in parts that do not make 12 rows"),
+        (
+            lambda content: parts_of(content).reverse(),
+            f"tensor {ROWS} comes in parts that do not make 12 rows",
+        ),
+        (
+            lambda content: parts_of(content).pop(),
+            f"tensor {ROWS} comes in parts that do not make 12 rows",
+        ),
         (lambda content: parts_of(content).clear(), f"tensor {ROWS} "),
-        (lambda content: parts_of(content)[1].update(start=5), f"tensor {ROWS} comes in parts that do not make 12"),
+        (
+            lambda content: parts_of(content)[1].update(start=5),
+            f"tensor {ROWS} comes in parts that do not make 12",
+        ),
         (lambda content: parts_of(content)[1].update(nbytes=40), f"tensor {ROWS} claims 88 bytes"),
         (lambda content: parts_of(content)[0].update(changes=-4), f"tensor {ROWS} lies outside"),
         (lambda content: content["tensors"][0].update(dim=7), f"tensor {ROWS} comes in parts"),
@@ -115,8 +143,12 @@ def test_parts_that_are_not_those_of_the_tensor(tmp_path: Path, change: Any, sai
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_what_is_cut_is_cut_into_equal_shares(family: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every share of every kind of row that vLLM's ranks take begins where a part does; small tensors stay whole."""
+def test_what_is_cut_is_cut_into_equal_shares(
+    family: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every share of every kind of row that vLLM's ranks take begins where a part does; small
+    tensors stay whole.
+    """
     monkeypatch.setattr(engine_shards, "SMALL", 1)
     shape = ModelShape.from_hf(hf_config(family))
     sources, yielded = run_sources(random_hf(shape), shape, Layout(tp=2), Format.int8)
@@ -125,15 +157,26 @@ def test_what_is_cut_is_cut_into_equal_shares(family: str, ranks: int, monkeypat
     assert bool(cuts) == (ranks > 1)
     for name, cut in cuts.items():
         starts = [start for start, _ in cut.runs]
-        assert [0, *(start + length for start, length in cut.runs)] == [*starts, tensors[name].shape[cut.dim]]
+        assert [0, *(start + length for start, length in cut.runs)] == [
+            *starts,
+            tensors[name].shape[cut.dim],
+        ]
         assert cut.dim == int(name.endswith(("o_proj.weight", "down_proj.weight")))
     if ranks > 1:
-        joined = {"phi3": {"qkv_proj": (128, 64, 64), "gate_up_proj": (96, 96)}}.get(family, {"q_proj": (128,)})
+        joined = {"phi3": {"qkv_proj": (128, 64, 64), "gate_up_proj": (96, 96)}}.get(
+            family, {"q_proj": (128,)}
+        )
         for name, kinds in joined.items():
             cut = cuts[
-                f"model.layers.0.self_attn.{name}.weight" if "q" in name else f"model.layers.0.mlp.{name}.weight"
+                f"model.layers.0.self_attn.{name}.weight"
+                if "q" in name
+                else f"model.layers.0.mlp.{name}.weight"
             ]
-            begins = [sum(kinds[:n]) + rank * kind // ranks for n, kind in enumerate(kinds) for rank in range(ranks)]
+            begins = [
+                sum(kinds[:n]) + rank * kind // ranks
+                for n, kind in enumerate(kinds)
+                for rank in range(ranks)
+            ]
             assert [start for start, _ in cut.runs] == begins
     monkeypatch.undo()
     kept = [name for source in sources for name in source.cuts(ranks)]

@@ -1,4 +1,6 @@
-"""The files of an exported model are numbered over all ranks, and readable by whoever reads the run."""
+"""The files of an exported model are numbered over all ranks, and readable by whoever reads the
+run.
+"""
 
 import json
 import os
@@ -19,7 +21,9 @@ def test_files_of_several_ranks_are_numbered_in_one_row(tmp_path: Path) -> None:
     _write_index(tmp_path)
     names = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, INDEX]
-    assert json.loads((tmp_path / INDEX).read_text())["weight_map"] == dict(zip("abc", names, strict=True))
+    assert json.loads((tmp_path / INDEX).read_text())["weight_map"] == dict(
+        zip("abc", names, strict=True)
+    )
     assert HfFolder(tmp_path).get("c").tolist() == [1.0, 1.0]
 
 

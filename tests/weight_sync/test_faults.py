@@ -1,4 +1,6 @@
-"""Faults of the sending side, with real processes and a real file system: named, bounded, nothing left behind."""
+"""Faults of the sending side, with real processes and a real file system: named, bounded, nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_a_rank_killed_in_mid_write_ends_the_others_soon(tmp_path: Path, victim:
     survivor = results[1 - victim]
     assert "policy version 2 was not sent: another rank of the learner ended" in survivor["message"]
     if victim == 1:
-        assert survivor["calls"] == ["init", "start", "update", "finish 1"], "the sampler hears nothing of version 2"
+        assert survivor["calls"] == ["init", "start", "update", "finish 1"], (
+            "the sampler hears nothing of version 2"
+        )
         assert list(folder.iterdir()) == []
         return
     (left,) = folder.iterdir()
@@ -46,9 +50,8 @@ def test_a_disk_that_fills_up_is_named_and_the_next_version_arrives(tmp_path: Pa
     disk = tmp_path / "disk"
     disk.mkdir()
     script = Path(__file__).with_name("fault_rank.py")
-    command = (
-        f"mount -t tmpfs -o size={2 * VERSION_KIB}k tmpfs {disk} || exit 77; exec {sys.executable} {script} {disk}"
-    )
+    mount = f"mount -t tmpfs -o size={2 * VERSION_KIB}k tmpfs {disk} || exit 77"
+    command = f"{mount}; exec {sys.executable} {script} {disk}"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -1,6 +1,8 @@
-"""Writer and reader of the file transport: what arrives is what was sent, and every fault is refused by name.
+"""Writer and reader of the file transport: what arrives is what was sent, and every fault is
+refused by name.
 
-Files that change between the check and the loading, and manifests that are altered, are among the faults.
+Files that change between the check and the loading, and manifests that are altered, are among the
+faults.
 """
 
 from __future__ import annotations
@@ -28,13 +30,18 @@ TENSORS = {
     "model.layers.1.mlp.up_proj.weight": torch.randn(4, 8).to(torch.float8_e4m3fn),
     "model.norm.weight": torch.ones(5).bfloat16(),
 }
-TWINS = {name: torch.full((4, 4), value).bfloat16() for name, value in (("left.weight", 1.0), ("right.weight", 2.0))}
+TWINS = {
+    name: torch.full((4, 4), value).bfloat16()
+    for name, value in (("left.weight", 1.0), ("right.weight", 2.0))
+}
 EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in {**TENSORS, **TWINS}.items()}
 VICTIM = "model.layers.0.mlp.up_proj.weight"
 
 
 def write(directory: Path, bucket_bytes: int = 64) -> Path:
-    written = transport.write_version(directory, 7, TENSORS.items(), format="int8", bucket_bytes=bucket_bytes)
+    written = transport.write_version(
+        directory, 7, TENSORS.items(), format="int8", bucket_bytes=bucket_bytes
+    )
     assert written.tensors == len(TENSORS)
     return written.manifest
 
@@ -109,12 +116,17 @@ def in_its_place(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.fault("a file of a version is damaged, lost or no file", "refused with the tensors that it holds")
+@pytest.mark.fault(
+    "a file of a version is damaged, lost or no file", "refused with the tensors that it holds"
+)
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda file, offset: flip(file, offset + 3), f"corrupt tensor {VICTIM}"),
-        (lambda file, offset: file.write_bytes(file.read_bytes()[:-1]), f"truncated file .*{VICTIM}"),
+        (
+            lambda file, offset: file.write_bytes(file.read_bytes()[:-1]),
+            f"truncated file .*{VICTIM}",
+        ),
         (lambda file, offset: file.unlink(), f"missing file .*{VICTIM}"),
         (lambda file, offset: in_its_place(file), VICTIM),
     ],
@@ -125,7 +137,9 @@ def test_a_damaged_file(tmp_path: Path, damage: Callable[[Path, int], object], s
         read(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_text(path.read_text()[:-20]), in_its_place])
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.write_text(path.read_text()[:-20]), in_its_place]
+)
 def test_an_unreadable_manifest(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     damage(write(tmp_path))
     with pytest.raises(WeightSyncError, match="unreadable"):
@@ -140,13 +154,28 @@ def changed(**about: Any) -> Callable[[dict[str, Any]], None]:
     ("fault", "said"),
     [
         (lambda content: content["tensors"].remove(entry_of(content)), f"missing tensor {VICTIM}"),
-        (lambda content: content["tensors"].append(entry_of(content)), f"duplicate tensor {VICTIM}"),
+        (
+            lambda content: content["tensors"].append(entry_of(content)),
+            f"duplicate tensor {VICTIM}",
+        ),
         (changed(name=VICTIM + "_old"), f"unexpected tensor {VICTIM}_old; missing tensor {VICTIM}"),
-        (changed(shape=[7, 3]), rf"misshapen tensor {VICTIM}: shape \(7, 3\), the engine expects \(3, 7\)"),
-        (changed(dtype="float8_e4m3fn"), f"mistyped tensor {VICTIM}: float8_e4m3fn, the engine expects int8"),
+        (
+            changed(shape=[7, 3]),
+            rf"misshapen tensor {VICTIM}: shape \(7, 3\), the engine expects \(3, 7\)",
+        ),
+        (
+            changed(dtype="float8_e4m3fn"),
+            f"mistyped tensor {VICTIM}: float8_e4m3fn, the engine expects int8",
+        ),
         (lambda content: entry_of(content).update(offset=1 << 40), f"tensor {VICTIM} lies outside"),
-        (lambda content: entry_of(content).update(file="../../elsewhere"), f"tensor {VICTIM} lies outside"),
-        (lambda content: content.update(policy_version=6), "carries policy version 6, version 7 was announced"),
+        (
+            lambda content: entry_of(content).update(file="../../elsewhere"),
+            f"tensor {VICTIM} lies outside",
+        ),
+        (
+            lambda content: content.update(policy_version=6),
+            "carries policy version 6, version 7 was announced",
+        ),
         (lambda content: content.update(format="fp8"), "corrupt"),
         (lambda content: content.update(checksum=""), "corrupt"),
         (lambda content: content.pop("checksum"), "corrupt"),
@@ -155,7 +184,9 @@ def changed(**about: Any) -> Callable[[dict[str, Any]], None]:
         (lambda content: content["tensors"].reverse(), "corrupt"),
     ],
 )
-def test_nothing_in_a_manifest_can_be_altered(tmp_path: Path, fault: Callable[..., object], said: str) -> None:
+def test_nothing_in_a_manifest_can_be_altered(
+    tmp_path: Path, fault: Callable[..., object], said: str
+) -> None:
     path = write(tmp_path)
     (path.parent / "more.bin").touch()
     edit(path, fault)
@@ -166,7 +197,9 @@ def test_nothing_in_a_manifest_can_be_altered(tmp_path: Path, fault: Callable[..
 def test_a_manifest_written_in_another_way_is_the_same(tmp_path: Path) -> None:
     edit(write(tmp_path), lambda content: None)
     assert read(tmp_path).policy_version == 7
-    with pytest.raises(WeightSyncError, match="stale policy version 7: the engine already serves version 7"):
+    with pytest.raises(
+        WeightSyncError, match="stale policy version 7: the engine already serves version 7"
+    ):
         read(tmp_path, current=7)
 
 
@@ -199,7 +232,9 @@ def staged_patch(directory: Path) -> Staged:
     for version, first in ((6, 3), (7, 5)):
         big[0, 0] = first
         base = 6 if version == 7 else None
-        transport.write_version(directory, version, [("big", big)], format="int8", sent=sent, base=base)
+        transport.write_version(
+            directory, version, [("big", big)], format="int8", sent=sent, base=base
+        )
     return checked(stage(directory, 7, 1, {"big": TensorSpec.of("big", big)}, 5))
 
 
@@ -216,8 +251,12 @@ def load(staged: Staged) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in staged.tensors.items()}
 
 
-@pytest.mark.fault("bytes of a version change after they were checked", "they are refused when they are loaded")
-@pytest.mark.fault("bytes of a version change while a tensor of it is in use", "the tensor does not change")
+@pytest.mark.fault(
+    "bytes of a version change after they were checked", "they are refused when they are loaded"
+)
+@pytest.mark.fault(
+    "bytes of a version change while a tensor of it is in use", "the tensor does not change"
+)
 @pytest.mark.parametrize("damage", [flip_all, cut])
 @pytest.mark.parametrize("victim", ["whole", "patch", "base"])
 def test_bytes_that_change_after_the_check_are_not_loaded(
@@ -229,7 +268,8 @@ def test_bytes_that_change_after_the_check_are_not_loaded(
     else:
         staged = staged_patch(tmp_path)
     name = VICTIM if victim == "whole" else "big"
-    before, in_use = load(staged), staged.tensors[name]
+    before = load(staged)
+    in_use = staged.tensors[name]
     (bucket,) = transport.version_directory(tmp_path, 6 if victim == "base" else 7).glob("*.bin")
     damage(bucket)
     with pytest.raises(WeightSyncError, match=r"corrupt tensor|truncated file"):
@@ -246,21 +286,33 @@ def test_a_version_that_was_removed_after_the_check_can_still_be_read(tmp_path: 
 
 
 @pytest.mark.fault("two tensors of one shape exchange their names in a manifest", "refused by name")
-@pytest.mark.parametrize("keys", [("name",), ("name", "checksum"), ("offset", "file"), ("offset", "file", "checksum")])
-@pytest.mark.parametrize("sealed", [False, True], ids=["manifest altered", "manifest checksum made anew"])
-def test_names_of_equal_shape_cannot_be_swapped(tmp_path: Path, keys: tuple[str, ...], sealed: bool) -> None:
+@pytest.mark.parametrize(
+    "keys", [("name",), ("name", "checksum"), ("offset", "file"), ("offset", "file", "checksum")]
+)
+@pytest.mark.parametrize(
+    "sealed", [False, True], ids=["manifest altered", "manifest checksum made anew"]
+)
+def test_names_of_equal_shape_cannot_be_swapped(
+    tmp_path: Path, keys: tuple[str, ...], sealed: bool
+) -> None:
     path = transport.write_version(tmp_path, 7, TWINS.items(), format="none").manifest
 
     def swap(content: dict[str, Any]) -> None:
         first, second = content["tensors"]
         for key in keys:
-            one, other = (first["parts"][0], second["parts"][0]) if key == "checksum" else (first, second)
+            one, other = (
+                (first["parts"][0], second["parts"][0]) if key == "checksum" else (first, second)
+            )
             one[key], other[key] = other[key], one[key]
 
     edit(path, swap)
     if sealed:
         seal(path)
-    said = r"corrupt tensor (left|right)\.weight" if sealed else "manifest 0 of policy version 7 is corrupt"
+    said = (
+        r"corrupt tensor (left|right)\.weight"
+        if sealed
+        else "manifest 0 of policy version 7 is corrupt"
+    )
     with pytest.raises(WeightSyncError, match=said):
         read(tmp_path, names=TWINS)
 
@@ -268,9 +320,13 @@ def test_names_of_equal_shape_cannot_be_swapped(tmp_path: Path, keys: tuple[str,
 @pytest.mark.fault("one bit of a manifest flips", "the update is refused")
 def test_a_flipped_bit_of_a_manifest_is_refused_or_means_nothing(tmp_path: Path) -> None:
     path = write(tmp_path)
-    content, meaning, taken = path.read_bytes(), manifest.read(path), 0
+    content = path.read_bytes()
+    meaning = manifest.read(path)
+    taken = 0
     for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 7)]) + content[place + 1 :])
+        path.write_bytes(
+            content[:place] + bytes([content[place] ^ (1 << place % 7)]) + content[place + 1 :]
+        )
         try:
             read(tmp_path)
         except WeightSyncError:

@@ -1,4 +1,6 @@
-"""Whatever the learner's layout, the sampler receives what quantizing the original tensors would give, bit for bit."""
+"""Whatever the learner's layout, the sampler receives what quantizing the original tensors would
+give, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf, run_sources
+from simulated import (
+    assert_same_bits,
+    hf_config,
+    local_parameters,
+    quantized_whole,
+    random_hf,
+    run_sources,
+)
 
 from megatron_rl.config.schema import Format
 from megatron_rl.models.layout import Layout, Place
@@ -31,7 +40,9 @@ IGNORE = ("lm_head",)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """A team of threads costs more than tensors of this size, many times more where cores are busy."""
+    """A team of threads costs more than tensors of this size, many times more where cores are
+    busy.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,12 +60,16 @@ def config_of(family: str, format: Format, **changes: Any) -> dict[str, Any]:
     return config | changes
 
 
-def check(config: dict[str, Any], layout: Layout, format: Format, dtype: torch.dtype = torch.bfloat16) -> None:
+def check(
+    config: dict[str, Any], layout: Layout, format: Format, dtype: torch.dtype = torch.bfloat16
+) -> None:
     shape = ModelShape.from_hf(config)
     hf = random_hf(shape, dtype)
     sources, yielded = run_sources(hf, shape, layout, format, ignore=IGNORE, bucket_bytes=40_000)
     assert [source.failure for source in sources] == [None] * layout.world
-    assert_same_bits([pair for of_rank in yielded for pair in of_rank], quantized_whole(hf, format, IGNORE))
+    assert_same_bits(
+        [pair for of_rank in yielded for pair in of_rank], quantized_whole(hf, format, IGNORE)
+    )
     for source, tensors in zip(sources, yielded, strict=True):
         assert source.writes or not tensors
         assert source.nbytes == sum(tensor.nbytes for _, tensor in tensors)
@@ -62,7 +77,9 @@ def check(config: dict[str, Any], layout: Layout, format: Format, dtype: torch.d
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix; `tied` and `vocab` go round with the others, so that every pair of values occurs."""
+    """One cell of the matrix; `tied` and `vocab` go round with the others, so that every pair of
+    values occurs.
+    """
 
     family: str
     tp: int
@@ -75,11 +92,21 @@ class Case:
 
     def __str__(self) -> str:
         expert = f"-ep{self.ep}" + (f"-etp{self.etp}" if self.etp else "")
-        return f"{self.family}-tp{self.tp}-{self.pipeline}{expert}-{self.format}-{self.vocab}" + "-tied" * self.tied
+        return (
+            f"{self.family}-tp{self.tp}-{self.pipeline}{expert}-{self.format}-{self.vocab}"
+            + "-tied" * self.tied
+        )
 
 
 DENSE_CASES = [
-    Case(family, tp, pipeline, format, (i + j + k + n) % 2 == 0, VOCABULARIES[(i + 2 * j + k + n) % 3])
+    Case(
+        family,
+        tp,
+        pipeline,
+        format,
+        (i + j + k + n) % 2 == 0,
+        VOCABULARIES[(i + 2 * j + k + n) % 3],
+    )
     for i, family in enumerate(["llama", "qwen2", "qwen3", "ernie4_5", "phi3"])
     for j, tp in enumerate([1, 2, 4])
     for k, pipeline in enumerate(PIPELINES)
@@ -90,14 +117,35 @@ DENSE_CASES = [
 @pytest.mark.parametrize("case", DENSE_CASES, ids=str)
 def test_dense(case: Case) -> None:
     """The whole product."""
-    config = config_of(case.family, case.format, tie_word_embeddings=case.tied, vocab_size=case.vocab)
+    config = config_of(
+        case.family, case.format, tie_word_embeddings=case.tied, vocab_size=case.vocab
+    )
     check(config, Layout(tp=case.tp, **PIPELINES[case.pipeline]), case.format)
 
 
-EXPERT_LAYOUTS = [(1, 1, None), (1, 2, None), (2, 1, None), (2, 2, 1), (2, 2, 2), (4, 2, 1), (4, 1, None), (4, 2, 2)]
-# every format without a pipeline, then the formats in turn: a stage does not know how its neighbours are cut
+EXPERT_LAYOUTS = [
+    (1, 1, None),
+    (1, 2, None),
+    (2, 1, None),
+    (2, 2, 1),
+    (2, 2, 2),
+    (4, 2, 1),
+    (4, 1, None),
+    (4, 2, 2),
+]
+# every format without a pipeline, then the formats in turn: a stage does not know how its
+# neighbours are cut
 EXPERT_CASES = [
-    Case(family, tp, pipeline, format, (i + j + k + n) % 2 == 0, VOCABULARIES[(i + k + 2 * n) % 3], ep, etp)
+    Case(
+        family,
+        tp,
+        pipeline,
+        format,
+        (i + j + k + n) % 2 == 0,
+        VOCABULARIES[(i + k + 2 * n) % 3],
+        ep,
+        etp,
+    )
     for i, (tp, ep, etp) in enumerate(EXPERT_LAYOUTS)
     for j, pipeline in enumerate(PIPELINES)
     for k, family in enumerate(["qwen3_moe", "mixtral"])
@@ -117,25 +165,39 @@ def test_mixture(case: Case) -> None:
 
 
 def test_every_pair_of_values_is_covered() -> None:
-    """Pairs that cannot occur: a dense model has no expert layout, experts over TP need as many TP ranks."""
+    """Pairs that cannot occur: a dense model has no expert layout, experts over TP need as many TP
+    ranks.
+    """
     for cases, impossible in ((DENSE_CASES, 0), (EXPERT_CASES, 4)):
         rows = [{**vars(case), "etp": case.etp or 0} for case in cases]
         missing = []
         for a, b in itertools.combinations(rows[0], 2):
             wanted = itertools.product({row[a] for row in rows}, {row[b] for row in rows})
-            missing += [(a, x, b, y) for x, y in wanted if not any(row[a] == x and row[b] == y for row in rows)]
+            missing += [
+                (a, x, b, y)
+                for x, y in wanted
+                if not any(row[a] == x and row[b] == y for row in rows)
+            ]
         assert len([pair for pair in missing if "etp" not in (pair[0], pair[2])]) == 0, missing
         assert len(missing) <= impossible, missing
 
 
 def test_rows_of_several_blocks() -> None:
-    """The matrix keeps rows short, because rounding to FP8 is slow on hosts. Here the last block of a row is cut."""
+    """The matrix keeps rows short, because rounding to FP8 is slow on hosts. Here the last block of
+    a row is cut.
+    """
     changes = {"num_hidden_layers": 1, "hidden_size": 192, "num_experts": 2}
-    check(config_of("qwen3_moe", Format.fp8_block, **changes), Layout(tp=4, ep=2, etp=4, dp=2), Format.fp8_block)
+    check(
+        config_of("qwen3_moe", Format.fp8_block, **changes),
+        Layout(tp=4, ep=2, etp=4, dp=2),
+        Format.fp8_block,
+    )
 
 
 def test_blocks_that_straddle_a_shard_are_refused() -> None:
-    shape = ModelShape.from_hf(hf_config("llama", head_dim=128, hidden_size=256, intermediate_size=128))
+    shape = ModelShape.from_hf(
+        hf_config("llama", head_dim=128, hidden_size=256, intermediate_size=128)
+    )
     with pytest.raises(ValueError, match=r"gate_proj.*covers 64 of 128.*cuts a 128x128 block"):
         run_sources(random_hf(shape), shape, Layout(tp=2), Format.fp8_block)
 
@@ -175,7 +237,9 @@ def test_a_shard_of_another_shape_is_named() -> None:
 
 
 def test_a_bucket_is_closed_when_it_is_full() -> None:
-    source = ShardSource(Model.of(hf_config("llama"), Layout()), ShardGroups(), Format.int8, bucket_bytes=40_000)
+    source = ShardSource(
+        Model.of(hf_config("llama"), Layout()), ShardGroups(), Format.int8, bucket_bytes=40_000
+    )
     *full, last = [sum(spec.nbytes for spec in specs or ()) for specs in source.bucket_tensors]
     assert len(full) > 2
     assert all(40_000 <= nbytes < 80_000 for nbytes in full)

@@ -7,7 +7,14 @@ import math
 import pytest
 
 from megatron_rl.config.schema import Format
-from megatron_rl.weight_sync.probe_budget import FP8_LEARNER, LEAST, LIMITS, Numerics, noise_budget, set_by_hand
+from megatron_rl.weight_sync.probe_budget import (
+    FP8_LEARNER,
+    LEAST,
+    LIMITS,
+    Numerics,
+    noise_budget,
+    set_by_hand,
+)
 
 NOISE = 0.003
 
@@ -18,7 +25,9 @@ def test_a_budget_is_a_multiple_of_the_noise_between_two_bounds(format: Format) 
     middle = (LEAST + limit.most) / 2
     budget = noise_budget(middle / limit.times, format, Numerics.bf16)
     assert budget.nats == pytest.approx(middle)
-    assert budget.origin.startswith(f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of ")
+    assert budget.origin.startswith(
+        f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of "
+    )
     weights = "BF16" if format == Format.none else format.upper()
     assert budget.origin.endswith(f"; {weights} weights in the sampler, a BF16 learner")
     loud = noise_budget(1e6, format, Numerics.bf16)
@@ -31,26 +40,34 @@ def test_a_budget_is_a_multiple_of_the_noise_between_two_bounds(format: Format) 
 
 def test_a_format_with_fewer_bits_may_differ_by_more() -> None:
     bf16, int8, fp8, int4 = (
-        noise_budget(0.01, format, Numerics.bf16).nats for format in (Format.none, Format.int8, Format.fp8, Format.int4)
+        noise_budget(0.01, format, Numerics.bf16).nats
+        for format in (Format.none, Format.int8, Format.fp8, Format.int4)
     )
     assert bf16 < int8 < fp8 < int4
 
 
 def test_the_learner_s_arithmetic_has_its_share() -> None:
-    alone, both = (noise_budget(NOISE, Format.fp8_block, learner) for learner in (Numerics.bf16, Numerics.fp8))
+    alone, both = (
+        noise_budget(NOISE, Format.fp8_block, learner) for learner in (Numerics.bf16, Numerics.fp8)
+    )
     assert both.nats == pytest.approx(alone.nats + NOISE * FP8_LEARNER.times)
     most = LIMITS[Format.fp8].most + FP8_LEARNER.most
     assert noise_budget(9, Format.fp8, Numerics.fp8).nats == most
     one = noise_budget(0.01, Format.int8, Numerics.sampler)
-    assert one.nats == noise_budget(0.01, Format.none, Numerics.bf16).nats, "no more than a BF16 pair"
-    assert one.origin.endswith("INT8 weights in the sampler, a learner that computes as the sampler does")
+    assert one.nats == noise_budget(0.01, Format.none, Numerics.bf16).nats, (
+        "no more than a BF16 pair"
+    )
+    assert one.origin.endswith(
+        "INT8 weights in the sampler, a learner that computes as the sampler does"
+    )
     # a learner in FP32 has half the noise
     twice = noise_budget(2 * NOISE, Format.int8, Numerics.bf16)
     assert noise_budget(NOISE, Format.int8, Numerics.fp32).nats == twice.nats
 
 
 # measured: INT8 of the learner's own weights, outliers by tools/outliers.py (docs/weight_sync.md)
-OUTLIERS = {  # hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
+# hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
+OUTLIERS = {
     (256, 4, 16): (0.024, 7.7, 11.3),
     (256, 4, 32): (0.046, 14.5, 21.8),
     (256, 4, 64): (0.082, 25.6, 39.2),
@@ -76,7 +93,9 @@ def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
     budget = noise_budget(0.001, format, Numerics.bf16)
     integers = format in (Format.int8, Format.int4)
     assert budget.end == pytest.approx((5 if integers else 1) * budget.nats)
-    assert noise_budget(1e6, format, Numerics.bf16).end == max(LIMITS[format].most, 0.6 if integers else 0)
+    assert noise_budget(1e6, format, Numerics.bf16).end == max(
+        LIMITS[format].most, 0.6 if integers else 0
+    )
     one = noise_budget(0.001, format, Numerics.sampler)
     assert one.end == one.nats, "one arithmetic: nothing is left for outliers to enlarge"
 

@@ -1,4 +1,5 @@
-"""A probe whose budget is measured lets an engine pass that is right, and none of which one layer is wrong.
+"""A probe whose budget is measured lets an engine pass that is right, and none of which one layer
+is wrong.
 
 All of it happens in one process (`budget_cases.py`), in which the learner may change torch.
 """
@@ -29,23 +30,39 @@ def test_an_engine_that_is_right_passes_with_room(case: str, found: dict) -> Non
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-def test_an_engine_that_is_right_is_not_ended_over_outliers(precision: Precision, found: dict) -> None:
-    right = {case: one["none"] for case, one in found.items() if case.startswith("outliers") and precision in case}
+def test_an_engine_that_is_right_is_not_ended_over_outliers(
+    precision: Precision, found: dict
+) -> None:
+    right = {
+        case: one["none"]
+        for case, one in found.items()
+        if case.startswith("outliers") and precision in case
+    }
     assert len(right) == 10
     assert sum(one["d"] > one["budget"] for one in right.values()) >= 2, "else this says nothing"
     for one in right.values():
         assert one["said"] == ""
-        assert one["expected"] / 1.2 < one["d"] < one["expected"] * 1.2, "what the format does was known before"
+        assert one["expected"] / 1.2 < one["d"] < one["expected"] * 1.2, (
+            "what the format does was known before"
+        )
         if precision is Precision.bf16:
-            # token by token: nothing where both sum in one order, 0.4 of it seen where a processor's kernels do not
+            # token by token: nothing where both sum in one order, 0.4 of it seen where a
+            # processor's kernels do not
             assert one["unexplained"] < one["noise"]
 
 
-@pytest.mark.fault("one layer of an engine with outliers holds other weights", "what outliers explain is not enough")
+@pytest.mark.fault(
+    "one layer of an engine with outliers holds other weights",
+    "what outliers explain is not enough",
+)
 def test_one_wrong_layer_is_found_beside_outliers(found: dict) -> None:
-    """A learner that rounds as the engine finds all; one in FP32 not what is less than INT8 itself does there."""
+    """A learner that rounds as the engine finds all; one in FP32 not what is less than INT8 itself
+    does there.
+    """
     wrong = {
-        case: [one[fault] for fault in one if fault != "none"] for case, one in found.items() if "outliers" in case
+        case: [one[fault] for fault in one if fault != "none"]
+        for case, one in found.items()
+        if "outliers" in case
     }
     assert all(one["said"] for case, faults in wrong.items() for one in faults if "bf16" in case)
     fp32 = [(case, one) for case, faults in wrong.items() for one in faults if "fp32" in case]
@@ -55,7 +72,9 @@ def test_one_wrong_layer_is_found_beside_outliers(found: dict) -> None:
     assert set(missed) <= {"outliers int8 256 64 fp32"}
 
 
-@pytest.mark.fault("one layer of the engine holds other weights", "the probe stops the run, whatever its noise")
+@pytest.mark.fault(
+    "one layer of the engine holds other weights", "the probe stops the run, whatever its noise"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_one_wrong_layer_is_found_in_every_place(case: str, found: dict) -> None:
     wrong = {fault: one for fault, one in found[case].items() if fault != "none"}

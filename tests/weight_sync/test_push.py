@@ -1,4 +1,6 @@
-"""push over two real gloo processes (TP2): what is written, what is reported, and that errors reach every rank."""
+"""push over two real gloo processes (TP2): what is written, what is reported, and that errors reach
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert driver["equal"]
     assert driver["calls"] == ["init", "start", "update", "finish 3"]
     assert "lm_head.weight" not in driver["names"]  # tied
-    assert driver["left"] == ["owner.lock", "v00000003"]  # the last version stays, for an engine that starts again
+    # the last version stays, for an engine that starts again
+    assert driver["left"] == [
+        "owner.lock",
+        "v00000003",
+    ]
     assert driver["metrics"]["sync/version"] == other["metrics"]["sync/version"] == 3
     assert driver["metrics"]["sync/tensors"] == len(driver["names"])
     assert len(driver["worst"]) == 5
@@ -43,11 +49,15 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert driver["gone"]
 
 
-def test_no_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_is_refused_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.statvfs(tmp_path)
     full = os.statvfs_result((*real[:4], 0, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with pytest.raises(WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"):
+    with pytest.raises(
+        WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"
+    ):
         sync_of(Weights(0, 1), None, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -80,17 +90,24 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     report = sync.push(1)
     found = client.manifests()
     assert {name: one.format for name, one in found.items()} == {"none": "none", "int8": "int8"}
-    scales = {name: sum(entry.name.endswith("_scale") for entry in one.tensors) for name, one in found.items()}
+    scales = {
+        name: sum(entry.name.endswith("_scale") for entry in one.tensors)
+        for name, one in found.items()
+    }
     assert scales["none"] == 0 < scales["int8"]
     assert report.tensors == sum(len(one.tensors) for one in found.values())
     assert report.nbytes == sum(sum(one.files.values()) for one in found.values())
     assert report.error.worst
-    assert room == [sum(room[1:]), *room[1:]] and len(room) == 3, "all at the start, then each format's own"
+    assert room == [sum(room[1:]), *room[1:]] and len(room) == 3, (
+        "all at the start, then each format's own"
+    )
 
     client.refuse = 2
     with pytest.raises(WeightSyncError, match="corrupt tensor X"):
         sync.push(2)
-    assert {one.policy_version for one in client.manifests().values()} == {1}, "restarted servers still need it"
+    assert {one.policy_version for one in client.manifests().values()} == {1}, (
+        "restarted servers still need it"
+    )
     assert not list(sync.transport.directory.glob("*/v00000002"))
 
     client.refuse = 0

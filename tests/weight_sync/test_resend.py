@@ -1,4 +1,6 @@
-"""A version that is refused, or not written, for a reason that may not come again: sent once more, and counted."""
+"""A version that is refused, or not written, for a reason that may not come again: sent once more,
+and counted.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,14 @@ def fleet(folder: Path) -> tuple[Unlucky, WeightSync]:
     return embedded(folder, fleet=FleetSection(replicas=2, formats=[Format.int8, Format.none]))
 
 
-@pytest.mark.fault("a version is damaged on its way", "it is sent again once, which is counted and said")
+@pytest.mark.fault(
+    "a version is damaged on its way", "it is sent again once, which is counted and said"
+)
 @pytest.mark.parametrize("sampler", [embedded, fleet])
 @pytest.mark.parametrize("what", DAMAGES)
-def test_what_was_damaged_is_sent_again(tmp_path: Path, sampler: Callable[..., Any], what: str) -> None:
+def test_what_was_damaged_is_sent_again(
+    tmp_path: Path, sampler: Callable[..., Any], what: str
+) -> None:
     receiver, sync = sampler(tmp_path)
     assert sync.push(1).metrics()["sync/resent"] == 0
     receiver.damages = [DAMAGES[what]]
@@ -83,7 +89,10 @@ def test_it_is_sent_again_once_only(tmp_path: Path) -> None:
     receiver, sync = embedded(tmp_path)
     sync.push(1)
     receiver.damages = [DAMAGES["a bit of a bucket flips"], DAMAGES["the manifest is lost"]]
-    with pytest.raises(WeightSyncError, match=r"manifest .* is missing.*\(sent twice; the first time: corrupt tensor"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"manifest .* is missing.*\(sent twice; the first time: corrupt tensor",
+    ):
         sync.push(2)
     assert not receiver.damages
     assert receiver.version == 1
@@ -96,10 +105,16 @@ def test_it_is_sent_again_once_only(tmp_path: Path) -> None:
     [
         (1, "a bit of a bucket flips", "corrupt tensor"),
         (2, "a bit of a bucket flips", "corrupt tensor"),
-        (1, "the whole version is lost", "policy version 2 is a patch of version 1, which this receiver"),
+        (
+            1,
+            "the whole version is lost",
+            "policy version 2 is a patch of version 1, which this receiver",
+        ),
     ],
 )
-def test_a_damaged_patch_is_followed_by_the_whole(tmp_path: Path, victim: int, damage: str, said: str) -> None:
+def test_a_damaged_patch_is_followed_by_the_whole(
+    tmp_path: Path, victim: int, damage: str, said: str
+) -> None:
     receiver, sync = embedded(tmp_path, full_every=4)
     whole = sync.push(1).nbytes
     sync._learner.parameters[SHARD][:, 1] *= -1
@@ -124,7 +139,9 @@ def fail_once(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.fault("the file system refuses a write once", "the version is sent again")
-def test_what_was_not_written_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_written_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     receiver, sync = embedded(tmp_path)
     sync.push(1)
     monkeypatch.setattr(file_push, "write_version", fail_once(OSError(5, "Input/output error")))

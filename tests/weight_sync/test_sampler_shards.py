@@ -1,8 +1,8 @@
-"""A sampler of two tensor-parallel ranks: each reads its share of what the learner wrote, and vLLM's own loaders cut
-the right shards out of that alone.
+"""A sampler of two tensor-parallel ranks: each reads its share of what the learner wrote, and
+vLLM's own loaders cut the right shards out of that alone.
 
-Two processes hold vLLM's layers, without an engine around them. 128x128 blocks need a kernel that not every host
-has; vLLM's quantized layers of experts need one that no host has.
+Two processes hold vLLM's layers, without an engine around them. 128x128 blocks need a kernel that
+not every host has; vLLM's quantized layers of experts need one that no host has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from preloaded import Process
 
 ROOT = Path(__file__).parents[2]
 CASES = [
-    # a mixture first: vLLM makes the groups of experts for such models only, and groups are made once
+    # a mixture first: vLLM makes the groups of experts for such models only, and groups are made
+    # once
     {"family": "qwen3_moe", "format": "none", "tied": False},
     {"family": "llama", "format": "none", "tied": False},
     {"family": "llama", "format": "fp8", "tied": True},
@@ -31,7 +32,12 @@ CASES = [
     {"family": "mixtral", "format": "none", "tied": True},
     {"family": "ernie4_5", "format": "int8", "tied": True},
     {"family": "phi3", "format": "int8", "tied": False},
-    {"family": "qwen2", "format": "int8", "tied": False, "num_key_value_heads": 1},  # both ranks have a copy
+    {
+        "family": "qwen2",
+        "format": "int8",
+        "tied": False,
+        "num_key_value_heads": 1,
+    },  # both ranks have a copy
 ]
 TIMEOUT_S = 240
 
@@ -40,7 +46,12 @@ TIMEOUT_S = 240
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("shards")
     here = [str(ROOT / "tests" / "weight_sync"), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(here), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(here),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(Path(__file__).with_name("loader_rank.py"))]
     ranks: list[Process] = []
     for rank in range(2):
@@ -55,16 +66,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
         for process in ranks:
             process.kill()
             process.wait()
-    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
+    assert codes == [0, 0], "\n".join(
+        (folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2)
+    )
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values())))
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values()))
+)
 def test_every_rank_holds_its_share(number: int, found: list[list[dict[str, Any]]]) -> None:
     if "skip" in found[0][number]:
         pytest.skip(found[0][number]["skip"].splitlines()[-1])
     for of_rank in found:
         assert of_rank[number]["wrong"] == []
-        assert of_rank[number]["compared"] >= 2 * 6 + 2  # four linear layers and two norms; embedding and last norm
-        assert of_rank[number]["read"] <= 0.57 * of_rank[number]["of"]  # norms, routers, scales of rows are for all
+        # four linear layers and two norms; embedding and last norm
+        assert of_rank[number]["compared"] >= 2 * 6 + 2
+        # norms, routers, scales of rows are for all
+        assert of_rank[number]["read"] <= 0.57 * of_rank[number]["of"]

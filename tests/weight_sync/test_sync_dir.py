@@ -1,4 +1,6 @@
-"""The private folder: unreadable to others, removed at the end, and leftovers of dead runs with it."""
+"""The private folder: unreadable to others, removed at the end, and leftovers of dead runs with
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def age(folder: Path) -> None:
 
 
 def test_private_and_removed(tmp_path: Path) -> None:
-    first, second = SyncDir(str(tmp_path)), SyncDir(str(tmp_path))
+    first = SyncDir(str(tmp_path))
+    second = SyncDir(str(tmp_path))
     assert first.path != second.path
     assert first.path.stat().st_mode & 0o777 == 0o700
     first.close()
@@ -41,7 +44,10 @@ def leftover(parent: Path, name: str, owner: str = "") -> Path:
 
 def test_only_dead_runs_are_cleaned(tmp_path: Path) -> None:
     alive = SyncDir(str(tmp_path))
-    dead = [leftover(tmp_path, f"{PREFIX}dead", (alive.path / LOCK).read_text()), leftover(tmp_path, f"{PREFIX}early")]
+    dead = [
+        leftover(tmp_path, f"{PREFIX}dead", (alive.path / LOCK).read_text()),
+        leftover(tmp_path, f"{PREFIX}early"),
+    ]
     left = [alive.path, leftover(tmp_path, "something-else"), leftover(tmp_path, f"{PREFIX}young")]
     os.utime(left[-1])
     age(alive.path)
@@ -56,13 +62,20 @@ def test_unusable_parent_names_the_key(tmp_path: Path) -> None:
         SyncDir(str(tmp_path / "file"))
 
 
-@pytest.mark.fault("locks of the shared file system are local to a node", "another node's live folder is left alone")
+@pytest.mark.fault(
+    "locks of the shared file system are local to a node",
+    "another node's live folder is left alone",
+)
 def test_a_folder_is_judged_where_its_lock_was_given_alone(tmp_path: Path) -> None:
     own = SyncDir(str(tmp_path))
     boot, here, process = (own.path / LOCK).read_text().split()
     assert (here, process, len(boot)) == (socket.gethostname(), str(os.getpid()), 36)
     elsewhere = leftover(tmp_path, f"{PREFIX}elsewhere", "another-boot another-host 1\n")
-    owners = (f"{boot} another-name-for-this-kernel 1\n", f"another-boot {here} 1\n", f"{boot} {here} 1\n")
+    owners = (
+        f"{boot} another-name-for-this-kernel 1\n",
+        f"another-boot {here} 1\n",
+        f"{boot} {here} 1\n",
+    )
     dead = [leftover(tmp_path, f"{PREFIX}{number}", owner) for number, owner in enumerate(owners)]
     assert sorted(remove_stale(tmp_path)) == dead
     assert elsewhere.exists()
@@ -72,7 +85,9 @@ def test_a_folder_is_judged_where_its_lock_was_given_alone(tmp_path: Path) -> No
 def test_a_killed_owner_s_folder_is_removed_by_the_next(tmp_path: Path) -> None:
     script = f"import os; from megatron_rl.weight_sync.file_transport import SyncDir; d = SyncDir({str(tmp_path)!r}); "
     script += "print(d.path, flush=True); os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     folder = Path(killed.stdout.strip())
     age(folder)
     following = SyncDir(str(tmp_path))
@@ -91,14 +106,24 @@ ODD = {
     "a folder that nobody may enter": lambda path: path.mkdir(0),
     "a folder whose lock is a folder": lambda path: (path / LOCK).mkdir(parents=True),
     "a folder whose lock is a pipe": lambda path: (path.mkdir(), os.mkfifo(path / LOCK)),
-    "a folder whose lock is a link": lambda path: (path.mkdir(), (path / LOCK).symlink_to("/etc/hostname")),
-    "a folder whose lock links to itself": lambda path: (path.mkdir(), (path / LOCK).symlink_to(path / LOCK)),
+    "a folder whose lock is a link": lambda path: (
+        path.mkdir(),
+        (path / LOCK).symlink_to("/etc/hostname"),
+    ),
+    "a folder whose lock links to itself": lambda path: (
+        path.mkdir(),
+        (path / LOCK).symlink_to(path / LOCK),
+    ),
 }
 
 
-@pytest.mark.fault("a stranger's odd file has the name of a run's folder", "no run is refused, nothing is removed")
+@pytest.mark.fault(
+    "a stranger's odd file has the name of a run's folder", "no run is refused, nothing is removed"
+)
 @pytest.mark.parametrize("what", ODD)
-def test_an_odd_file_refuses_nobody(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_file_refuses_nobody(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megatron_rl.weight_sync.file_transport.GRACE_S", 0.0)
     monkeypatch.chdir(tmp_path)  # a socket's name must be short
     odd = Path(PREFIX + "odd")
@@ -146,7 +171,9 @@ def test_what_is_needed_never_looks_like_what_there_is(
 ) -> None:
     own = SyncDir(str(tmp_path))
     real = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((real[0], 1, *real[2:4], free, *real[5:])))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: os.statvfs_result((real[0], 1, *real[2:4], free, *real[5:]))
+    )
     with pytest.raises(WeightSyncError) as refused:
         own.require_free(needed)
     assert said.format(tmp_path) in str(refused.value)

@@ -1,4 +1,6 @@
-"""All writers' tensors on rank 0, or on every rank, for transports with one sender; on which stream they are made."""
+"""All writers' tensors on rank 0, or on every rank, for transports with one sender; on which stream
+they are made.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def test_two_writers_in_one_order(tmp_path: Path) -> None:
     assert codes == [0, 0]
     for case in CASES:
         for everywhere in (False, True):
-            here, there = first[f"{case} {everywhere}"], second[f"{case} {everywhere}"]
+            here = first[f"{case} {everywhere}"]
+            there = second[f"{case} {everywhere}"]
             assert here["metas"] == there["metas"], "every rank knows what comes, in which order"
             count = len(here["metas"])
             assert here["passes"] == [count, count]
@@ -35,11 +38,15 @@ def test_two_writers_in_one_order(tmp_path: Path) -> None:
 
 
 def test_a_side_stream_gets_tensors_that_home_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for streams write down what is asked of them. The last tensor is drained: the sender has failed."""
+    """Stand-ins for streams write down what is asked of them. The last tensor is drained: the
+    sender has failed.
+    """
     log: list[str] = []
 
     def a_stream(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_stream=lambda other: log.append(f"{name} waits for {other.name}"))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: log.append(f"{name} waits for {other.name}")
+        )
 
     present = [a_stream("home")]
 
@@ -66,7 +73,16 @@ def test_a_side_stream_gets_tensors_that_home_has_made(monkeypatch: pytest.Monke
             log.append(f"{name} is read on {present[-1].name}")
     assert [name for name, _ in made] == ["third"]
     assert log == [
-        "first is made on home", "left waits for home", "first stays for left", "first is read on left",
-        "second is made on home", "right waits for home", "second stays for right", "second is read on right",
-        "third is made on home", "home waits for home", "third stays for home", "the end is on home",
-    ]  # fmt: skip
+        "first is made on home",
+        "left waits for home",
+        "first stays for left",
+        "first is read on left",
+        "second is made on home",
+        "right waits for home",
+        "second stays for right",
+        "second is read on right",
+        "third is made on home",
+        "home waits for home",
+        "third stays for home",
+        "the end is on home",
+    ]

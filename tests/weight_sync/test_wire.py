@@ -1,4 +1,6 @@
-"""What travels beside the tensors of vLLM's transports: checksums, announcements, handles of shared memory."""
+"""What travels beside the tensors of vLLM's transports: checksums, announcements, handles of shared
+memory.
+"""
 
 import msgspec
 import pytest
@@ -45,12 +47,17 @@ def test_checksums_look_at_bytes_wherever_they_lie(dtype, monkeypatch):
     monkeypatch.setattr(wire, "CHUNK", 16)
     first = sums(tensor)
     assert first[0] == wanted[0]
-    bytes_, swapped = tensor.reshape(-1).view(torch.uint8), tensor.clone().reshape(-1).view(torch.uint8)
-    swapped[:64], swapped[64:128] = bytes_[64:128], bytes_[:64]  # two whole chunks
+    bytes_ = tensor.reshape(-1).view(torch.uint8)
+    swapped = tensor.clone().reshape(-1).view(torch.uint8)
+    # two whole chunks
+    swapped[:64] = bytes_[64:128]
+    swapped[64:128] = bytes_[:64]
     assert sums(swapped) != first
 
 
-ANNOUNCED = Announcement(7, "int8", True, (TensorSpec("a", "int8", (2, 3)), TensorSpec("b", "float32", (2, 1))))
+ANNOUNCED = Announcement(
+    7, "int8", True, (TensorSpec("a", "int8", (2, 3)), TensorSpec("b", "float32", (2, 1)))
+)
 
 
 def test_messages_survive_the_channel():
@@ -81,11 +88,30 @@ def test_what_fits_is_accepted():
 def test_handles_travel_without_pickle():
     # the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor, in its order
     arguments = (
-        torch.Tensor, torch.Size([4, 3]), (3, 1), 5, torch.UntypedStorage, torch.bfloat16, 0, b"\x00\xffhandle", 4096,
-        128, False, b"counter", 64, b"event", True,
-    )  # fmt: skip
-    for handles in ({"GPU-1": arguments}, [{"GPU-1": arguments, "GPU-2": arguments}, {"GPU-1": arguments}]):
-        assert wire.decode_handles(through_the_channel({"x": wire.encode_handles(handles)})["x"]) == handles
+        torch.Tensor,
+        torch.Size([4, 3]),
+        (3, 1),
+        5,
+        torch.UntypedStorage,
+        torch.bfloat16,
+        0,
+        b"\x00\xffhandle",
+        4096,
+        128,
+        False,
+        b"counter",
+        64,
+        b"event",
+        True,
+    )
+    for handles in (
+        {"GPU-1": arguments},
+        [{"GPU-1": arguments, "GPU-2": arguments}, {"GPU-1": arguments}],
+    ):
+        assert (
+            wire.decode_handles(through_the_channel({"x": wire.encode_handles(handles)})["x"])
+            == handles
+        )
     with pytest.raises(WeightSyncError, match="function"):
         wire.encode_handles({"GPU-1": (print, test_handles_travel_without_pickle)})
     with pytest.raises(WeightSyncError, match="not on the list"):

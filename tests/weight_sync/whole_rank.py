@@ -29,7 +29,8 @@ def make(
 ) -> tuple[WholeSource, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """This rank's source with the scales of an FP8 cache, its shards, and what has to arrive."""
     shape = ModelShape.from_hf(hf_config(family))
-    hf, place = random_hf(shape), list(layout.places())[rank]
+    hf = random_hf(shape)
+    place = list(layout.places())[rank]
 
     def seen() -> torch.Tensor:  # each rank has seen its own layers
         amax_L2 = torch.zeros(shape.layers, 2)
@@ -38,7 +39,9 @@ def make(
 
     scales = CacheScales(shape.layers, TorchGroup(), seen)
     model = Model(shape, layout, {})
-    source = ShardSource(model, ShardGroups(place), Format.int8, bucket_bytes=20_000, cache_scales=scales)
+    source = ShardSource(
+        model, ShardGroups(place), Format.int8, bucket_bytes=20_000, cache_scales=scales
+    )
     wanted = quantized_whole(hf, Format.int8)
     for layer in range(shape.layers):
         for kind, scale in (("k", 1.0), ("v", 2.0)):

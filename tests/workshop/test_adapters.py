@@ -1,4 +1,6 @@
-"""Adapters of other projects' environments, each against a small object of the protocol that project publishes."""
+"""Adapters of other projects' environments, each against a small object of the protocol that
+project publishes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Played:
     def __init__(self, name: str, row: dict[str, Any], **settings: Any) -> None:
         self._conversation = Conversation(load(f"{ADAPTERS}.{name}"), settings)
         begun = self.ask("reset", row=row)
-        self.messages, self.tools = begun["messages"], begun["tools"]
+        self.messages = begun["messages"]
+        self.tools = begun["tools"]
 
     def ask(self, do: str, **more: Any) -> Any:
         return self._conversation._answer({"do": do, **more})
@@ -51,7 +54,8 @@ class Counter:
     """A TRL environment."""
 
     def reset(self, **row: Any) -> str:
-        self.goal, self.count = row["goal"], 0
+        self.goal = row["goal"]
+        self.count = 0
         return f" Goal: {row['goal']}."
 
     def add(self, amount: int) -> int:
@@ -85,11 +89,18 @@ def closeness(environments: list[Counter], completions: list[Any], **columns: An
 
 def test_trl() -> None:
     row = {"prompt": [{"role": "user", "content": "Count."}], "goal": 5}
-    settings = {"target": f"{HERE}:Counter", "tools": [f"{HERE}:double"], "reward": f"{HERE}:closeness"}
+    settings = {
+        "target": f"{HERE}:Counter",
+        "tools": [f"{HERE}:double"],
+        "reward": f"{HERE}:closeness",
+    }
     played = Played("trl:Environment", row, **settings)
     assert played.messages == [{"role": "user", "content": "Count. Goal: 5."}]
     assert [one["function"]["name"] for one in played.tools] == ["double", "add"]
-    assert played.tools[1]["function"]["parameters"]["properties"]["amount"]["description"] == "How much."
+    assert (
+        played.tools[1]["function"]["parameters"]["properties"]["amount"]["description"]
+        == "How much."
+    )
     assert (played.call("add", amount=2), played.call("double", x=4)) == ("2", "{'double': 8}")
     assert "unexpected keyword" in played.call("add", much=1)
     assert played.call("add", amount=2) == "4"
@@ -111,14 +122,19 @@ class Instance:
         said = f"\n\nHuman: [{len(self.seen)}] No.\n</s>\n\nAssistant: "
         reward = torch.tensor([float(right)])
         return {
-            "rewards": reward, "scores": reward, "environment_feedback": said, "done": right,
+            "rewards": reward,
+            "scores": reward,
+            "environment_feedback": said,
+            "done": right,
             "extra_logs": {"n": reward},
-        }  # fmt: skip
+        }
 
 
 def test_openrlhf() -> None:
     row = {"prompt": "12 + 30?", "label": "42"}
-    played = Played("openrlhf:Environment", row, target=f"{HERE}:Instance", feedback=r"Human: (.*?)\s*</s>")
+    played = Played(
+        "openrlhf:Environment", row, target=f"{HERE}:Instance", feedback=r"Human: (.*?)\s*</s>"
+    )
     assert played.messages == [{"role": "user", "content": "12 + 30?"}]
     assert played.say("41")["messages"] == [{"role": "user", "content": "[8] No."}]
     step = played.say("42")
@@ -134,8 +150,12 @@ class Check:
     """A tool of verl's."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
-        self.name, self.made, self.released = "check", dict[str, Any](), list[str]()
-        self.schema = Schema(type="function", function={"name": "check", "parameters": {"type": "object"}})
+        self.name = "check"
+        self.made = dict[str, Any]()
+        self.released = list[str]()
+        self.schema = Schema(
+            type="function", function={"name": "check", "parameters": {"type": "object"}}
+        )
         self.config = config
 
     def get_openai_tool_schema(self) -> Schema:
@@ -146,10 +166,16 @@ class Check:
         self.made[name] = {"truth": kwargs["create_kwargs"]["truth"], "best": 0.0}
         return name, None
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, Any]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float, Any]:
         right = parameters["answer"] == self.made[instance_id]["truth"]
         self.made[instance_id]["best"] = float(right)
-        return SimpleNamespace(text=f"{instance_id} {right}", image=None, video=None), -0.05, {"asked": 1}
+        return (
+            SimpleNamespace(text=f"{instance_id} {right}", image=None, video=None),
+            -0.05,
+            {"asked": 1},
+        )
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         return self.made[instance_id]["best"]
@@ -159,12 +185,19 @@ class Check:
         del self.made[instance_id]
 
 
-@pytest.mark.parametrize(("instance", "said", "reward"), [("call", "i1 True", -0.1), ("conversation", "i0 True", 0.9)])
+@pytest.mark.parametrize(
+    ("instance", "said", "reward"), [("call", "i1 True", -0.1), ("conversation", "i0 True", 0.9)]
+)
 def test_verl(instance: str, said: str, reward: float) -> None:
-    row = {"prompt": "12 + 30?", "extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"truth": "42"}}}}}
+    row = {
+        "prompt": "12 + 30?",
+        "extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"truth": "42"}}}},
+    }
     tools = [{"class_name": f"{HERE}.Check", "config": {"type": "native"}}]
     played = Played("verl:Environment", row, tools=tools, instance=instance, rewarded=True)
-    assert played.tools == [{"type": "function", "function": {"name": "check", "parameters": {"type": "object"}}}]
+    assert played.tools == [
+        {"type": "function", "function": {"name": "check", "parameters": {"type": "object"}}}
+    ]
     assert played.call("check", answer="41") == "i0 False"
     assert played.call("check", answer="42") == said
     assert played.say("42")["numbers"] == {"asked": 1.0, "tool_reward": -0.1}
@@ -175,7 +208,9 @@ class Text:
     """An environment of SkyRL-Gym's."""
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
-        self.truth, self.turns, self.closed = extras["reward_spec"]["ground_truth"], 0, False
+        self.truth = extras["reward_spec"]["ground_truth"]
+        self.turns = 0
+        self.closed = False
         assert env_config == {"k": 1} and extras["max_turns"] == 2
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
@@ -205,8 +240,12 @@ def test_skyrl() -> None:
     assert [one["role"] for one in played.messages] == ["system", "user"]
     assert played.say("41")["messages"] == [{"role": "user", "content": "Again."}]
     assert played.say("42") | {"messages": []} == {
-        "messages": [], "reward": 1.0, "done": True, "numbers": {"m": 2.0, "steps": 2.0}, "advantage": None,
-    }  # fmt: skip
+        "messages": [],
+        "reward": 1.0,
+        "done": True,
+        "numbers": {"m": 2.0, "steps": 2.0},
+        "advantage": None,
+    }
 
 
 class Corridor:
@@ -221,17 +260,27 @@ class Corridor:
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
         self.place += action
-        return self.place, float(self.place == self.length), self.place == self.length, False, {"p": 0.5}
+        return (
+            self.place,
+            float(self.place == self.length),
+            self.place == self.length,
+            False,
+            {"p": 0.5},
+        )
 
 
 def test_gymnasium() -> None:
     settings = {"arguments": {"length": 3}, "action": "builtins:int"}
-    played = Played("gymnasium:Environment", {"prompt": "Go.", "seed": 1}, target=f"{HERE}:Corridor", **settings)
+    played = Played(
+        "gymnasium:Environment", {"prompt": "Go.", "seed": 1}, target=f"{HERE}:Corridor", **settings
+    )
     assert played.messages == [{"role": "user", "content": "Go.\n\n1"}]
     assert played.say("east")["messages"][0]["content"].startswith("error: invalid literal")
     assert played.say("1")["messages"] == [{"role": "user", "content": "2"}]
     assert (
-        (step := played.say("1"))["done"] and step["reward"] == 1.0 and step["numbers"] == {"p": 0.5, "truncated": 0.0}
+        (step := played.say("1"))["done"]
+        and step["reward"] == 1.0
+        and step["numbers"] == {"p": 0.5, "truncated": 0.0}
     )
 
 
@@ -243,7 +292,8 @@ class Nim:
 
     def reset(self, num_players: int, seed: int | None = None) -> None:
         assert num_players == 2
-        self.left, self.player = 4, 0
+        self.left = 4
+        self.player = 0
 
     def get_observation(self) -> tuple[int, str]:
         return self.player, self.said
@@ -251,7 +301,8 @@ class Nim:
     def step(self, action: str) -> tuple[bool, dict[str, Any]]:
         self.left -= int(action)
         self.said += f"\n{self.player} took {action}"
-        self.last, self.player = self.player, 1 - self.player
+        self.last = self.player
+        self.player = 1 - self.player
         return self.left == 0, {}
 
     def close(self) -> tuple[dict[int, int], dict[str, Any]]:
@@ -278,7 +329,11 @@ def test_reasoning_gym() -> None:
     entry = reasoning_gym.create_dataset("spell_backward", size=1, seed=1)[0]
     played = Played("reasoning_gym:Environment", dict(entry), tries=3)
     wrong = played.say(f"<answer>{entry['answer'][:-1]}</answer>")
-    assert not wrong["done"] and 0 < wrong["reward"] < 1 and "not right" in wrong["messages"][0]["content"]
+    assert (
+        not wrong["done"]
+        and 0 < wrong["reward"] < 1
+        and "not right" in wrong["messages"][0]["content"]
+    )
     right = played.say(f"<answer>{entry['answer']}</answer>")
     assert right["done"] and wrong["reward"] + right["reward"] == pytest.approx(1.0)
 
@@ -309,7 +364,9 @@ def test_nemo_gym_and_its_relay(monkeypatch: pytest.MonkeyPatch) -> None:
         return web.json_response({"choices": []})
 
     async def run() -> Any:
-        servers = [TestServer(one) for one in (web.Application(), nemo_gym.relay(), web.Application())]
+        servers = [
+            TestServer(one) for one in (web.Application(), nemo_gym.relay(), web.Application())
+        ]
         policy, relay, gym = servers
 
         async def played(request: web.Request) -> web.Response:
@@ -360,8 +417,16 @@ def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def run() -> list[Any]:
-        playing = agent(f"{ADAPTERS}.verifiers:Agent", name="sums", arguments={"hard": True}, python=sys.executable)
-        found = [await playing("http://127.0.0.1:1/v1", row) for row in ({"index": 0}, {"prompt": "", "answer": "7"})]
+        playing = agent(
+            f"{ADAPTERS}.verifiers:Agent",
+            name="sums",
+            arguments={"hard": True},
+            python=sys.executable,
+        )
+        found = [
+            await playing("http://127.0.0.1:1/v1", row)
+            for row in ({"index": 0}, {"prompt": "", "answer": "7"})
+        ]
         with pytest.raises(RuntimeError, match="ValueError: could not convert"):
             await playing("http://127.0.0.1:1/v1", {"prompt": "", "answer": "x"})
         return found
@@ -370,6 +435,9 @@ def test_verifiers_in_another_interpreter(tmp_path: Any, monkeypatch: pytest.Mon
 
 
 def test_openings_and_numbers() -> None:
-    assert opening([{"role": "system", "content": "s"}], "go")[-1] == {"role": "user", "content": "go"}
+    assert opening([{"role": "system", "content": "s"}], "go")[-1] == {
+        "role": "user",
+        "content": "go",
+    }
     assert opening("p", None) == [{"role": "user", "content": "p"}]
     assert for_metrics({"a": 1, "b": True, "c": "1", "d": None, "e": [1]}) == {"a": 1.0, "b": 1.0}

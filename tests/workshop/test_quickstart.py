@@ -15,7 +15,9 @@ from megatron_rl.workshop.quickstart import TASKS, fitting, quickstart
 
 ROOT = Path(__file__).parents[2]
 GIVEN = ["model.path=data/toy/model", "model.init=random"]
-SLOW_HOST = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
+SLOW_HOST = Machine(
+    Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2"))
+)
 of_each_recipe = pytest.mark.parametrize(
     "recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem
 )
@@ -43,7 +45,9 @@ def test_a_host_takes_the_recipes_as_they_are() -> None:
 
 
 @of_each_recipe
-def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(recipe: Path, place: Path) -> None:
+def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(
+    recipe: Path, place: Path
+) -> None:
     config = load(ROOT / recipe, [*fitting(SLOW_HOST), *GIVEN])
     assert (config.learner.precision, config.sampler.engines) == (Precision.fp32, 2)
     assert checks.check(config, on=SLOW_HOST).notes == ()
@@ -55,7 +59,10 @@ def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
     assert fitting(SLOW_HOST, ["sampler.fleet.replicas=2"]) == ["learner.precision=fp32"]
 
 
-@pytest.mark.fault("an override of the quickstart is wrong", "it is refused before the warm start; nothing is moved")
+@pytest.mark.fault(
+    "an override of the quickstart is wrong",
+    "it is refused before the warm start; nothing is moved",
+)
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -71,7 +78,11 @@ def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
     ],
 )
 def test_an_override_is_checked_before_the_warm_start(
-    override: str, said: str, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str,
+    said: str,
+    shipped: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (shipped / "runs" / "toy_sft").mkdir(parents=True)
     (shipped / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
@@ -84,7 +95,10 @@ def test_an_override_is_checked_before_the_warm_start(
 def test_what_an_override_says_of_the_machine_reaches_the_warm_start(shipped: Path) -> None:
     begun: list[Config] = []
     share = "sampler.vllm.gpu_memory_utilization=0.2"
-    status = quickstart(["learner.tensor_parallel=1", share, "optim.lr=2e-4"], lambda config: begun.append(config) or 1)
+    status = quickstart(
+        ["learner.tensor_parallel=1", share, "optim.lr=2e-4"],
+        lambda config: begun.append(config) or 1,
+    )
     assert status == 1
     assert begun[0].learner.tensor_parallel == 1
     assert begun[0].sampler.vllm["gpu_memory_utilization"] == 0.2
@@ -98,7 +112,9 @@ def test_a_quickstart_that_can_run_is_begun(shipped: Path, monkeypatch: pytest.M
     assert begun == ["toy_sft"]
 
 
-@pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
+@pytest.mark.fault(
+    "USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts"
+)
 def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(shipped: Path) -> None:
     begun = []
 

@@ -1,4 +1,6 @@
-"""The tools task: its tokenizer and template, and calls that vLLM's parser reads as they were meant."""
+"""The tools task: its tokenizer and template, and calls that vLLM's parser reads as they were
+meant.
+"""
 
 import json
 from pathlib import Path
@@ -37,12 +39,18 @@ def rows(folder: Path, name: str) -> list[dict]:
 def test_nothing_is_trained_on_that_is_held_out(folder: Path) -> None:
     train, test = ({row["prompt"] for row in rows(folder, name)} for name in ("train", "test"))
     assert not train & test
-    assert {row["prompt"] for row in rows(folder, "warm") if isinstance(row["prompt"], str)} <= train
+    assert {
+        row["prompt"] for row in rows(folder, "warm") if isinstance(row["prompt"], str)
+    } <= train
 
 
 def test_the_template_only_appends_and_shows_the_hermes_form(tokenizer: FolderTokenizer) -> None:
-    assert behaviour(tokenizer, {}, TOOLS) == Behaviour(appends_tool=True, appends_user=True, thinking_stays=True)
-    assert parser_of(EnvironmentSection(), tokenizer) == parser_of(EnvironmentSection(tool_parser="hermes"), tokenizer)
+    assert behaviour(tokenizer, {}, TOOLS) == Behaviour(
+        appends_tool=True, appends_user=True, thinking_stays=True
+    )
+    assert parser_of(EnvironmentSection(), tokenizer) == parser_of(
+        EnvironmentSection(tool_parser="hermes"), tokenizer
+    )
     with pytest.raises(ConfigError, match=r"environment\.tool_parser: hermess: vLLM has .*hermes"):
         parser_of(EnvironmentSection(tool_parser="hermess"), tokenizer)
 
@@ -53,12 +61,15 @@ def test_a_conversation_comes_back_and_is_short(folder: Path, tokenizer: FolderT
         ids = tokenizer.encode(text)
         assert tokenizer.decode_all(ids) == text
         assert len(ids) < 64
+        # the warm start's
         assert (
             tokenizer.text(row["prompt"], {"tools": [{"function": {"name": "calculate"}}]}) == text
-        )  # the warm start's
+        )
 
 
-def test_a_rendered_call_has_the_tokens_of_a_sampled_one(folder: Path, tokenizer: FolderTokenizer) -> None:
+def test_a_rendered_call_has_the_tokens_of_a_sampled_one(
+    folder: Path, tokenizer: FolderTokenizer
+) -> None:
     question, call, _ = rows(folder, "read")[0]["prompt"]
     sampled = tokenizer.encode(f"{CALL_START}{question['content']}{CALL_END}")
     before = tokenizer.encode(tokenizer.render([question], {}, tools=TOOLS, opened=True))
@@ -76,7 +87,10 @@ def test_vllms_parser_reads_the_call(folder: Path, tokenizer: FolderTokenizer) -
     parsed = ToolCallParser(str(folder / "model")).parsed(
         ids, list(tokenizer.stop_token_ids), "hermes", json.dumps(TOOLS)
     )
-    assert parsed == {"content": "", "calls": [{"name": "calculate", "arguments": '{"expression": "123*456"}'}]}
+    assert parsed == {
+        "content": "",
+        "calls": [{"name": "calculate", "arguments": '{"expression": "123*456"}'}],
+    }
 
 
 def test_the_model_is_small(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """How fast is rollout_correction, and how much memory does it take?
 
-Compares it with the same computation written plainly, one full-size tensor operation after the other,
-on 512 x 2048 float32 logprobs with token-level truncation, one geometric rule and all metrics:
+Compares it with the same computation written plainly, one full-size tensor operation after the
+other, on 512 x 2048 float32 logprobs with token-level truncation, one geometric rule and all
+metrics:
 
     python tools/bench/corrections.py
 
-    python tools/bench/corrections.py --choices     # each weight and rule in place of `tis`, as a multiple of its time
+    python tools/bench/corrections.py --choices     # each weight and rule in place of `tis`, as a
+    multiple of its time
 
 Both keep the memory that they free (glibc), so that neither pays for pages the kernel has to clear.
 
@@ -29,12 +31,15 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import rollout_correction
 
-CAP, LOW, HIGH = 2.0, 0.99, 1.01
+CAP = 2.0
+LOW = 0.99
+HIGH = 1.01
 CONFIG = CorrectionConfig(
     weight=WeightConfig(level="token", high=CAP),
     reject=[RejectRule(level="sequence", stat="ratio", reduce="mean", low=LOW, high=HIGH)],
 )
-# turns of a session in the example: what is timed by turn has this many columns' worth of tokens in each
+# turns of a session in the example: what is timed by turn has this many columns' worth of tokens in
+# each
 TURN_COLUMNS = 128
 
 
@@ -52,7 +57,9 @@ def choices() -> dict[str, CorrectionConfig]:
     }
     rules = {
         "reject turns": RejectRule(level="turn", stat="ratio", reduce="mean", low=LOW, high=HIGH),
-        "reject by prefix": RejectRule(level="prefix", stat="ratio", reduce="mean", low=LOW, high=HIGH),
+        "reject by prefix": RejectRule(
+            level="prefix", stat="ratio", reduce="mean", low=LOW, high=HIGH
+        ),
         "reject tv": RejectRule(level="token", stat="tv", high=0.1),
         "reject binary_kl": RejectRule(level="token", stat="binary_kl", high=0.1),
     }
@@ -61,7 +68,9 @@ def choices() -> dict[str, CorrectionConfig]:
 
 
 def multiples(batch: tuple[Tensor, Tensor, Tensor], repeats: int) -> dict[str, float]:
-    """The least time of each choice on one core, as a multiple of that of `tis`; waiting for a core does not count."""
+    """The least time of each choice on one core, as a multiple of that of `tis`; waiting for a core
+    does not count.
+    """
     torch.set_num_threads(1)
     turns_BT = (torch.arange(batch[0].shape[1]) // TURN_COLUMNS).expand_as(batch[0]).contiguous()
     times: dict[str, list[float]] = {name: [] for name in choices()}
@@ -93,16 +102,20 @@ def masked_min(values: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def plain(prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+def plain(
+    prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor
+) -> tuple[Tensor, Tensor, dict[str, float]]:
     """The definition of every quantity, each from the inputs, in the order of the specification."""
-    sampler_ok_BT, prox_ok_BT = torch.isfinite(sampler_BT), torch.isfinite(prox_BT)
+    sampler_ok_BT = torch.isfinite(sampler_BT)
+    prox_ok_BT = torch.isfinite(prox_BT)
     found = {
         "non_finite_sampler": (mask_BT & ~sampler_ok_BT).sum(),
         "non_finite_learner": (mask_BT & ~prox_ok_BT).sum(),
     }
     mask_BT = mask_BT & sampler_ok_BT & prox_ok_BT
     d_BT = torch.where(mask_BT, prox_BT - sampler_BT, 0.0)
-    prox_BT, sampler_BT = torch.where(mask_BT, prox_BT, 0.0), torch.where(mask_BT, sampler_BT, 0.0)
+    prox_BT = torch.where(mask_BT, prox_BT, 0.0)
+    sampler_BT = torch.where(mask_BT, sampler_BT, 0.0)
     rho_BT = d_BT.clamp(-20.0, 20.0).exp()
 
     geometric_B = masked_mean(d_BT, mask_BT, dim=1).clamp(-20.0, 20.0).exp()
@@ -111,7 +124,8 @@ def plain(prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
     weights_BT = torch.where(kept_BT, rho_BT.clamp(max=CAP), 0.0)
 
     rows_B = mask_BT.any(dim=1)
-    row_prox_B, row_sampler_B = masked_mean(prox_BT, mask_BT, dim=1), masked_mean(sampler_BT, mask_BT, dim=1)
+    row_prox_B = masked_mean(prox_BT, mask_BT, dim=1)
+    row_sampler_B = masked_mean(sampler_BT, mask_BT, dim=1)
     gap_B = row_sampler_B - row_prox_B
     found |= {
         "training_ppl": masked_mean((-row_prox_B).exp(), rows_B),
@@ -121,7 +135,8 @@ def plain(prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
         "ppl_ratio": masked_mean(gap_B.exp(), rows_B),
         "kl": masked_mean(-d_BT, mask_BT),
         "logp_diff_mean": masked_mean(d_BT, mask_BT),
-        "logp_diff_stderr": (d_BT - masked_mean(d_BT, mask_BT) * mask_BT).sum(dim=1).norm() / mask_BT.sum(),
+        "logp_diff_stderr": (d_BT - masked_mean(d_BT, mask_BT) * mask_BT).sum(dim=1).norm()
+        / mask_BT.sum(),
         "k3_kl": masked_mean(rho_BT - 1.0 - d_BT, mask_BT),
         "chi2_token": masked_mean(rho_BT.square(), mask_BT) - 1.0,
         "chi2_seq": masked_mean((2.0 * d_BT.sum(dim=1)).clamp(-20.0, 20.0).exp(), rows_B) - 1.0,
@@ -136,12 +151,18 @@ def plain(prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
         "rollout_is_ratio_fraction_high": masked_mean((rho_BT > CAP).float(), kept_BT),
         "rollout_is_ratio_fraction_low": masked_mean((rho_BT < 1.0 / CAP).float(), kept_BT),
         "rollout_rs_masked_fraction": masked_mean((~kept_BT).float(), mask_BT),
-        "rollout_rs_seq_masked_fraction": masked_mean((mask_BT & ~kept_BT).any(dim=1).float(), rows_B),
+        "rollout_rs_seq_masked_fraction": masked_mean(
+            (mask_BT & ~kept_BT).any(dim=1).float(), rows_B
+        ),
     }
-    prob_BT, sampler_prob_BT = prox_BT.exp(), sampler_BT.exp()
-    probs_diff_BT, logp_diff_BT = (prob_BT - sampler_prob_BT).abs(), d_BT.abs()
+    prob_BT = prox_BT.exp()
+    sampler_prob_BT = sampler_BT.exp()
+    probs_diff_BT = (prob_BT - sampler_prob_BT).abs()
+    logp_diff_BT = d_BT.abs()
     covariance = masked_mean(
-        (prob_BT - masked_mean(prob_BT, mask_BT)) * (sampler_prob_BT - masked_mean(sampler_prob_BT, mask_BT)), mask_BT
+        (prob_BT - masked_mean(prob_BT, mask_BT))
+        * (sampler_prob_BT - masked_mean(sampler_prob_BT, mask_BT)),
+        mask_BT,
     )
     found |= {
         "rho_mean": masked_mean(rho_BT, mask_BT),
@@ -151,13 +172,18 @@ def plain(prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
         "probs_diff_mean": masked_mean(probs_diff_BT, mask_BT),
         "probs_diff_max": masked_max(probs_diff_BT, mask_BT),
         "probs_diff_std": masked_std(probs_diff_BT, mask_BT),
-        "probs_pearson_corr": covariance / (masked_std(prob_BT, mask_BT) * masked_std(sampler_prob_BT, mask_BT)),
+        "probs_pearson_corr": covariance
+        / (masked_std(prob_BT, mask_BT) * masked_std(sampler_prob_BT, mask_BT)),
         "logp_abs_diff_mean": masked_mean(logp_diff_BT, mask_BT),
         "logp_abs_diff_max": masked_max(logp_diff_BT, mask_BT),
         "logp_abs_diff_std": masked_std(logp_diff_BT, mask_BT),
         "mult_prob_error": masked_mean(logp_diff_BT.clamp(max=20.0).exp(), mask_BT),
     }
-    return weights_BT, kept_BT, {f"rollout_corr/{name}": float(value) for name, value in found.items()}
+    return (
+        weights_BT,
+        kept_BT,
+        {f"rollout_corr/{name}": float(value) for name, value in found.items()},
+    )
 
 
 def example(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,13 +197,19 @@ def example(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Ten
 
 def keep_freed_memory() -> None:
     """glibc hands freed memory back to the kernel and gets it again page by page; not here."""
-    trim_threshold, mmap_threshold = -1, -3  # mallopt's numbers for them
+    # mallopt's numbers for them
+    trim_threshold = -1
+    mmap_threshold = -3
     for parameter in (trim_threshold, mmap_threshold):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
-def seconds(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Times of repeated calls; the first two fill caches and the allocator's pools and are not counted."""
+def seconds(
+    call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Times of repeated calls; the first two fill caches and the allocator's pools and are not
+    counted.
+    """
     found = []
     for turn in range(repeats + 2):
         start = clock()
@@ -188,7 +220,9 @@ def seconds(call: Callable[[], object], repeats: int, clock: Callable[[], float]
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that tensors made by `call` hold at one time, from the profiler's allocation events."""
+    """The most memory that tensors made by `call` hold at one time, from the profiler's allocation
+    events.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         kept_alive = call()
     del kept_alive
@@ -201,12 +235,16 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--columns", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--choices", action="store_true", help="time each choice as a multiple of tis")
+    parser.add_argument(
+        "--choices", action="store_true", help="time each choice as a multiple of tis"
+    )
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -218,12 +256,14 @@ def main() -> None:
     ours = lambda: rollout_correction(prox_BT, sampler_BT, mask_BT, CONFIG)  # noqa: E731
     theirs = lambda: plain(prox_BT, sampler_BT, mask_BT)  # noqa: E731
     # alternate, so that a busy machine slows both alike
-    ours_s, theirs_s = [], []
+    ours_s = []
+    theirs_s = []
     for _ in range(3):
         ours_s += seconds(ours, arguments.repeats // 3)
         theirs_s += seconds(theirs, arguments.repeats // 3)
     input_bytes = prox_BT.numel() * prox_BT.element_size()
-    ours_median, theirs_median = statistics.median(ours_s), statistics.median(theirs_s)
+    ours_median = statistics.median(ours_s)
+    theirs_median = statistics.median(theirs_s)
     print(
         json.dumps(
             {

@@ -1,12 +1,14 @@
-"""The output layer with logprobs and entropy: logits held, and columns at a time; seconds, and memory that each makes.
+"""The output layer with logprobs and entropy: logits held, and columns at a time; seconds, and
+memory that each makes.
 
-    python tools/bench/head.py [--tokens 4096] [--columns 151936] [--hidden 4096] [--rounds 3] [--kept 20] [--fp32-head]
+    python tools/bench/head.py [--tokens 4096] [--columns 151936] [--hidden 4096] [--rounds 3]
+    [--kept 20] [--fp32-head]
         [--entropy-gradient]
 
-Forward and backward in BF16, in turn on one thread, its CPU seconds. Memory is the most that tensors made meanwhile
-hold at one time over the bytes of BF16 logits, less the gradients of weight and hidden states, which do not exist yet
-when it is at its most with logits held; counted in a round of its own. `--kept`: among so many tokens, with the
-supports compared.
+Forward and backward in BF16, in turn on one thread, its CPU seconds. Memory is the most that
+tensors made meanwhile hold at one time over the bytes of BF16 logits, less the gradients of weight
+and hidden states, which do not exist yet when it is at its most with logits held; counted in a
+round of its own. `--kept`: among so many tokens, with the supports compared.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ def output_layer(hidden: int, columns: int, wide: bool) -> ColumnParallelLinear:
         use_cpu_initialization=True,
     )
     layer = ColumnParallelLinear(
-        hidden, columns, config=config, init_method=torch.nn.init.zeros_, bias=False, skip_bias_add=False
+        hidden,
+        columns,
+        config=config,
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        skip_bias_add=False,
     )
     with torch.no_grad():
         layer.weight.normal_(std=hidden**-0.5)
@@ -57,21 +64,37 @@ def output_layer(hidden: int, columns: int, wide: bool) -> ColumnParallelLinear:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, usual in (("tokens", 4096), ("columns", 151_936), ("hidden", 4096), ("rounds", 3), ("kept", 0)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, usual in (
+        ("tokens", 4096),
+        ("columns", 151_936),
+        ("hidden", 4096),
+        ("rounds", 3),
+        ("kept", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=usual)
     for name in ("fp32-head", "entropy-gradient"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
-    tokens, columns = options.tokens, options.columns
+    tokens = options.tokens
+    columns = options.columns
     torch.set_num_threads(1)
     random = torch.Generator().manual_seed(1)
     layer = output_layer(options.hidden, columns, options.fp32_head)
-    hidden_N1H = torch.randn(tokens, 1, options.hidden, generator=random).bfloat16().requires_grad_()
+    hidden_N1H = (
+        torch.randn(tokens, 1, options.hidden, generator=random).bfloat16().requires_grad_()
+    )
     kept_NK = None
     if options.kept:
-        kept_NK = torch.stack([torch.randperm(columns, generator=random)[: options.kept] for _ in range(tokens)])
-    labels_N = torch.randint(columns, (tokens,), generator=random) if kept_NK is None else kept_NK[:, 0]
+        kept_NK = torch.stack(
+            [torch.randperm(columns, generator=random)[: options.kept] for _ in range(tokens)]
+        )
+    if kept_NK is None:
+        labels_N = torch.randint(columns, (tokens,), generator=random)
+    else:
+        labels_N = kept_NK[:, 0]
     pack: Any = SimpleNamespace(labels_N=labels_N, kept_NK=kept_NK)
     asked = Asked(VocabShare.of(0, 1, columns, columns, None), 1.0, top_k=options.kept or None)
 
@@ -79,7 +102,11 @@ def main() -> None:
         layer.weight.grad = hidden_N1H.grad = None
         found = scores(layer, hidden_N1H, None, pack, asked, held)
         loss = found.logprobs_N.sum()
-        (loss + found.entropy_N.sum() if options.entropy_gradient and found.entropy_N is not None else loss).backward()
+        (
+            loss + found.entropy_N.sum()
+            if options.entropy_gradient and found.entropy_N is not None
+            else loss
+        ).backward()
 
     ways = {"held": True, "columns at a time": False}
     taken: dict[str, list[float]] = {name: [] for name in ways}
@@ -96,7 +123,9 @@ def main() -> None:
         ratio = statistics.median(a / b for a, b in zip(taken[name], taken["held"], strict=True))
         most = peak_bytes(partial(both_ways, held)) - (0 if held else gradients)
         share = most / (tokens * columns * BF16)
-        print(f"{name:<18} {seconds:7.3f} s, {ratio:.3f} of held; memory {share:.3f} of BF16 logits")
+        print(
+            f"{name:<18} {seconds:7.3f} s, {ratio:.3f} of held; memory {share:.3f} of BF16 logits"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""An update of the learner against megatron-core's bare forward, backward and step on the same packs; and padded.
+"""An update of the learner against megatron-core's bare forward, backward and step on the same
+packs; and padded.
 
     python tools/bench/learner.py [--shape large] [--rows 32] [--scale 80] [--rounds 5]
 
-One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and optimizer in
-megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics. *columns*: the update with no
-more than 1,024 columns of logits at a time (learner/modules/head.py). *padded*: every answer filled up to the longest.
-Answers are log-normal around a fifth of the longest and cut there, prompts have 200 tokens; `--scale` times shorter.
+One rank on one thread, in turn in one process, its CPU seconds. *bare*: the same modules and
+optimizer in megatron-core's schedule with its own cross entropy, packs made beforehand, no metrics.
+*columns*: the update with no more than 1,024 columns of logits at a time (learner/modules/head.py).
+*padded*: every answer filled up to the longest. Answers are log-normal around a fifth of the
+longest and cut there, prompts have 200 tokens; `--scale` times shorter.
 """
 
 from __future__ import annotations
@@ -42,12 +44,23 @@ PROMPT = 8
 
 def make_learner(work: Workload, budget: int) -> Learner:
     shape = {
-        "model_type": "qwen3", "vocab_size": work.vocab, "hidden_size": work.hidden, "num_hidden_layers": work.layers,
-        "num_attention_heads": work.heads, "num_key_value_heads": work.kv_heads, "head_dim": work.head_dim,
-        "intermediate_size": work.ffn, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768,
-        "initializer_range": 0.02, "tie_word_embeddings": True,
-    }  # fmt: skip
-    config: Config = from_mapping({"learner": {"tokens_per_microbatch": budget}, "optim": {"lr": 1e-6}})
+        "model_type": "qwen3",
+        "vocab_size": work.vocab,
+        "hidden_size": work.hidden,
+        "num_hidden_layers": work.layers,
+        "num_attention_heads": work.heads,
+        "num_key_value_heads": work.kv_heads,
+        "head_dim": work.head_dim,
+        "intermediate_size": work.ffn,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    }
+    config: Config = from_mapping(
+        {"learner": {"tokens_per_microbatch": budget}, "optim": {"lr": 1e-6}}
+    )
     learner = Learner(Model.of(shape, Layout.from_config(config.learner)), Sections.of(config))
     learner.init_random(7)
     return learner
@@ -62,12 +75,20 @@ def make_batch(rows: int, scale: int, vocab: int, filled: bool = False) -> Batch
     """`filled`: filler behind an answer is called a part of it."""
     random = torch.Generator().manual_seed(1)
     responses_B = torch.tensor(lengths_of(rows, LONGEST, random)) // scale
-    prompts_B, longest = torch.full((rows,), PROMPT), int(responses_B.max())
+    prompts_B = torch.full((rows,), PROMPT)
+    longest = int(responses_B.max())
     tokens_BS = torch.randint(1, vocab, (rows, PROMPT + longest), generator=random)
     mask_BT = torch.arange(longest) < responses_B[:, None]
     sampler_BT = torch.full(mask_BT.shape, -8.0)
-    each = torch.rand(rows, generator=random), torch.arange(rows) // 8, torch.zeros(rows, dtype=torch.int64)
-    lengths_B = torch.full_like(responses_B, longest) if filled else responses_B
+    each = (
+        torch.rand(rows, generator=random),
+        torch.arange(rows) // 8,
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    if filled:
+        lengths_B = torch.full_like(responses_B, longest)
+    else:
+        lengths_B = responses_B
     return Batch.of_matrices(tokens_BS, prompts_B, lengths_B, mask_BT, sampler_BT, *each)
 
 
@@ -90,7 +111,10 @@ def bare(learner: Learner, packs: list[Pack]) -> None:
         hidden_S1H = module.embedding(mine.tokens_S[None], mine.positions_S[None])
         packed, angles = module._packed(mine)
         hidden_S1H = module.decoder(
-            hidden_states=hidden_S1H, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+            hidden_states=hidden_S1H,
+            attention_mask=None,
+            rotary_pos_emb=angles,
+            packed_seq_params=packed,
         )
         weight = module.shared_embedding_or_output_weight()
         return module.output_layer(hidden_S1H.index_select(0, mine.logit_index_N), weight=weight)[0]
@@ -108,9 +132,14 @@ def bare(learner: Learner, packs: list[Pack]) -> None:
         chunk.zero_grad_buffer()
     learner.optimizer.zero_grad()
     get_forward_backward_func()(
-        forward_step_func=step, data_iterator=[iter(packs)], model=learner.chunks, num_microbatches=len(packs),
-        seq_length=1, micro_batch_size=1, forward_only=False,
-    )  # fmt: skip
+        forward_step_func=step,
+        data_iterator=[iter(packs)],
+        model=learner.chunks,
+        num_microbatches=len(packs),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
     learner.optimizer.step()
 
 
@@ -120,7 +149,9 @@ def few_columns(update: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="large", choices=sorted(SHAPES))
     for name, usual in (("rows", 32), ("scale", 80), ("budget", 2048), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=usual)
@@ -129,9 +160,12 @@ def main() -> None:
     work = SHAPES[options.shape]
     learner = make_learner(work, options.budget)
     torch.set_num_threads(1)
-    batch, filled = (make_batch(options.rows, options.scale, work.vocab, filled) for filled in (False, True))
+    batch, filled = (
+        make_batch(options.rows, options.scale, work.vocab, filled) for filled in (False, True)
+    )
     anchor_BT = learner.logprobs(batch)
-    targets, padded = targets_of(batch, anchor_BT), targets_of(filled, anchor_BT)
+    targets = targets_of(batch, anchor_BT)
+    padded = targets_of(filled, anchor_BT)
     packs = learner._packs(batch, range(len(batch)))
     ways: dict[str, Callable[[], object]] = {
         "bare": lambda: bare(learner, packs),
@@ -148,13 +182,18 @@ def main() -> None:
                 taken[name].append(time.thread_time() - begun)
     tokens = int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
     print(
-        f"{options.shape}: {tokens} tokens in {len(packs)} packs, {len(batch) * batch.tokens_BS.shape[1]} with filler"
+        f"{options.shape}: {tokens} tokens in {len(packs)} packs, "
+        f"{len(batch) * batch.tokens_BS.shape[1]} with filler"
     )
     for name, seconds in taken.items():
         ratios = [
-            statistics.median(a / b for a, b in zip(seconds, taken[of], strict=True)) for of in ("bare", "update")
+            statistics.median(a / b for a, b in zip(seconds, taken[of], strict=True))
+            for of in ("bare", "update")
         ]
-        print(f"{name:<8} {statistics.median(seconds):7.3f} s   {ratios[0]:.3f} of bare, {ratios[1]:.3f} of the update")
+        print(
+            f"{name:<8} {statistics.median(seconds):7.3f} s   {ratios[0]:.3f} of bare, "
+            f"{ratios[1]:.3f} of the update"
+        )
 
 
 if __name__ == "__main__":

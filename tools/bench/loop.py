@@ -1,10 +1,12 @@
 """Rollout throughput inside the loop against the bare engine on the same prompts.
 
-    python tools/bench/loop.py [--model runs/toy_sft/model] [--data data/toy/train.jsonl] [--repeats 5]
+    python tools/bench/loop.py [--model runs/toy_sft/model] [--data data/toy/train.jsonl] [--repeats
+    5]
 
-"Inside the loop" is everything the step's rollout phase does: drawing prompts, generating with a seed per request,
-decoding and scoring the answers, collating the batch. The bare engine is `vllm.LLM.generate` with the same weights
-(BF16), the same prompts and the same sampling parameters, without seeds. The two take turns.
+"Inside the loop" is everything the step's rollout phase does: drawing prompts, generating with a
+seed per request, decoding and scoring the answers, collating the batch. The bare engine is
+`vllm.LLM.generate` with the same weights (BF16), the same prompts and the same sampling parameters,
+without seeds. The two take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
 ROLLOUT = RolloutSection(
-    prompts_per_step=256, samples_per_prompt=8, max_prompt_tokens=12, max_response_tokens=8, dynamic_sampling=False
+    prompts_per_step=256,
+    samples_per_prompt=8,
+    max_prompt_tokens=12,
+    max_response_tokens=8,
+    dynamic_sampling=False,
 )
 
 
@@ -71,14 +77,18 @@ def ask_bare(process: subprocess.Popen[str], prompts: list[list[int]]) -> float:
 
 def give_weights(sampler: Sampler, model: Path, folder: Path) -> None:
     hf = HfFolder(model)
-    write_version(folder, 0, ((name, hf.get(name)) for name in hf.names), format="none", writer=0, writers=1)
+    write_version(
+        folder, 0, ((name, hf.get(name)) for name in hf.names), format="none", writer=0, writers=1
+    )
     sampler.init_weight_transfer_engine({})
     sampler.start_weight_update()
     sampler.update_weights(update_info(folder, 0, 1))
     sampler.finish_weight_update("0")
 
 
-def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderTokenizer, repeats: int) -> None:
+def measure(
+    config: Config, model: Path, dataset: Dataset, tokenizer: FolderTokenizer, repeats: int
+) -> None:
     rewards = RewardPool(config.reward)
     rewards.start()
     ours: list[float] = []
@@ -100,7 +110,9 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
         try:
             order = PromptOrder(dataset, config.run.seed, shuffle=True)
             scorer = Scorer(config.reward, rewards, tokenizer)
-            collector = Collector(config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed)
+            collector = Collector(
+                config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed
+            )
             for repeat in range(repeats + 1):
                 before = sampler.stats
                 start = time.perf_counter()

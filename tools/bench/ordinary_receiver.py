@@ -1,7 +1,9 @@
-"""A worker extension for `sync.py` alone: the receiver, which loads in the ordinary way where a directory asks for it.
+"""A worker extension for `sync.py` alone: the receiver, which loads in the ordinary way where a
+directory asks for it.
 
-Ordinary: in place, with vLLM's own `process_weights_after_loading`, zero-point sums of symmetric INT8 included. A
-directory asks with a file named `ordinary`. Found by the engine through PYTHONPATH.
+Ordinary: in place, with vLLM's own `process_weights_after_loading`, zero-point sums of symmetric
+INT8 included. A directory asks with a file named `ordinary`. Found by the engine through
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 
 from megatron_rl.engine import reload
 from megatron_rl.engine.host_kernels import SymmetricInt8Kernel
-from megatron_rl.engine.receiver import BACKEND, FileUpdateInfo, FileWeightTransferEngine, WorkerExtension
+from megatron_rl.engine.receiver import (
+    BACKEND,
+    FileUpdateInfo,
+    FileWeightTransferEngine,
+    WorkerExtension,
+)
 
 MARK = "ordinary"
 
@@ -28,7 +35,9 @@ class EitherWay(FileWeightTransferEngine):
         super().receive_weights(update_info)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        return partial(self._load, tensors) if self.ordinary else super().prepare(tensors)
+        if self.ordinary:
+            return partial(self._load, tensors)
+        return super().prepare(tensors)
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with vllm_packing():
@@ -41,7 +50,9 @@ class EitherWay(FileWeightTransferEngine):
 @contextmanager
 def vllm_packing() -> Iterator[None]:
     ours = SymmetricInt8Kernel.process_weights_for_onednn
-    SymmetricInt8Kernel.process_weights_for_onednn = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
+    SymmetricInt8Kernel.process_weights_for_onednn = (
+        CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
+    )
     try:
         yield
     finally:

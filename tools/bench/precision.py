@@ -1,12 +1,14 @@
-"""Is `megatron-rl plan --precision --fit` right? Steps of nine combinations of size and lengths, planned and measured.
+"""Is `megatron-rl plan --precision --fit` right? Steps of nine combinations of size and lengths,
+planned and measured.
 
     python tools/bench/precision.py FOLDER [--steps 14] [--processor] [NAME ...]
 
-NAME: a combination, such as small-long; all of them where none is named. Two more sizes, narrow and wide, whose lengths
-are no combination's, give the costs. For each model a run in BF16, in INT8 and in FP8 stand side by side and take their
-steps in turn. What FOLDER holds already is not made again, so that a command that was cut off goes on, and several
-(`taskset -c 0 ...`) may make a part each. A combination's seconds are the lower quartiles of its steps, as `--fit`
-reads them: the plan knows its lengths, and none of its times.
+NAME: a combination, such as small-long; all of them where none is named. Two more sizes, narrow and
+wide, whose lengths are no combination's, give the costs. For each model a run in BF16, in INT8 and
+in FP8 stand side by side and take their steps in turn. What FOLDER holds already is not made again,
+so that a command that was cut off goes on, and several (`taskset -c 0 ...`) may make a part each. A
+combination's seconds are the lower quartiles of its steps, as `--fit` reads them: the plan knows
+its lengths, and none of its times.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def workload(width: int, layers: int, prompt: int, answer: int, ends: bool) -> W
     head = 32 if width < 256 else 64
     heads = max(width // head, 2) // 2 * 2
     shape = (width, layers, heads, heads // 2, head, 3 * width, VOCABULARY)
-    return Workload(*shape, prompts=4, samples=8, prompt_tokens=prompt, response_tokens=answer, ends=ends)
+    return Workload(
+        *shape, prompts=4, samples=8, prompt_tokens=prompt, response_tokens=answer, ends=ends
+    )
 
 
 def combinations() -> Iterator[tuple[str, Workload]]:
@@ -61,7 +65,9 @@ def in_turn(work: Workload, folder: Path, steps: int) -> None:
         sides = []
         for format in FORMATS:
             (folder / format).mkdir()
-            side, _ = stack.enter_context(ours(work, folder / format, model, Layout(1, 1, 1), format))
+            side, _ = stack.enter_context(
+                ours(work, folder / format, model, Layout(1, 1, 1), format)
+            )
             sides.append(side)
         for _ in range(steps):
             for side in sides:
@@ -74,12 +80,16 @@ def step_s(seconds: Mapping[str, float]) -> float:
 
 
 def row(name: str, runs: Three, costs: Costs) -> tuple[list[str], list[float]]:
-    """Cells of a combination: ratios to BF16 of a step and of its rollout; the errors of the steps' ratios."""
+    """Cells of a combination: ratios to BF16 of a step and of its rollout; the errors of the steps'
+    ratios.
+    """
     planned = {format: costs.phases(runs[format].case) for format in FORMATS}
-    cells, errors = [name, f"{step_s(runs['none'].seconds):.3f}", f"{step_s(planned['none']):.3f}"], []
+    cells = [name, f"{step_s(runs['none'].seconds):.3f}", f"{step_s(planned['none']):.3f}"]
+    errors = []
     for format in FORMATS[1:]:
         was, said = (
-            step_s(of[format]) / step_s(of["none"]) for of in ({key: run.seconds for key, run in runs.items()}, planned)
+            step_s(of[format]) / step_s(of["none"])
+            for of in ({key: run.seconds for key, run in runs.items()}, planned)
         )
         errors.append(said / was - 1)
         rolled = runs[format].seconds["rollout"] / runs["none"].seconds["rollout"]
@@ -97,35 +107,50 @@ def misplaced(runs: Three, costs: Costs) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=14, help="of each run; the first two are left out")
-    parser.add_argument("--processor", action="store_true", help="seconds of processors, where others are at work")
+    parser.add_argument(
+        "--steps", type=int, default=14, help="of each run; the first two are left out"
+    )
+    parser.add_argument(
+        "--processor", action="store_true", help="seconds of processors, where others are at work"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_intermixed_args()
     if options.processor:
         os.environ[PROCESSOR] = "1"
-    machine, found = detect(), {}
+    machine = detect()
+    found = {}
     for name, work in combinations():
         folder = options.folder.resolve() / name
         if name in (options.names or [name]) and not (folder / "done").exists():
             in_turn(work, folder, options.steps)
         if (folder / "done").exists():
-            found[name] = {format: measured(folder / format / "ours", machine) for format in FORMATS}
+            found[name] = {
+                format: measured(folder / format / "ours", machine) for format in FORMATS
+            }
     if not {*COSTS_FROM} < {*found}:
-        print(f"made {', '.join(found)}; {', '.join(COSTS_FROM)} and a combination are needed for a plan")
+        print(
+            f"made {', '.join(found)}; {', '.join(COSTS_FROM)} and a combination are needed for a "
+            "plan"
+        )
         return
     costs = fitted([run for name in COSTS_FROM for run in found[name].values()])
     rows = {name: row(name, runs, costs) for name, runs in found.items() if name not in COSTS_FROM}
     of = [
-        f"{format}{what}" for format in ("INT8", "FP8") for what in (", step", " planned", "", ", rollout", " planned")
+        f"{format}{what}"
+        for format in ("INT8", "FP8")
+        for what in (", step", " planned", "", ", rollout", " planned")
     ]
     print("\n".join(table(("", "BF16, s", "planned", *of), [cells for cells, _ in rows.values()])))
     errors = [abs(error) for _, each in rows.values() for error in each]
     wrong = sum(misplaced(found[name], costs) for name in rows)
     within = sum(error <= WITHIN for error in errors)
     print(
-        f"{within} of {len(errors)} ratios within {WITHIN:.0%}, the worst off by {max(errors):.1%}; {wrong} misplaced"
+        f"{within} of {len(errors)} ratios within {WITHIN:.0%}, the worst off by "
+        f"{max(errors):.1%}; {wrong} misplaced"
     )
 
 

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""What the factors of `sync.probe_budget: auto` rest on: sampler against learner, beside one rounding more.
+"""What the factors of `sync.probe_budget: auto` rest on: sampler against learner, beside one
+rounding more.
 
-    python tools/bench/probe_budget.py MODEL ... [--formats bf16 int8 fp8] [--prompts 16] [--samples 4] [--tokens 48]
+    python tools/bench/probe_budget.py MODEL ... [--formats bf16 int8 fp8] [--prompts 16] [--samples
+    4] [--tokens 48]
     python tools/bench/probe_budget.py --random 640 6 --outliers 1 32 --tokens 32 --samples 2
 
-MODEL: a Hugging Face folder; `--random HIDDEN LAYERS` makes one; `--outliers` makes copies of the same function in
-which four channels of each norm are so many times as large (tools/outliers.py). Each format is served as a sync brings
-it and answers random prompts; learners of one rank compute the same tokens: in BF16, in FP32 (whose roundings are none
-of the engine's), and as the sampler. Of each: mean |d|, the noise (learner/weights.py) and how many times it d is; what
-rounding as the format does changes of the learner's own logprobs (`expected`), and how far it is then from the sampler.
-`--head fp32`: logits in FP32 on both sides. With `--fault`, weights of layers are put wrong in the engine, one layer at
-a time: what has to be found.
+MODEL: a Hugging Face folder; `--random HIDDEN LAYERS` makes one; `--outliers` makes copies of the
+same function in which four channels of each norm are so many times as large (tools/outliers.py).
+Each format is served as a sync brings it and answers random prompts; learners of one rank compute
+the same tokens: in BF16, in FP32 (whose roundings are none of the engine's), and as the sampler. Of
+each: mean |d|, the noise (learner/weights.py) and how many times it d is; what rounding as the
+format does changes of the learner's own logprobs (`expected`), and how far it is then from the
+sampler. `--head fp32`: logits in FP32 on both sides. With `--fault`, weights of layers are put
+wrong in the engine, one layer at a time: what has to be found.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class Faulty:
     """The stored weights, of which one is wrong."""
 
     def __init__(self, stored: StoredModel, victim: str, change: Any) -> None:
-        self._right, self._victim, self._change = StoredWeights(stored), victim, change
+        self._right = StoredWeights(stored)
+        self._victim = victim
+        self._change = change
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._right, name)
@@ -70,10 +75,19 @@ class Faulty:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--random", type=int, nargs=2, metavar=("HIDDEN", "LAYERS"))
-    parser.add_argument("--outliers", type=int, nargs="+", default=[], metavar="FACTOR", help="in 4 channels of a norm")
+    parser.add_argument(
+        "--outliers",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="FACTOR",
+        help="in 4 channels of a norm",
+    )
     parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "fp8"])
     parser.add_argument("--learners", nargs="+", default=list(LEARNERS), choices=list(LEARNERS))
     parser.add_argument("--prompts", type=int, default=16)
@@ -89,8 +103,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         models = [*options.models]
         if options.random:
-            models.append(make_random(Path(scratch) / "random_{}x{}".format(*options.random), *options.random))
-        for origin, factor in [(origin, factor) for origin in models for factor in options.outliers]:
+            models.append(
+                make_random(Path(scratch) / "random_{}x{}".format(*options.random), *options.random)
+            )
+        for origin, factor in [
+            (origin, factor) for origin in models for factor in options.outliers
+        ]:
             models.append(Path(scratch) / f"{origin.name}_x{factor}")
             with_outliers(origin, models[-1], factor, 4)
         for folder in models:
@@ -101,11 +119,20 @@ def make_random(folder: Path, hidden: int, layers: int) -> Path:
     """A model without a tokenizer, of weights as large as trained ones have."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = ToyShape(hidden, layers, heads=hidden // 64, kv_heads=max(1, hidden // 128), head_dim=64, ffn=4 * hidden)
+    shape = ToyShape(
+        hidden,
+        layers,
+        heads=hidden // 64,
+        kv_heads=max(1, hidden // 128),
+        head_dim=64,
+        ffn=4 * hidden,
+    )
     card = {**hf_config(replace(shape, context=256)), "vocab_size": 32000}
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**card)).bfloat16()
-    write_folder(folder, {name: tensor.contiguous() for name, tensor in model.named_parameters()}, card)
+    write_folder(
+        folder, {name: tensor.contiguous() for name, tensor in model.named_parameters()}, card
+    )
     return folder
 
 
@@ -117,7 +144,9 @@ def measure(stored: StoredModel, options: argparse.Namespace) -> None:
         formats = [format for format in options.formats if kind != "as_sampler" or format == "int8"]
         for format in formats:
             mine = {what: batch for (of, what), batch in answers.items() if of == format}
-            for what, (d, noise, expected, left) in compared(stored, format, kind, options.head, mine).items():
+            for what, (d, noise, expected, left) in compared(
+                stored, format, kind, options.head, mine
+            ).items():
                 print(
                     f"{stored.label:<24}{format:<8}{what or 'right':<44}{kind:<12}{d:>10.2e}{noise:>10.2e}"
                     f"{d / noise if noise else 0:>8.2f}{expected:>10.2e}{left:>10.2e}",
@@ -129,17 +158,25 @@ def configured(stored: StoredModel, format: str, head: str, *overrides: str) -> 
     named = "int4" if format == "int4" else None
     given = ["data.eval=null", "run.device=cpu", f"model.head_precision={head}", *overrides]
     config = settings(None, stored, "int8" if named else format, given)
-    return replace(config, quantization=replace(config.quantization, format=Format.int4)) if named else config
+    if named:
+        return replace(config, quantization=replace(config.quantization, format=Format.int4))
+    return config
 
 
-def answered(stored: StoredModel, format: str, options: argparse.Namespace) -> Iterator[tuple[str, Batch]]:
-    config = configured(stored, format, options.head, "sampler.vllm={kv_cache_memory_bytes: 200000000}")
+def answered(
+    stored: StoredModel, format: str, options: argparse.Namespace
+) -> Iterator[tuple[str, Batch]]:
+    config = configured(
+        stored, format, options.head, "sampler.vllm={kv_cache_memory_bytes: 200000000}"
+    )
     vocab = json.loads((stored.folder / "config.json").read_text())["vocab_size"]
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, vocab, (options.prompts, 8), generator=draw).tolist()
     prompts = [Prompt(number, tuple(ids), "", {}) for number, ids in enumerate(tokens)]
     with entered():
-        sampler = Sampler(EngineSettings.from_config(config), stored.folder, Path(tempfile.gettempdir()), _quiet)
+        sampler = Sampler(
+            EngineSettings.from_config(config), stored.folder, Path(tempfile.gettempdir()), _quiet
+        )
         with closing(sampler):
             sampler.launch()
             for version, (what, weights) in enumerate(served(stored, options)):
@@ -157,7 +194,12 @@ def served(stored: StoredModel, options: argparse.Namespace) -> Iterator[tuple[s
         return
     layers = right.model.shape.layers
     for layer in sorted({0, layers // 2, layers - 1}):
-        for module in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        for module in (
+            "self_attention.linear_qkv",
+            "self_attention.linear_proj",
+            "mlp.linear_fc1",
+            "mlp.linear_fc2",
+        ):
             for what, change in FAULTS.items():
                 name = f"decoder.layers.{layer}.{module}.weight"
                 yield what.format(f"{layer}.{module}"), Faulty(stored, name, change)
@@ -180,13 +222,17 @@ def compared(
 
 
 def _one(learner: Any, batch: Batch) -> tuple[float, ...]:
-    own_BT, sampler_BT = learner.logprobs(batch), batch.sampler_logprobs_BT
+    own_BT = learner.logprobs(batch)
+    sampler_BT = batch.sampler_logprobs_BT
     noise_BT = learner.logprobs_rounded_again(batch)
     expected_BT = learner.expected_logprobs(batch)
     assert torch.equal(own_BT, learner.logprobs(batch)), "something of the rounding was left behind"
     pairs = [(own_BT, sampler_BT), (own_BT, noise_BT)]
     pairs += [(own_BT, expected_BT), (expected_BT, sampler_BT)] if expected_BT is not None else []
-    found = [float((one_BT - other_BT)[batch.mask_BT].double().abs().mean()) for one_BT, other_BT in pairs]
+    found = [
+        float((one_BT - other_BT)[batch.mask_BT].double().abs().mean())
+        for one_BT, other_BT in pairs
+    ]
     return (*found, math.nan, math.nan)[:4]
 
 

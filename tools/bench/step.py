@@ -1,17 +1,20 @@
-"""A whole GRPO step against TRL's, on the same model, prompts and lengths, in turn; and where ours spends its time.
+"""A whole GRPO step against TRL's, on the same model, prompts and lengths, in turn; and where ours
+spends its time.
 
-    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1]
+    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2]
+    [--tensor-parallel 1]
         [--engines 1] [--precision bf16]
 
-Ours is a run as `megatron-rl train` starts it, BF16 learner and INT8 sampler, whose loop waits for its turn between two
-steps; on a host without BF16 instructions with the engines and the precision that the quickstart takes there.
-TRL (1.16) is put into build/trl where it is missing, with what it needs beside this project's packages; the project
-never imports it. Of three precisions it takes the one that is fastest here. Answers have full length: no token
-of the model ends one. Both sides have every core.
+Ours is a run as `megatron-rl train` starts it, BF16 learner and INT8 sampler, whose loop waits for
+its turn between two steps; on a host without BF16 instructions with the engines and the precision
+that the quickstart takes there. TRL (1.16) is put into build/trl where it is missing, with what it
+needs beside this project's packages; the project never imports it. Of three precisions it takes the
+one that is fastest here. Answers have full length: no token of the model ends one. Both sides have
+every core.
 
-The floor of a phase is the time of its products with weights, at the speed of one large product of the same kind on as
-many cores; of a sync, a plain copy of the bytes that it sends. Attention's own products (6 % of the toy's, 1 % of the
-large model's) are left out.
+The floor of a phase is the time of its products with weights, at the speed of one large product of
+the same kind on as many cores; of a sync, a plain copy of the bytes that it sends. Attention's own
+products (6 % of the toy's, 1 % of the large model's) are left out.
 """
 
 from __future__ import annotations
@@ -44,10 +47,17 @@ from megatron_rl.survival import launch
 
 HERE = Path(__file__).resolve().parent
 BESIDE = HERE.parents[1] / "build" / "trl"
-PACKAGES = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "multiprocess==0.70.19", "pandas==3.1.1")
+PACKAGES = (
+    "trl==1.16.0",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "multiprocess==0.70.19",
+    "pandas==3.1.1",
+)
 PRECISIONS = ("float32", "autocast", "bfloat16")
 WARM_UP = 2
-PROCESSOR = "BENCH_PROCESSOR_TIME"  # of the environment: phases take seconds of processors, not of the clock
+# of the environment: phases take seconds of processors, not of the clock
+PROCESSOR = "BENCH_PROCESSOR_TIME"
 NEVER = 1 << 20  # a token that no model here has
 PHASES = ("rollout", "prox", "correction", "update", "sync", "other")
 
@@ -158,32 +168,53 @@ def write_model(folder: Path, work: Workload) -> Path:
     end = 1 if work.ends else NEVER
     save_tokenizer(tokenizer, folder, pad_token="t0", eos_token="t1" if work.ends else "<never>")
     shape = {
-        "model_type": "qwen3", "vocab_size": work.vocab, "hidden_size": work.hidden, "num_hidden_layers": work.layers,
-        "num_attention_heads": work.heads, "num_key_value_heads": work.kv_heads, "head_dim": work.head_dim,
-        "intermediate_size": work.ffn, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "max_position_embeddings": 1024, "tie_word_embeddings": True, "attention_bias": False,
-        "eos_token_id": end, "pad_token_id": 0, "bos_token_id": None,
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "vocab_size": work.vocab,
+        "hidden_size": work.hidden,
+        "num_hidden_layers": work.layers,
+        "num_attention_heads": work.heads,
+        "num_key_value_heads": work.kv_heads,
+        "head_dim": work.head_dim,
+        "intermediate_size": work.ffn,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "eos_token_id": end,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**shape), dtype=torch.bfloat16
+    ).save_pretrained(folder)
     config = shape | {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
+    # vLLM refuses to wait for NEVER
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [1] if work.ends else []})
-    )  # vLLM refuses to wait for NEVER
+    )
     return folder
 
 
 def texts(work: Workload) -> list[str]:
     """Four steps' prompts: both sides go round."""
-    count, size = 4 * work.prompts, work.vocab
-    return [" ".join(f"t{(7 * row + 3 * at) % size}" for at in range(work.prompt_tokens)) for row in range(count)]
+    count = 4 * work.prompts
+    size = work.vocab
+    return [
+        " ".join(f"t{(7 * row + 3 * at) % size}" for at in range(work.prompt_tokens))
+        for row in range(count)
+    ]
 
 
 # our side
 
 
-def recipe(work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8") -> dict[str, Any]:
+def recipe(
+    work: Workload, folder: Path, model: Path, layout: Layout, format: str = "int8"
+) -> dict[str, Any]:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
@@ -218,7 +249,13 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout, format: st
 
 
 def loop_in_turn(
-    config: Any, driver: Any, learner: Any, sync: Any, saver: Any, at: Progress, asked: Any = sys.stdin
+    config: Any,
+    driver: Any,
+    learner: Any,
+    sync: Any,
+    saver: Any,
+    at: Progress,
+    asked: Any = sys.stdin,
 ) -> None:
     """As train.loop, a step for each line of the input."""
     about = config, driver, learner, sync, saver
@@ -235,8 +272,11 @@ def loop_in_turn(
 
 
 def processor_clock() -> Callable[[], float]:
-    """Seconds of processors that this process and those below it have taken: others on the machine do not count."""
-    clocks = [(~child.pid << 3) | 2 for child in psutil.Process().children(recursive=True)]  # CPUCLOCK_SCHED of each
+    """Seconds of processors that this process and those below it have taken: others on the machine
+    do not count.
+    """
+    # CPUCLOCK_SCHED of each
+    clocks = [(~child.pid << 3) | 2 for child in psutil.Process().children(recursive=True)]
     return lambda: time.process_time() + sum(map(time.clock_gettime, clocks))
 
 
@@ -249,7 +289,8 @@ class Side:
     """A process that takes a step when it is told to."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process, self._log = process, log
+        self._process = process
+        self._log = log
         self.taken: list[dict[str, float]] = []
 
     def step(self) -> dict[str, float]:
@@ -282,7 +323,8 @@ def ours(
 ) -> Iterator[tuple[Side, RunDir]]:
     config = from_mapping(recipe(work, folder, model, layout, format))
     run, _ = open_run(folder / "ours", IfExists.refuse, to_yaml(config))
-    store, log = folder / "store", folder / "ours.log"
+    store = folder / "store"
+    log = folder / "ours.log"
     processes = []
     assert run.lock is not None
     for number in range(layout.ranks):
@@ -314,7 +356,17 @@ def install_trl() -> None:
     if (BESIDE / "trl").is_dir():
         return
     uv = Path(sys.executable).with_name("uv")
-    command = [str(uv), "pip", "install", "--python", sys.executable, "--target", str(BESIDE), "--no-deps", *PACKAGES]
+    command = [
+        str(uv),
+        "pip",
+        "install",
+        "--python",
+        sys.executable,
+        "--target",
+        str(BESIDE),
+        "--no-deps",
+        *PACKAGES,
+    ]
     subprocess.run(command, check=True)
 
 
@@ -333,7 +385,12 @@ def start_trl(work: Workload, folder: Path, model: Path, precision: str, threads
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "step_trl.py"), json.dumps(asked)],
-            env={**os.environ, "PYTHONPATH": str(BESIDE), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(BESIDE),
+                "HF_HUB_OFFLINE": "1",
+                "TRL_EXPERIMENTAL_SILENCE": "1",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -344,11 +401,16 @@ def start_trl(work: Workload, folder: Path, model: Path, precision: str, threads
 
 def fastest_trl(work: Workload, folder: Path, model: Path, threads: int) -> tuple[str, Side]:
     """The others end."""
-    sides = {precision: start_trl(work, folder, model, precision, threads) for precision in PRECISIONS}
+    sides = {
+        precision: start_trl(work, folder, model, precision, threads) for precision in PRECISIONS
+    }
     for side in [*sides.values()] * WARM_UP:  # none is still being loaded in the second round
         side.step()
     found = {precision: side.taken[-1]["step"] for precision, side in sides.items()}
-    print("  TRL's second step: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items()))
+    print(
+        "  TRL's second step: "
+        + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.items())
+    )
     fastest = min(found, key=lambda precision: found[precision])
     for precision, side in sides.items():
         if precision != fastest:
@@ -368,10 +430,19 @@ def measure(work: Workload, layout: Layout, rounds: int, machine: Machine) -> No
                 for _ in range(rounds):
                     our.step()
                     trl.step()
-                lines = [json.loads(line) for line in run.metrics.read_text().splitlines()][-rounds:]
+                lines = [json.loads(line) for line in run.metrics.read_text().splitlines()][
+                    -rounds:
+                ]
         finally:
             trl.end()
-    report(work, machine, precision, lines, [one["step"] for one in our.taken[WARM_UP:]], trl.taken[WARM_UP:])
+    report(
+        work,
+        machine,
+        precision,
+        lines,
+        [one["step"] for one in our.taken[WARM_UP:]],
+        trl.taken[WARM_UP:],
+    )
 
 
 def report(
@@ -386,13 +457,18 @@ def report(
         return float(median(values))
 
     step = middle(our_steps)
-    seconds = {name: middle([line.get(f"time/{name}", 0.0) for line in lines]) for name in PHASES[:-1]}
+    seconds = {
+        name: middle([line.get(f"time/{name}", 0.0) for line in lines]) for name in PHASES[:-1]
+    }
     seconds["other"] = max(0.0, step - sum(seconds.values()))
     least = floors(work, machine, middle([line["sync/bytes"] for line in lines]))
     print(f"  {'phase':<11} {'ours, s':>8} {'floor, s':>9} {'times':>6}   {'TRL, s':>7}")
     for phase, taken in seconds.items():
         floor = least.get(phase, 0.0) if taken else 0.0
-        over = f"{floor:9.4f} {taken / floor:6.1f}" if floor else f"{'':9} {'':6}"
+        if floor:
+            over = f"{floor:9.4f} {taken / floor:6.1f}"
+        else:
+            over = f"{'':9} {'':6}"
         theirs = [one[phase] for one in trl_steps if phase in one]
         print(
             f"  {phase:<11} {taken:8.3f} {over}   {middle(theirs):7.3f}"
@@ -402,20 +478,34 @@ def report(
     trl = middle([one["step"] for one in trl_steps])
     ratio = middle([a / b["step"] for a, b in zip(our_steps, trl_steps, strict=True)])
     saved = middle([line.get("perf/prox_saved_s", 0.0) for line in lines])
-    print(f"  {'step':<11} {step:8.3f} {'':16}   {trl:7.3f}   ours / TRL's in {precision}: {ratio:.2f}")
-    print(f"  (a prox pass, which the update's own forward pass stands for, would be {saved:.3f} s)")
+    print(
+        f"  {'step':<11} {step:8.3f} {'':16}   {trl:7.3f}   ours / TRL's in {precision}: "
+        f"{ratio:.2f}"
+    )
+    print(
+        f"  (a prox pass, which the update's own forward pass stands for, would be {saved:.3f} s)"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="of the learner")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise"
+    )
     fastest = instructions.fastest()
-    engines, precision = int(fastest.get("sampler.engines", 1)), fastest.get("learner.precision", "bf16")
-    parser.add_argument("--engines", type=int, default=engines, help="that sample, each on its share of the cores")
-    parser.add_argument("--precision", default=precision, choices=("bf16", "fp32"), help="of the learner")
+    engines = int(fastest.get("sampler.engines", 1))
+    precision = fastest.get("learner.precision", "bf16")
+    parser.add_argument(
+        "--engines", type=int, default=engines, help="that sample, each on its share of the cores"
+    )
+    parser.add_argument(
+        "--precision", default=precision, choices=("bf16", "fp32"), help="of the learner"
+    )
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -424,14 +514,16 @@ def main() -> None:
     layout = Layout(options.ranks, options.tensor_parallel, options.engines, options.precision)
     install_trl()
     machine = Machine.measured()
-    speeds = (
-        f"BF16 {machine.bf16 / 1e9:.0f}, INT8 {machine.int8 / 1e9:.0f} GFLOP/s, copies {machine.copy / 1e9:.1f} GB/s"
-    )
+    products = f"BF16 {machine.bf16 / 1e9:.0f}, INT8 {machine.int8 / 1e9:.0f} GFLOP/s"
+    speeds = f"{products}, copies {machine.copy / 1e9:.1f} GB/s"
     print(f"{torch.get_num_threads()} threads: {speeds}")
     for shape in options.shape or SHAPES:
         work = SHAPES[shape]
         weights = (work.layer_weights + work.head_weights) / 1e6
-        print(f"{shape}: {weights:.1f}M parameters, {work.answers} answers of {work.response_tokens} tokens")
+        print(
+            f"{shape}: {weights:.1f}M parameters, {work.answers} answers of {work.response_tokens} "
+            "tokens"
+        )
         measure(work, layout, options.rounds, machine)
 
 

@@ -1,8 +1,9 @@
-"""TRL's side of step.py, in a process that imports nothing of this project: a GRPO step for each line of its input.
+"""TRL's side of step.py, in a process that imports nothing of this project: a GRPO step for each
+line of its input.
 
-Its settings are the fastest that were found to mean the same: no reference, one update of one whole batch, no
-recomputation, AdamW in one kernel, a dynamic cache. `precision`: `float32`; `autocast`, which multiplies in BF16 and
-generates in FP32; `bfloat16`, all of it, the optimizer included.
+Its settings are the fastest that were found to mean the same: no reference, one update of one whole
+batch, no recomputation, AdamW in one kernel, a dynamic cache. `precision`: `float32`; `autocast`,
+which multiplies in BF16 and generates in FP32; `bfloat16`, all of it, the optimizer included.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def main(asked: dict[str, Any]) -> None:
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             step_s = time.perf_counter() - self.start
-            seconds = {"step": step_s, "rollout": trainer.rollout_s, "update": step_s - trainer.rollout_s}
+            seconds = {
+                "step": step_s,
+                "rollout": trainer.rollout_s,
+                "update": step_s - trainer.rollout_s,
+            }
             print("seconds", json.dumps(seconds), flush=True)
 
     trainer = Timed(
@@ -87,5 +92,7 @@ def main(asked: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("settings", type=json.loads, metavar="JSON", help="as tools/bench/step.py writes them")
+    parser.add_argument(
+        "settings", type=json.loads, metavar="JSON", help="as tools/bench/step.py writes them"
+    )
     main(parser.parse_args().settings)

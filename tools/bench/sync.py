@@ -3,17 +3,19 @@
 
     python tools/bench/sync.py [--formats none int8 fp8] [--tensor-parallel 2] [--repeats 5]
 
-For each format: bytes, time per phase, the ratio to a plain memory copy of the BF16 weights, and the ratio to the
-naive path. Both paths take turns in one run; medians are shown. The learner's ranks hold random weights and do
-nothing else meanwhile.
+For each format: bytes, time per phase, the ratio to a plain memory copy of the BF16 weights, and
+the ratio to the naive path. Both paths take turns in one run; medians are shown. The learner's
+ranks hold random weights and do nothing else meanwhile.
 
-The naive path gathers everything in BF16 to one rank, quantizes it there, writes it, and only then has the same engine
-load it in place, with vLLM's own loaders and its own packing (zero-point sums of INT8 included). It quantizes as one
-writes it down, each step over the whole tensor; `tuned` is the same path with this project's quantizer, which works in
-pieces that stay in cache and makes the same bytes. Both keep our gather, files, checksums and FP8 kernel.
+The naive path gathers everything in BF16 to one rank, quantizes it there, writes it, and only then
+has the same engine load it in place, with vLLM's own loaders and its own packing (zero-point sums
+of INT8 included). It quantizes as one writes it down, each step over the whole tensor; `tuned` is
+the same path with this project's quantizer, which works in pieces that stay in cache and makes the
+same bytes. Both keep our gather, files, checksums and FP8 kernel.
 
-`blocked` is the part of a sync in which the engine cannot generate: swapping the new weights in. While they are
-checked and built beside the present ones it can; the line under the table says how it answered meanwhile.
+`blocked` is the part of a sync in which the engine cannot generate: swapping the new weights in.
+While they are checked and built beside the present ones it can; the line under the table says how
+it answered meanwhile.
 """
 
 from __future__ import annotations
@@ -65,10 +67,16 @@ class RandomWeights:
     """A learner's shards without the learner."""
 
     def __init__(self, model: Model, place: Place) -> None:
-        self.model, self.groups = model, ShardGroups(place)
+        self.model = model
+        self.groups = ShardGroups(place)
         generator = torch.Generator().manual_seed(place.tp)
         self._parameters = [
-            (param.megatron, (torch.randn(param.local_shape(model.layout), generator=generator) * 0.02).bfloat16())
+            (
+                param.megatron,
+                (
+                    torch.randn(param.local_shape(model.layout), generator=generator) * 0.02
+                ).bfloat16(),
+            )
             for param in stage_params(model.shape, model.layout, place)
         ]
 
@@ -152,13 +160,16 @@ class Answers:
 
     @classmethod
     def ask(cls, sampler: Sampler, go_on: Callable[[int], bool]) -> Answers:
-        prompt, params = Prompt(0, (1, 2, 3, 4), "", {}), SamplingParams(samples=1, max_tokens=1)
+        prompt = Prompt(0, (1, 2, 3, 4), "", {})
+        params = SamplingParams(samples=1, max_tokens=1)
         times: list[float] = []
         while go_on(len(times)):
             started = time.perf_counter()
             sampler.generate([prompt], params, seed=0, first_group=0, step=0)
             times.append(time.perf_counter() - started)
-        return cls(len(times), statistics.median(times), max(times)) if times else cls(0, 0.0, 0.0)
+        if times:
+            return cls(len(times), statistics.median(times), max(times))
+        return cls(0, 0.0, 0.0)
 
 
 def answers_meanwhile(
@@ -172,7 +183,9 @@ def answers_meanwhile(
     write_version(to, version, tensors, format="")
     idle = Answers.ask(sampler, lambda count: count < 20)
     sampler.start_weight_update()
-    staged = in_thread("staged", lambda: sampler.update_weights(update_info(to, version, 1, background=True)))
+    staged = in_thread(
+        "staged", lambda: sampler.update_weights(update_info(to, version, 1, background=True))
+    )
     meanwhile = Answers.ask(sampler, lambda count: not staged.done())
     staged.result()
     sampler.finish_weight_update(str(version))
@@ -193,10 +206,14 @@ def copy_seconds(nbytes: int, repeats: int = 5) -> float:
 
 def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(given.threads)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=given.tensor_parallel)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=given.tensor_parallel
+    )
     model = Model.of(hf_config(given), Layout(tp=given.tensor_parallel))
     weights = RandomWeights(model, Place(tp=rank))
-    plain_bytes = sum(tensor.nbytes for param in params(model.shape) for tensor in _meta(param.shapes))
+    plain_bytes = sum(
+        tensor.nbytes for param in params(model.shape) for tensor in _meta(param.shapes)
+    )
     copy = copy_seconds(plain_bytes) if rank == 0 else 0.0
     dist.barrier()
     results = []
@@ -208,16 +225,15 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
             rollout=RolloutSection(max_prompt_tokens=64, max_response_tokens=64),
             sampler=SamplerSection(vllm={"max_num_seqs": 8, "kv_cache_memory_bytes": 200 << 20}),
         )
-        sampler = (
-            Sampler(
+        if rank == 0:
+            sampler = Sampler(
                 EngineSettings.from_config(config),
                 Path(folder),
                 Path(folder) / f"log_{name}",
                 worker_extension="ordinary_receiver.Extension",
             )
-            if rank == 0
-            else None
-        )
+        else:
+            sampler = None
         if sampler is not None:
             sampler.start()
         try:
@@ -238,7 +254,9 @@ def measure(
     config: Config,
     repeats: int,
 ) -> dict[str, Any]:
-    model, groups, quantization = weights.model, weights.groups, config.quantization
+    model = weights.model
+    groups = weights.groups
+    quantization = config.quantization
     sync = WeightSync(
         weights,
         sampler,
@@ -250,7 +268,11 @@ def measure(
     )
     plain = ShardSource(model, groups)
     quantized = ShardSource(model, groups, quantization.format, quantization.ignore)
-    reports, naive_s, tuned_s, engine, versions = [], [], [], [], iter(range(1000))
+    reports = []
+    naive_s = []
+    tuned_s = []
+    engine = []
+    versions = iter(range(1000))
     sync.push(next(versions))  # warms both sides up
     ordinary = sync.transport.directory / "ordinary_versions"
     if sampler is not None:
@@ -259,13 +281,19 @@ def measure(
     try:
         for _ in range(repeats):
             dist.barrier()
-            naive_s.append(naive(plain, weights, sampler, config, ordinary, next(versions), plain_quantize))
+            naive_s.append(
+                naive(plain, weights, sampler, config, ordinary, next(versions), plain_quantize)
+            )
             dist.barrier()
-            tuned_s.append(naive(plain, weights, sampler, config, ordinary, next(versions), quantize))
+            tuned_s.append(
+                naive(plain, weights, sampler, config, ordinary, next(versions), quantize)
+            )
             dist.barrier()
             reports.append(sync.push(next(versions)))
             engine.append(sampler.last_sync if sampler is not None else {})
-        answers = answers_meanwhile(quantized, weights, sampler, sync.transport.directory, next(versions))
+        answers = answers_meanwhile(
+            quantized, weights, sampler, sync.transport.directory, next(versions)
+        )
     finally:
         sync.close()
 
@@ -321,22 +349,28 @@ def explanation(row: dict[str, Any]) -> list[str]:
         "packing in the engine": engine["build_s"],
         "reading and checksums in the engine": engine["verify_s"],
         "swapping": engine["load_s"],
-        "messages to the engine": row["load"] - sum(engine[key] for key in ("build_s", "verify_s", "load_s")),
+        "messages to the engine": row["load"]
+        - sum(engine[key] for key in ("build_s", "verify_s", "load_s")),
         **{f"{phase} in the learner": row[phase] for phase in ("quantize", "gather", "transfer")},
     }
     ranked = sorted(parts.items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name} {value * 1e3:.0f} ms ({value / row['total']:.0%})" for name, value in ranked)
+    shares = ", ".join(
+        f"{name} {value * 1e3:.0f} ms ({value / row['total']:.0%})" for name, value in ranked
+    )
     idle, meanwhile = (Answers(**one) for one in row["answers"])
     return [
         f"{row['format']}: {shares}; worst relative error {row['quant_error_max']:.4f}",
-        f"{row['format']}: while the next weights were built the engine answered {meanwhile.count} requests, "
-        f"median {meanwhile.median_s * 1e3:.0f} ms, slowest {meanwhile.slowest_s * 1e3:.0f} ms "
-        f"(idle: {idle.median_s * 1e3:.0f} ms, {idle.slowest_s * 1e3:.0f} ms)",
+        f"{row['format']}: while the next weights were built the engine answered "
+        f"{meanwhile.count} requests, median {meanwhile.median_s * 1e3:.0f} ms, slowest "
+        f"{meanwhile.slowest_s * 1e3:.0f} ms (idle: {idle.median_s * 1e3:.0f} ms, "
+        f"{idle.slowest_s * 1e3:.0f} ms)",
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "fp8"])
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -348,7 +382,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=600.0)
     given = parser.parse_args()
     # the engine's process finds ordinary_receiver.py there
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config(given)))
         context = multiprocessing.get_context("spawn")
@@ -371,9 +407,12 @@ def main() -> int:
         results = json.loads(Path(folder, "results.json").read_text())
     parameters = results[0]["plain_bytes"] / 2 / 1e6
     print(
-        f"{parameters:.0f}M parameters, learner TP{given.tensor_parallel}, engine TP1; a plain copy of the BF16 bytes"
+        f"{parameters:.0f}M parameters, learner TP{given.tensor_parallel}, engine TP1; a plain "
+        "copy of the BF16 bytes"
     )
-    print(f"({results[0]['plain_bytes'] / 2**20:.0f} MiB) takes {results[0]['copy_s'] * 1e3:.1f} ms")
+    print(
+        f"({results[0]['plain_bytes'] / 2**20:.0f} MiB) takes {results[0]['copy_s'] * 1e3:.1f} ms"
+    )
     print("\n".join(table(results)))
     print("\n".join(line for row in results for line in explanation(row)))
     return 0

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""How many bytes a sync moves, counted, beside the least that could move: four learner ranks, an engine of two.
+"""How many bytes a sync moves, counted, beside the least that could move: four learner ranks, an
+engine of two.
 
     python tools/bench/sync_shares.py [--formats int8 fp8] [--repeats 3] [--hidden 512]
 
-A dense model by TP2 x PP2, and a mixture by TP2 x PP2 with its experts over EP2, with random weights. Counted are the
-bytes of each writer's files and those that a rank of the engine reads; the plan (`megatron-rl plan`) says both before,
-and the bound. `paused`: the part of a sync in which the engine answers nothing.
+A dense model by TP2 x PP2, and a mixture by TP2 x PP2 with its experts over EP2, with random
+weights. Counted are the bytes of each writer's files and those that a rank of the engine reads; the
+plan (`megatron-rl plan`) says both before, and the bound. `paused`: the part of a sync in which the
+engine answers nothing.
 """
 
 from __future__ import annotations
@@ -45,21 +47,38 @@ from megatron_rl.weight_sync.file_transport import manifest_path
 from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound
 
-RANKS, ENGINE_TP = 4, 2
+RANKS = 4
+ENGINE_TP = 2
 HOST_EXPERTS = [r"re:.*\.experts\..*"]  # no host has a kernel for quantized ones
 LAYOUTS = {"dense": Layout(tp=2, pp=2), "mixture": Layout(tp=2, pp=2, ep=2, etp=1)}
 
 
 def hf_config(kind: str, hidden: int) -> dict[str, Any]:
     shape = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": 4,
-        "num_attention_heads": hidden // 64, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 3 * hidden,
-        "vocab_size": 8192, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": 4,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 3 * hidden,
+        "vocab_size": 8192,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
     if kind == "dense":
         return shape
-    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": True,
+    }
     experts |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return shape | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | experts
 
@@ -69,14 +88,21 @@ class RandomWeights:
 
     def __init__(self, model: Model, rank: int) -> None:
         layout = model.layout
-        self.model, place = model, layout.place(rank)
-        groups = [dist.new_group([2 * stage, 2 * stage + 1]) for stage in range(layout.pp)]  # made on every rank
+        self.model = model
+        place = layout.place(rank)
+        # made on every rank
+        groups = [dist.new_group([2 * stage, 2 * stage + 1]) for stage in range(layout.pp)]
         alone = [dist.new_group([one]) for one in range(RANKS)]
         tensor = TorchGroup(groups[place.pp])
-        self.groups = ShardGroups(place, tensor, TorchGroup(alone[rank]) if layout.expert_tp == 1 else tensor)
+        self.groups = ShardGroups(
+            place, tensor, TorchGroup(alone[rank]) if layout.expert_tp == 1 else tensor
+        )
         generator = torch.Generator().manual_seed(rank)
         self._parameters = [
-            (param.megatron, (torch.randn(param.local_shape(layout), generator=generator) * 0.02).bfloat16())
+            (
+                param.megatron,
+                (torch.randn(param.local_shape(layout), generator=generator) * 0.02).bfloat16(),
+            )
             for param in stage_params(model.shape, layout, place)
         ]
 
@@ -86,19 +112,28 @@ class RandomWeights:
 
 def run_rank(rank: int, kind: str, given: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    weights, results = RandomWeights(Model.of(hf_config(kind, given.hidden), LAYOUTS[kind]), rank), []
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    weights = RandomWeights(Model.of(hf_config(kind, given.hidden), LAYOUTS[kind]), rank)
+    results = []
     for name in given.formats:
         config = Config(
             model=ModelSection(path=folder),
-            quantization=QuantizationSection(format=Format(name), ignore=HOST_EXPERTS * (kind == "mixture")),
+            quantization=QuantizationSection(
+                format=Format(name), ignore=HOST_EXPERTS * (kind == "mixture")
+            ),
             rollout=RolloutSection(max_prompt_tokens=32, max_response_tokens=32),
             sampler=SamplerSection(
-                tensor_parallel=ENGINE_TP, vllm={"max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+                tensor_parallel=ENGINE_TP,
+                vllm={"max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20},
             ),
         )
         settings = EngineSettings.from_config(config)
-        sampler = Sampler(settings, Path(folder), Path(folder) / f"log_{name}") if rank == 0 else None
+        if rank == 0:
+            sampler = Sampler(settings, Path(folder), Path(folder) / f"log_{name}")
+        else:
+            sampler = None
         if sampler is not None:
             sampler.start()
         try:
@@ -112,32 +147,48 @@ def run_rank(rank: int, kind: str, given: argparse.Namespace, folder: str) -> No
     dist.destroy_process_group()
 
 
-def measure(weights: RandomWeights, sampler: Sampler | None, config: Config, repeats: int) -> dict[str, Any]:
+def measure(
+    weights: RandomWeights, sampler: Sampler | None, config: Config, repeats: int
+) -> dict[str, Any]:
     sync = WeightSync.from_config(weights, sampler, config)
-    paused, read, written = [], 0, []
+    paused = []
+    read = 0
+    written = []
     try:
         for version in range(repeats + 1):  # the first warms both sides up
             report = sync.push(version)
             if sampler is not None:
                 said = sampler.last_sync
                 paused.append(said["pause_s"] / report.seconds.total)
-                read, folder = said["nbytes"], sync.transport.directory
-                writers = range(len([*manifest_path(folder, version, 0).parent.glob("manifest-*.json")]))
-                parts = [manifest.read(manifest_path(folder, version, writer)) for writer in writers]
+                read = said["nbytes"]
+                folder = sync.transport.directory
+                writers = range(
+                    len([*manifest_path(folder, version, 0).parent.glob("manifest-*.json")])
+                )
+                parts = [
+                    manifest.read(manifest_path(folder, version, writer)) for writer in writers
+                ]
                 written = [sum(part.stored_bytes for part in one.tensors) for one in parts]
         if sampler is None:
             return {}
         (answer,) = sampler.generate(
-            [Prompt(0, (1, 2, 3), "", {})], SamplingParams(samples=1, max_tokens=2), seed=0, first_group=0, step=0
+            [Prompt(0, (1, 2, 3), "", {})],
+            SamplingParams(samples=1, max_tokens=2),
+            seed=0,
+            first_group=0,
+            step=0,
         )
         assert answer, "the engine answers with what it was sent"
     finally:
         sync.close()
-    return {"written": written, "read": read, "paused": statistics.median(paused[1:])} | planned(weights.model, config)
+    return {"written": written, "read": read, "paused": statistics.median(paused[1:])} | planned(
+        weights.model, config
+    )
 
 
 def planned(model: Model, config: Config) -> dict[str, int]:
-    plan, engine = plan_sync(model, config.quantization.format, config.quantization.ignore), SamplerLayout(ENGINE_TP)
+    plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
+    engine = SamplerLayout(ENGINE_TP)
     ends = {link.kind: link.end for link in links(plan, engine, Transport.file)}
     bound = lower_bound(plan, model, engine)
     return {
@@ -152,7 +203,10 @@ def run(kind: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config(kind, given.hidden)))
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=run_rank, args=(rank, kind, given, folder)) for rank in range(RANKS)]
+        ranks = [
+            context.Process(target=run_rank, args=(rank, kind, given, folder))
+            for rank in range(RANKS)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -166,7 +220,9 @@ def run(kind: str, given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--formats", nargs="+", default=["int8"])
     parser.add_argument("--repeats", type=int, default=3)
@@ -178,14 +234,18 @@ def main() -> int:
     if given.json:
         print(json.dumps(rows))
         return 0
-    print("| model | format | busiest writer MiB | / bound | a rank reads MiB | / bound | whole MiB | paused |")
+    print(
+        "| model | format | busiest writer MiB | / bound | a rank reads MiB | / bound | whole MiB "
+        "| paused |"
+    )
     print("|" + "---|" * 8)
     for row in rows:
-        most, mib = max(row["written"]), 2**20
+        most = max(row["written"])
+        mib = 2**20
         print(
-            f"| {row['kind']} | {row['format']} | {most / mib:.1f} | {most / row['bound_out']:.2f} | "
-            f"{row['read'] / mib:.1f} | {row['read'] / row['bound_into']:.3f} | {sum(row['written']) / mib:.1f} | "
-            f"{row['paused']:.1%} |"
+            f"| {row['kind']} | {row['format']} | {most / mib:.1f} | {most / row['bound_out']:.2f} "
+            f"| {row['read'] / mib:.1f} | {row['read'] / row['bound_into']:.3f} | "
+            f"{sum(row['written']) / mib:.1f} | {row['paused']:.1%} |"
         )
     return 0
 

@@ -1,7 +1,9 @@
-"""Bias and variance of the corrections where both can be computed exactly, and the plot of the documentation.
+"""Bias and variance of the corrections where both can be computed exactly, and the plot of the
+documentation.
 
-The policy is a table: token t depends on token t - 1 only, few enough tokens and steps that every sequence
-can be listed. The sampler is the same table with noise on its logits. For each correction this gives
+The policy is a table: token t depends on token t - 1 only, few enough tokens and steps that every
+sequence can be listed. The sampler is the same table with noise on its logits. For each correction
+this gives
 - the expected gradient over all sequences, to compare with the true policy gradient,
 - the variance of a gradient from one sequence,
 - and what training with that expected gradient leads to.
@@ -29,13 +31,16 @@ from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.metrics_file import Series
 from megatron_rl.workshop.reports.svg import Plot, Ticks, legend, nice_ticks, picture
 
-VOCABULARY, LENGTH = 4, 4
+VOCABULARY = 4
+LENGTH = 4
 REINFORCE = LossConfig(name="reinforce", reduction="seq_mean_token_sum")
 
 
 @dataclass(frozen=True)
 class Toy:
-    """Logits of the learner, fixed noise that the sampler adds to them, a reward for every sequence."""
+    """Logits of the learner, fixed noise that the sampler adds to them, a reward for every
+    sequence.
+    """
 
     logits_TVV: Tensor
     noise_TVV: Tensor
@@ -44,7 +49,9 @@ class Toy:
 
     @property
     def previous_BT(self) -> Tensor:
-        return torch.cat([torch.zeros_like(self.sequences_BT[:, :1]), self.sequences_BT[:, :-1]], dim=1)
+        return torch.cat(
+            [torch.zeros_like(self.sequences_BT[:, :1]), self.sequences_BT[:, :-1]], dim=1
+        )
 
     def logprobs(self, logits_TVV: Tensor) -> Tensor:
         """log-probability of each token of each sequence."""
@@ -54,7 +61,8 @@ class Toy:
     def scores(self) -> Tensor:
         """The gradient of each token's log-probability by the logits of its step: [B, T, V, V]."""
         count, length = self.sequences_BT.shape
-        rows_B, previous_BT = torch.arange(count), self.previous_BT
+        rows_B = torch.arange(count)
+        previous_BT = self.previous_BT
         probs_TVV = self.logits_TVV.softmax(-1)
         found = torch.zeros(count, length, VOCABULARY, VOCABULARY, dtype=torch.float64)
         for t in range(length):
@@ -97,12 +105,17 @@ def make_toy(noise: float, seed: int = 0, length: int = LENGTH) -> Toy:
 def correct(toy: Toy, weight: WeightConfig, rows_B: Tensor | None = None) -> Tensor:
     """The weights of all sequences, or of some."""
     rows = slice(None) if rows_B is None else rows_B
-    prox_BT, sampler_BT = toy.logprobs(toy.logits_TVV)[rows], toy.sampler_BT[rows]
+    prox_BT = toy.logprobs(toy.logits_TVV)[rows]
+    sampler_BT = toy.sampler_BT[rows]
     mask_BT = torch.ones_like(prox_BT, dtype=torch.bool)
-    return rollout_correction(prox_BT, sampler_BT, mask_BT, CorrectionConfig(weight=weight)).weights_BT
+    return rollout_correction(
+        prox_BT, sampler_BT, mask_BT, CorrectionConfig(weight=weight)
+    ).weights_BT
 
 
-def loss_gradient(toy: Toy, weights_BT: Tensor, advantages_B: Tensor, rows_B: Tensor | None = None) -> Tensor:
+def loss_gradient(
+    toy: Toy, weights_BT: Tensor, advantages_B: Tensor, rows_B: Tensor | None = None
+) -> Tensor:
     """The ascent direction of `policy_loss` for these sequences."""
     rows = slice(None) if rows_B is None else rows_B
     logits_TVV = toy.logits_TVV.clone().requires_grad_()
@@ -136,21 +149,30 @@ def mean_reward(toy: Toy) -> float:
 
 
 def expected_gradient(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> Tensor:
-    """The mean gradient over what the sampler would draw: every sequence, counted by its probability."""
+    """The mean gradient over what the sampler would draw: every sequence, counted by its
+    probability.
+    """
     count = len(toy.sequences_BT)
-    return loss_gradient(toy, correct(toy, weight), (toy.rewards_B - baseline) * toy.sampler_prob_B * count)
+    return loss_gradient(
+        toy, correct(toy, weight), (toy.rewards_B - baseline) * toy.sampler_prob_B * count
+    )
 
 
 def gradient_moments(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> tuple[float, float]:
-    """(squared bias, variance) of the gradient from one sampled sequence, summed over parameters."""
+    """(squared bias, variance) of the gradient from one sampled sequence, summed over
+    parameters.
+    """
     coefficients_BT = correct(toy, weight).double() * (toy.rewards_B - baseline)[:, None]
     mean, variance = moments(toy.scores(), coefficients_BT, toy.sampler_prob_B)
     return float((mean - toy.true_gradient()).square().sum()), variance
 
 
 def moments(scores: Tensor, coefficients_BT: Tensor, chances_B: Tensor) -> tuple[Tensor, float]:
-    """Mean and variance of the gradient in which each token's score is multiplied by its coefficient."""
-    gradients, chances = scores * coefficients_BT[:, :, None, None], chances_B[:, None, None, None]
+    """Mean and variance of the gradient in which each token's score is multiplied by its
+    coefficient.
+    """
+    gradients = scores * coefficients_BT[:, :, None, None]
+    chances = chances_B[:, None, None, None]
     mean = (gradients * chances).sum(0)
     return mean, float(((gradients - mean).square() * chances).sum())
 
@@ -162,7 +184,9 @@ def relative_bias(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> floa
 
 
 def train(toy: Toy, weight: WeightConfig, steps: int, rate: float) -> list[float]:
-    """The learner's value while it follows the expected gradient of a correction, with the mean as baseline."""
+    """The learner's value while it follows the expected gradient of a correction, with the mean as
+    baseline.
+    """
     values = [toy.value()]
     for _ in range(steps):
         toy = toy.moved(rate * expected_gradient(toy, weight, mean_reward(toy)))
@@ -192,7 +216,10 @@ CAPS = [1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 16.0, 32.0, 64.
 def table() -> str:
     """Relative bias, in percent, by size of the noise: what docs/corrections.md shows."""
     noises = (0.02, 0.1, 0.3, 1.0)
-    lines = ["| weight | " + " | ".join(f"noise {noise}" for noise in noises) + " |", "|---" * 5 + "|"]
+    lines = [
+        "| weight | " + " | ".join(f"noise {noise}" for noise in noises) + " |",
+        "|---" * 5 + "|",
+    ]
     errors = (f"{mult_prob_error(make_toy(noise)):.2f}" for noise in noises)
     lines.append("| *`mult_prob_error` at this noise* | " + " | ".join(errors) + " |")
     for name, weight in KINDS.items():
@@ -211,24 +238,42 @@ def by_length() -> str:
         cells = []
         for length in LENGTHS:
             toys = [make_toy(0.1, seed, length) for seed in range(4)]
-            cells.append(f"{25 * sum(relative_bias(toy, KINDS[name], mean_reward(toy)) for toy in toys):.0f} %")
+            cells.append(
+                f"{25 * sum(relative_bias(toy, KINDS[name], mean_reward(toy)) for toy in toys):.0f} "
+                "%"
+            )
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def best_caps() -> str:
-    """The cap on the product with the smallest squared bias plus variance, for several batch sizes."""
+    """The cap on the product with the smallest squared bias plus variance, for several batch
+    sizes.
+    """
     toy = make_toy(1.0)
-    moments = [gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy)) for cap in CAPS]
+    moments = [
+        gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy))
+        for cap in CAPS
+    ]
 
     def best(batch: int) -> float:
-        return min((bias + variance / batch, cap) for cap, (bias, variance) in zip(CAPS, moments, strict=True))[1]
+        return min(
+            (bias + variance / batch, cap)
+            for cap, (bias, variance) in zip(CAPS, moments, strict=True)
+        )[1]
 
-    return "best cap: " + ", ".join(f"{best(batch):g} at batch {batch}" for batch in (256, 1024, 4096, 16384))
+    return "best cap: " + ", ".join(
+        f"{best(batch):g} at batch {batch}" for batch in (256, 1024, 4096, 16384)
+    )
 
 
-WIDTH, TALL, LEFT, TOP, BOTTOM = 480, 200, 50, 70, 50
-BATCH, UPDATES = 256, 100
+WIDTH = 480
+TALL = 200
+LEFT = 50
+TOP = 70
+BOTTOM = 50
+BATCH = 256
+UPDATES = 100
 Curve = tuple[str, str, list[float]]
 
 
@@ -236,14 +281,24 @@ def figure() -> str:
     """Two panels: bias against deviation as the cap rises, and the value reached in training."""
     toy = make_toy(1.0)
     scale = float(toy.true_gradient().norm())
-    moments = [gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy)) for cap in CAPS]
+    moments = [
+        gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy))
+        for cap in CAPS
+    ]
     errors = [
         ("bias", "#b4443c", [math.sqrt(square) / scale for square, _ in moments]),
-        (f"deviation at batch {BATCH}", "#3b6fb6", [math.sqrt(variance / BATCH) / scale for _, variance in moments]),
+        (
+            f"deviation at batch {BATCH}",
+            "#3b6fb6",
+            [math.sqrt(variance / BATCH) / scale for _, variance in moments],
+        ),
     ]
     caps = [(math.log(cap), f"{cap:g}") for cap in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)]
     start = make_toy(1.0, seed=1)
-    rewards = [(name, color, train(start, KINDS[name], UPDATES, rate=4.0)) for name, color in COLORS.items()]
+    rewards = [
+        (name, color, train(start, KINDS[name], UPDATES, rate=4.0))
+        for name, color in COLORS.items()
+    ]
     left = panel(
         0,
         "Sequence weights: error of the gradient, relative",
@@ -252,15 +307,25 @@ def figure() -> str:
         errors,
         caps,
     )
-    right = panel(1, "Expected reward of the learner while it trains", "update", range(UPDATES + 1), rewards)
+    right = panel(
+        1, "Expected reward of the learner while it trains", "update", range(UPDATES + 1), rewards
+    )
     return picture(2 * WIDTH, TOP + TALL + BOTTOM, [*left, *right])
 
 
 def panel(
-    place: int, title: str, x_title: str, xs: Sequence[float], curves: Sequence[Curve], x_ticks: Ticks = ()
+    place: int,
+    title: str,
+    x_title: str,
+    xs: Sequence[float],
+    curves: Sequence[Curve],
+    x_ticks: Ticks = (),
 ) -> Iterator[str]:
-    left, levels = place * WIDTH + LEFT, nice_ticks(0.0, max(max(ys) for _, _, ys in curves))
-    plot = Plot(left, TOP, (place + 1) * WIDTH - 20, TOP + TALL, (min(xs), max(xs)), levels, x_title)
+    left = place * WIDTH + LEFT
+    levels = nice_ticks(0.0, max(max(ys) for _, _, ys in curves))
+    plot = Plot(
+        left, TOP, (place + 1) * WIDTH - 20, TOP + TALL, (min(xs), max(xs)), levels, x_title
+    )
     yield from legend(left, [(name, color) for name, color, _ in curves])
     yield from plot.frame(title, x_ticks)
     yield from (plot.line(Series(list(xs), ys), color) for _, color, ys in curves)
@@ -268,7 +333,9 @@ def panel(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, nargs="?", help="the SVG; without it, the tables alone")
+    parser.add_argument(
+        "output", type=Path, nargs="?", help="the SVG; without it, the tables alone"
+    )
     output = parser.parse_args().output
     torch.set_num_threads(1)
     print(table(), by_length(), best_caps(), sep="\n\n")

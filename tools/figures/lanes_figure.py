@@ -15,8 +15,13 @@ from megatron_rl.workshop.reports.figures import LANE_NAMES, lane_colour
 from megatron_rl.workshop.reports.run_data import ROWS, Lane, load_runs
 from megatron_rl.workshop.reports.svg import heading, legend, nice_ticks, picture, small
 
-WIDTH, LEFT, RIGHT, TOP = 1000, 84, 16, 70
-ROW, GAP, BETWEEN = 26, 6, 62
+WIDTH = 1000
+LEFT = 84
+RIGHT = 16
+TOP = 70
+ROW = 26
+GAP = 6
+BETWEEN = 62
 SHOWN = ("sampler", "rewards", "rollout", "prox", "update", "sync")
 
 
@@ -33,7 +38,8 @@ def lanes_svg(titles: Sequence[str], runs: Sequence[Sequence[Lane]]) -> str:
 
 
 def _chart(top: float, title: str, spans: Sequence[Lane], scale: float) -> Iterable[str]:
-    bottom, end = top + len(ROWS) * (ROW + GAP), max(one.end for one in spans)
+    bottom = top + len(ROWS) * (ROW + GAP)
+    end = max(one.end for one in spans)
     yield heading(LEFT, top - 12, title)
     for tick in nice_ticks(0.0, end):
         if tick <= end:
@@ -45,7 +51,8 @@ def _chart(top: float, title: str, spans: Sequence[Lane], scale: float) -> Itera
         yield small(LEFT - 8, y + ROW / 2 + 4, "end", row)
         for one in spans:
             if one.row == row:
-                x, width = LEFT + one.begin * scale, max((one.end - one.begin) * scale, 0.6)
+                x = LEFT + one.begin * scale
+                width = max((one.end - one.begin) * scale, 0.6)
                 fill = lane_colour(one.lane)
                 yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}" fill="{fill}"/>'
                 if one.lane in ("sampler", "update") and width > 24:
@@ -58,11 +65,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("output", type=Path, help="the SVG")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     options = parser.parse_args(arguments)
-    runs, output = load_runs(options.runs), options.output
+    runs = load_runs(options.runs)
+    output = options.output
     without = [run.name for run in runs if not run.lanes]
     if without:
         sys.exit(f"no lanes.jsonl in {', '.join(without)}")
-    output.write_text(lanes_svg([run.name for run in runs], [run.lanes for run in runs]), encoding="utf-8")
+    output.write_text(
+        lanes_svg([run.name for run in runs], [run.lanes for run in runs]), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

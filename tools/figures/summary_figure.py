@@ -1,5 +1,5 @@
-"""One static SVG about one or several runs, for a README: held-out accuracy, reward and mismatch side by side.
-Of runs with an environment it shows the tool's calls in place of the reward.
+"""One static SVG about one or several runs, for a README: held-out accuracy, reward and mismatch
+side by side. Of runs with an environment it shows the tool's calls in place of the reward.
 
 python tools/figures/summary_figure.py docs/quickstart.svg runs/quickstart [RUN ...]
 """
@@ -15,9 +15,11 @@ from megatron_rl.workshop.reports.charts import colour, running_mean, smooth_win
 from megatron_rl.workshop.reports.run_data import RunData, load_runs
 from megatron_rl.workshop.reports.svg import LEFT, TITLE, Plot, heading, legend, nice_ticks, picture
 
-WIDTH, HEIGHT = 1200, 330
+WIDTH = 1200
+HEIGHT = 330
 KL = "rollout_corr/k3_kl"
-CALLS, SESSIONS = "session/tool_calls", "session/turn_0/sessions"
+CALLS = "session/tool_calls"
+SESSIONS = "session/turn_0/sessions"
 
 
 def write_summary_figure(run_dirs: Sequence[Path], output: Path) -> None:
@@ -25,7 +27,10 @@ def write_summary_figure(run_dirs: Sequence[Path], output: Path) -> None:
 
 
 def summary_svg(runs: Sequence[RunData]) -> str:
-    reward = next((name for run in runs if (name := run.first_of("reward/sampler_mean", "reward/mean"))), "reward/mean")
+    reward = next(
+        (name for run in runs if (name := run.first_of("reward/sampler_mean", "reward/mean"))),
+        "reward/mean",
+    )
     sampled = any(run.setting("eval.temperature") for run in runs)
     panels: list[tuple[str, Callable[[RunData], Series], bool, float | None]] = [
         (
@@ -37,7 +42,12 @@ def summary_svg(runs: Sequence[RunData]) -> str:
         ("Calls of a tool in each session", lambda run: _smooth(calls(run)), False, None)
         if any(run.first_of(CALLS) for run in runs)
         else ("Reward of sampled answers", lambda run: _smooth(run.series(reward, 1)), False, 1.0),
-        ("Sampler / learner mismatch, KL in nats", lambda run: _smooth(run.series(KL, 1)), False, None),
+        (
+            "Sampler / learner mismatch, KL in nats",
+            lambda run: _smooth(run.series(KL, 1)),
+            False,
+            None,
+        ),
     ]
     parts = list(legend(LEFT, [(run.name, colour(number)) for number, run in enumerate(runs)]))
     for index, (title, of, dots, top) in enumerate(panels):
@@ -45,10 +55,15 @@ def summary_svg(runs: Sequence[RunData]) -> str:
     return picture(WIDTH, HEIGHT, parts)
 
 
-def _panel(index: int, title: str, series: Sequence[Series], dots: bool, top_value: float | None) -> str:
+def _panel(
+    index: int, title: str, series: Sequence[Series], dots: bool, top_value: float | None
+) -> str:
     values = [value for one in series for value in one.finite]
     steps = [step for one in series for step in one.steps] or [0]
-    most = max(values, default=0.0) if top_value is None else max([top_value, *values])
+    if top_value is None:
+        most = max(values, default=0.0)
+    else:
+        most = max([top_value, *values])
     ticks = nice_ticks(min([0.0, *values]), most)
     plot = Plot.number(index, (min(steps), max(max(steps), min(steps) + 1)), ticks)
     if not values:
@@ -58,14 +73,21 @@ def _panel(index: int, title: str, series: Sequence[Series], dots: bool, top_val
         paint = colour(number)
         parts.append(plot.line(one, paint))
         if dots:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{paint}"/>' for x, y in plot.points(one)]
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{paint}"/>'
+                for x, y in plot.points(one)
+            ]
     return "\n".join(parts)
 
 
 def calls(run: RunData) -> Series:
     """Calls of tools over the sessions of each step."""
-    made, sessions = run.series(CALLS, 1), run.series(SESSIONS, 1)
-    return Series(made.steps, [one / max(1.0, all) for one, all in zip(made.values, sessions.values, strict=True)])
+    made = run.series(CALLS, 1)
+    sessions = run.series(SESSIONS, 1)
+    return Series(
+        made.steps,
+        [one / max(1.0, all) for one, all in zip(made.values, sessions.values, strict=True)],
+    )
 
 
 def _smooth(series: Series) -> Series:

@@ -1,8 +1,10 @@
-"""Bias and deviation of corrections over sessions of several turns, computed exactly: every session is listed.
+"""Bias and deviation of corrections over sessions of several turns, computed exactly: every session
+is listed.
 
-A session has at most three turns of two tokens; a turn that ends with the token 0 is the last one. Policy and sampler
-are the tables of correction_statistics.py, so that the expected gradient of each correction, and its variance, are sums
-and no samples. Prints the tables of docs/corrections.md, with what baselines by the number of the turn do.
+A session has at most three turns of two tokens; a turn that ends with the token 0 is the last one.
+Policy and sampler are the tables of correction_statistics.py, so that the expected gradient of each
+correction, and its variance, are sums and no samples. Prints the tables of docs/corrections.md,
+with what baselines by the number of the turn do.
 
     python tools/figures/turn_statistics.py
 
@@ -23,7 +25,9 @@ from megatron_rl.config.schema import CorrectionConfig, WeightConfig
 from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.rollout_correction.weights import mix_share
 
-TURN, TURNS, STOP = 2, 3, 0
+TURN = 2
+TURNS = 3
+STOP = 0
 BATCH = 256
 DEVIATION = 0.037  # of a token's d: mult_prob_error 1.03, the reported run's is 1.024
 NOISES = (0.02, 0.1, 0.3, 1.0)
@@ -36,7 +40,9 @@ KINDS = {
     "prefix, min": WeightConfig(level="prefix", aggregate="min", high=None),
     "sequence, geometric": WeightConfig(level="sequence", aggregate="geometric", high=None),
     "sequence": WeightConfig(level="sequence", high=None),
-    "token, mixed for 95 %": WeightConfig(level="token", high=None, target_ess=0.95, target_by="mix"),
+    "token, mixed for 95 %": WeightConfig(
+        level="token", high=None, target_ess=0.95, target_by="mix"
+    ),
     "token, cap 2": WeightConfig(level="token", high=2.0),
     "turn, cap 2": WeightConfig(level="turn", high=2.0),
     "prefix, cap 2": WeightConfig(level="prefix", high=2.0),
@@ -70,14 +76,18 @@ class Sessions:
         if weight.target_ess is None:
             return weights_BT
         chances_BT = self.chances(True)[:, None] * self.mask_BT
-        mean, square = (float((chances_BT * weights_BT**power).sum() / chances_BT.sum()) for power in (1, 2))
+        mean, square = (
+            float((chances_BT * weights_BT**power).sum() / chances_BT.sum()) for power in (1, 2)
+        )
         return self.mask_BT * (1 + mix_share(mean, square, weight.target_ess) * (weights_BT - 1))
 
 
 def make_sessions(noise: float, seed: int = 0) -> Sessions:
     toy = make_toy(noise, seed, TURN * TURNS)
     ends_BK = toy.sequences_BT[:, TURN - 1 :: TURN] == STOP
-    over_BK = torch.cat([torch.zeros_like(ends_BK[:, :1]), ends_BK[:, :-1].cumsum(dim=1) > 0], dim=1)
+    over_BK = torch.cat(
+        [torch.zeros_like(ends_BK[:, :1]), ends_BK[:, :-1].cumsum(dim=1) > 0], dim=1
+    )
     mask_BT = ~over_BK.repeat_interleave(TURN, dim=1)
     once_B = (toy.sequences_BT * ~mask_BT).sum(dim=1) == 0
     listed = Toy(toy.logits_TVV, toy.noise_TVV, toy.sequences_BT[once_B], toy.rewards_B[once_B])
@@ -104,54 +114,72 @@ def quality(sessions: Sessions, coefficients_BT: Tensor, noise: bool = True) -> 
 
 def of_weight(sessions: Sessions, weight: WeightConfig) -> Quality:
     """With the mean reward of what the sampler draws as baseline."""
-    chances_B, rewards_B = sessions.chances(True), sessions.toy.rewards_B
+    chances_B = sessions.chances(True)
+    rewards_B = sessions.toy.rewards_B
     advantages_B = rewards_B - float((chances_B * rewards_B).sum())
     return quality(sessions, sessions.weights(weight).double() * advantages_B[:, None])
 
 
 def by_turn(sessions: Sessions, siblings: int, *, alone: bool, scaled: bool) -> Quality:
-    """On policy, rewards compared among the sessions of a group that have come as far: the expected gradient.
+    """On policy, rewards compared among the sessions of a group that have come as far: the expected
+    gradient.
 
-    `alone`: a session is not part of its own mean; `scaled`: divided by the turn's own deviation of rewards.
+    `alone`: a session is not part of its own mean; `scaled`: divided by the turn's own deviation of
+    rewards.
     """
-    chances_B, rewards_B = sessions.chances(False), sessions.toy.rewards_B
+    chances_B = sessions.chances(False)
+    rewards_B = sessions.toy.rewards_B
     coefficients_BT = torch.zeros_like(sessions.logprobs(False))
     for turn in range(TURNS):
         here_B = sessions.mask_BT[:, turn * TURN]
         reach = float((chances_B * here_B).sum())
         mean = float((chances_B * rewards_B * here_B).sum()) / reach
         spread = float((chances_B * here_B * (rewards_B - mean).square()).sum()) / reach
-        # n others are there, by chance: with itself in the mean, 1 - 1 / (n + 1) of its advantage is left
+        # n others are there, by chance: with itself in the mean, 1 - 1 / (n + 1) of its advantage
+        # is left
         left = sum(
-            math.comb(siblings - 1, n) * reach**n * (1 - reach) ** (siblings - 1 - n) * (1 if alone else n / (n + 1))
+            math.comb(siblings - 1, n)
+            * reach**n
+            * (1 - reach) ** (siblings - 1 - n)
+            * (1 if alone else n / (n + 1))
             for n in range(1, siblings)
         )
         factor = left / (math.sqrt(spread) if scaled else 1.0)
-        coefficients_BT[:, turn * TURN : (turn + 1) * TURN] = ((rewards_B - mean) * factor * here_B)[:, None]
+        coefficients_BT[:, turn * TURN : (turn + 1) * TURN] = (
+            (rewards_B - mean) * factor * here_B
+        )[:, None]
     return quality(sessions, coefficients_BT, noise=False)
 
 
 def long_sessions(deviation: float, rows: int = 256) -> dict[str, float]:
     """The mean weight of each kind, capped at 2, in sessions of 40 to 60 turns of 180 tokens.
 
-    As in the run that NVIDIA-NeMo/RL's pull request 2269 reports, where sequences weighed 0.0596 and tokens 0.9999.
+    As in the run that NVIDIA-NeMo/RL's pull request 2269 reports, where sequences weighed 0.0596
+    and tokens 0.9999.
     """
     generator = torch.Generator().manual_seed(0)
     shape = rows, 60 * 180
     turns_BT = (torch.arange(shape[1]) // 180).expand(shape).contiguous()
     lengths_B1 = torch.randint(40, 61, (rows, 1), generator=generator)
     mask_BT = turns_BT < lengths_B1
-    noise_BT = deviation * torch.randn(shape, generator=generator) - deviation**2 / 2 + math.log(0.9999)
+    noise_BT = (
+        deviation * torch.randn(shape, generator=generator) - deviation**2 / 2 + math.log(0.9999)
+    )
     found = {}
     for name in ("token", "turn", "turn, geometric", "prefix", "sequence, geometric", "sequence"):
         config = CorrectionConfig(weight=replace(KINDS[name], high=2.0))
-        weights_BT = rollout_correction(noise_BT - 1.0, torch.full(shape, -1.0), mask_BT, config, turns_BT).weights_BT
+        weights_BT = rollout_correction(
+            noise_BT - 1.0, torch.full(shape, -1.0), mask_BT, config, turns_BT
+        ).weights_BT
         found[name] = float(weights_BT[mask_BT].mean())
     return found
 
 
 def table() -> str:
-    lines = ["| weight | " + " | ".join(f"noise {noise}" for noise in NOISES) + " |", "|---" * (len(NOISES) + 1) + "|"]
+    lines = [
+        "| weight | " + " | ".join(f"noise {noise}" for noise in NOISES) + " |",
+        "|---" * (len(NOISES) + 1) + "|",
+    ]
     for name, weight in KINDS.items():
         found = [of_weight(make_sessions(noise), weight) for noise in NOISES]
         cells = (f"{100 * one.bias:.1f} % / {100 * one.deviation:.0f} %" for one in found)
@@ -160,7 +188,10 @@ def table() -> str:
 
 
 def baselines() -> str:
-    lines = ["| rewards compared by turn, groups of 8 | bias | of its direction alone |", "|---|---|---|"]
+    lines = [
+        "| rewards compared by turn, groups of 8 | bias | of its direction alone |",
+        "|---|---|---|",
+    ]
     for name, alone, scaled in (
         ("the others' mean", True, False),
         ("the mean with itself", False, False),

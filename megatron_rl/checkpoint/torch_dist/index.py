@@ -1,6 +1,7 @@
-"""Reader of a torch_dist checkpoint's index: dtype, shape and place in the files of each tensor, which of them hold a
-model's parameters, and how those misfit config.json. It is read as data, never unpickled (pickled.py), and every number
-in it is held against the files. Torch-free."""
+"""Reader of a torch_dist checkpoint's index: dtype, shape and place in the files of each tensor,
+which of them hold a model's parameters, and how those misfit config.json. It is read as data, never
+unpickled (pickled.py), and every number in it is held against the files. Torch-free.
+"""
 
 import math
 import stat
@@ -20,7 +21,8 @@ from megatron_rl.models.weight_files import BACKEND_FILE, FLOATS, INDEX_FILE, re
 
 LARGEST_INDEX = 1 << 30
 _ROOT = "embedding.word_embeddings.weight"
-_DCP, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
+_DCP = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _METADATA = f"{_DCP}.metadata"
 _INDEXES = (f"{_METADATA}.Metadata", f"{_MEGATRON}.MCoreMetadata")
 _CLASSES = {
@@ -35,7 +37,10 @@ _CLASSES = {
     _MEGATRON: "MCoreSavePlan",
 }
 # everything that an index written by torch or megatron-core refers to
-_NAMES = {*_INDEXES, *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split())}
+_NAMES = {
+    *_INDEXES,
+    *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split()),
+}
 
 
 class CheckpointError(ValueError):
@@ -68,25 +73,34 @@ def read_index(folder: Path) -> dict[str, IndexedTensor]:
         raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
     if not (folder / BACKEND_FILE).is_file():
         raise CheckpointError(
-            f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing never finished"
+            f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing "
+            "never finished"
         )
     try:
         refuse_links_out(folder, [BACKEND_FILE, INDEX_FILE])
         backend = read_json(folder / BACKEND_FILE).get("sharded_backend")
         if backend != "torch_dist":
-            raise CheckpointError(f"{folder} holds a checkpoint of another kind; only torch_dist is read")
+            raise CheckpointError(
+                f"{folder} holds a checkpoint of another kind; only torch_dist is read"
+            )
         content = _content(folder / INDEX_FILE)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder / INDEX_FILE} is missing: the checkpoint is incomplete") from None
+        raise CheckpointError(
+            f"{folder / INDEX_FILE} is missing: the checkpoint is incomplete"
+        ) from None
     except (ValueError, OSError) as error:
         raise CheckpointError(str(error)) from None
     try:
         places = _places(folder, content)
         described = dict(_state(content, "state_dict_metadata").named())
         tensor = f"{_METADATA}.TensorStorageMetadata"
-        return {key: _kept(key, about, places) for key, about in described.items() if _is(about, tensor)}
+        return {
+            key: _kept(key, about, places) for key, about in described.items() if _is(about, tensor)
+        }
     except (ValueError, TypeError, OSError) as error:
-        raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
+        raise CheckpointError(
+            f"{folder / INDEX_FILE} is not an index to be read: {error}"
+        ) from None
 
 
 def _content(path: Path) -> Made:
@@ -102,12 +116,16 @@ def _content(path: Path) -> Made:
 
 
 def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-    """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further than they reach."""
+    """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further
+    than they reach.
+    """
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     sizes: dict[str, int] = {}
     for key, info in _state(content, "storage_data").pairs:
         name, offset = _fields(key, "fqn", "offset")
-        file, begin, nbytes, transforms = _fields(info, "relative_path", "offset", "length", "transform_descriptors")
+        file, begin, nbytes, transforms = _fields(
+            info, "relative_path", "offset", "length", "transform_descriptors"
+        )
         if not isinstance(name, str) or not isinstance(file, str) or transforms:
             raise ValueError("a place in it is none")
         if file not in sizes:
@@ -131,9 +149,12 @@ def _size_of(folder: Path, file: str) -> int:
     return about.st_size
 
 
-def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> IndexedTensor:
+def _kept(
+    key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
+) -> IndexedTensor:
     properties, size, chunks = _fields(about, "properties", "size", "chunks")
-    whole, dtype = _numbers(size), _dtype(properties)
+    whole = _numbers(size)
+    dtype = _dtype(properties)
     item_bytes = DTYPES.get(dtype, ("", 1))[1]
     if not isinstance(chunks, list):
         raise ValueError(f"the parts of {key} are none")
@@ -162,7 +183,9 @@ def _dtype(properties: Any) -> str:
 
 def _state(content: Made, name: str) -> Items:
     (found,) = content.fields(name)
-    return found if isinstance(found, Items) else Items()
+    if isinstance(found, Items):
+        return found
+    return Items()
 
 
 def _fields(value: Any, *names: str) -> list[Any]:
@@ -173,7 +196,10 @@ def _fields(value: Any, *names: str) -> list[Any]:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """The numbers that a torch.Size would be made from."""
-    numbers = value.arguments[0] if _is(value, "torch.Size") and len(value.arguments) == 1 else None
+    if _is(value, "torch.Size") and len(value.arguments) == 1:
+        numbers = value.arguments[0]
+    else:
+        numbers = None
     if not isinstance(numbers, tuple) or not all(map(_is_count, numbers)):
         raise ValueError("a shape in it is none")
     return numbers
@@ -189,7 +215,9 @@ def _is(value: Any, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter's place in a checkpoint: a key, and its index along the leading axes stacked there."""
+    """One parameter's place in a checkpoint: a key, and its index along the leading axes stacked
+    there.
+    """
 
     key: str
     axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
@@ -197,17 +225,22 @@ class Entry:
 
 
 def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
-    """Places where megatron-core keeps a parameter, by the spelling of its name; like layers are `stacked`."""
+    """Places where megatron-core keeps a parameter, by the spelling of its name; like layers are
+    `stacked`.
+    """
     found: dict[str, Entry] = {}
     for spelling in param.row.megatron:
-        key, axes = spelling, []
+        key = spelling
+        axes = []
         if param.layer is not None:
             axes += [(param.layer, shape.layers)] if stacked else []
             key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
         if param.expert is not None:
             axes.append((param.expert, shape.experts))
             key = key.replace(".local_experts.{E}.", ".experts.")
-            key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
+            key = key.replace(
+                "mlp.experts.linear_fc", "mlp.experts.experts.linear_fc"
+            ).removesuffix("{E}")
         found[key] = Entry(key, tuple(axes), param)
     return list(found.values())
 
@@ -217,18 +250,24 @@ def prefix(tensors: Mapping[str, IndexedTensor]) -> str:
     return next((key.removesuffix(_ROOT) for key in tensors if key.endswith(_ROOT)), "")
 
 
-def locate(tensors: Mapping[str, IndexedTensor], before: str, param: Param, shape: ModelShape) -> Entry | None:
+def locate(
+    tensors: Mapping[str, IndexedTensor], before: str, param: Param, shape: ModelShape
+) -> Entry | None:
     """`before`: the prefix of its names."""
     both = (entry for stacked in (True, False) for entry in entries(param, shape, stacked))
     return next((entry for entry in both if before + entry.key in tensors), None)
 
 
 def misfit(kept: IndexedTensor, entry: Entry, padded: bool) -> str | None:
-    """How a stored tensor differs from what config.json promises. `padded`: its vocabulary may be."""
+    """How a stored tensor differs from what config.json promises. `padded`: its vocabulary may
+    be.
+    """
     if (param := entry.param) is None:
         return None
-    axes, wanted = len(entry.axes), param.local_shape(Layout())
-    stacked, stored = kept.size[:axes], kept.size[axes:]
+    axes = len(entry.axes)
+    wanted = param.local_shape(Layout())
+    stacked = kept.size[:axes]
+    stored = kept.size[axes:]
     if stacked != tuple(length for _, length in entry.axes):
         return f"stacks {list(stacked)}, config.json says {[length for _, length in entry.axes]} (layers, experts)"
     longer = param.row.split is Split.vocab and stored[1:] == wanted[1:] and stored[0] > wanted[0]
@@ -244,7 +283,10 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    before, missing, wrong, others = prefix(tensors), [], {}, {}
+    before = prefix(tensors)
+    missing = []
+    wrong = {}
+    others = {}
     for param in stored_params(shape):
         entry = locate(tensors, before, param, shape)
         if entry is None:

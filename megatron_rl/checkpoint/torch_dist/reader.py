@@ -1,8 +1,10 @@
-"""Reads torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or Hugging Face tensors;
-and makes a parameter's block of such tensors, for an import to write (`blocks`).
+"""Reads torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or
+Hugging Face tensors; and makes a parameter's block of such tensors, for an import to write
+(`blocks`).
 
-Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that torch.save has
-written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
+Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that
+torch.save has written is a zip archive, whose `data.pkl` says how the numbers lie, and whose
+`data/0` holds them as they are.
 """
 
 import io
@@ -27,16 +29,31 @@ from megatron_rl.models.shards import assemble, common, cut, part
 from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
 
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-_STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped")
+_STORAGES = (
+    "Double",
+    "Float",
+    "Half",
+    "BFloat16",
+    "Long",
+    "Int",
+    "Short",
+    "Char",
+    "Byte",
+    "Bool",
+    "Untyped",
+)
 _NAMES = {*_REBUILD, "collections.OrderedDict", *(f"torch.{kind}Storage" for kind in _STORAGES)} | {
     "torch.storage.UntypedStorage",
     *(f"torch.{dtype}" for dtype in DTYPES),
 }
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of what follows it
+# of a zip's member: the lengths of its name and of what follows it
+_LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
-    """A whole parameter as a checkpoint holds it, in every spelling (Transformer Engine fuses norms)."""
+    """A whole parameter as a checkpoint holds it, in every spelling (Transformer Engine fuses
+    norms).
+    """
     local = assemble(param, shape, Layout(), Place(), tensors)
     for entry in index.entries(param, shape, stacked=not shape.dense_layers):
         yield part_of(entry, tuple(local.shape), (0,) * local.ndim, local)
@@ -52,13 +69,17 @@ class Reader:
 
     @property
     def holds_adapters(self) -> bool:
-        """Whether a run of learner.lora has written it: adapters, without the model beneath them."""
+        """Whether a run of learner.lora has written it: adapters, without the model beneath
+        them.
+        """
         return any(ADAPTER_KEY in key for key in self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> index.Entry:
         entry = index.locate(self._tensors, self._prefix, param, shape)
         if entry is None:
-            raise index.CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
+            raise index.CheckpointError(
+                f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})"
+            )
         return entry
 
     def dtype(self, entry: index.Entry) -> str:
@@ -80,14 +101,17 @@ class Reader:
         kind: str = "",
         padded: bool = False,
     ) -> torch.Tensor:
-        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg.
+        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then
+        optimizer.state.exp_avg.
 
-        `padded`: the vocabulary may be, as megatron-core's own checkpoints have it."""
+        `padded`: the vocabulary may be, as megatron-core's own checkpoints have it.
+        """
         key = f"{kind}{self._prefix}{entry.key}"
         if key not in self._tensors:
             raise index.CheckpointError(f"{self.folder} lacks {key}")
         kept = self._tensors[key]
-        if problem := index.misfit(kept, entry, padded):  # else a block is cut out of another tensor
+        # else a block is cut out of another tensor
+        if problem := index.misfit(kept, entry, padded):
             raise index.CheckpointError(f"{key} of {self.folder} {problem}")
         whole = (*(at for at, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
         shared = [(chunk, common(whole, (chunk.offset, chunk.size))) for chunk in kept.chunks]
@@ -96,7 +120,9 @@ class Reader:
             raise index.CheckpointError(f"{key} of {self.folder} holds a part of it twice")
         covered = sum(math.prod(length) for _, (_, length) in parts)
         if covered != math.prod(size):
-            raise index.CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values")
+            raise index.CheckpointError(
+                f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values"
+            )
         if len(parts) == 1 and parts[0][0].size == whole[1]:
             return self._stored(key, kept, parts[0][0]).view(size)
         target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
@@ -107,9 +133,13 @@ class Reader:
 
     def _stored(self, key: str, kept: index.IndexedTensor, chunk: index.Chunk) -> torch.Tensor:
         try:
-            return read_saved(self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size)
+            return read_saved(
+                self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size
+            )
         except (OSError, ValueError) as error:
-            raise index.CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
+            raise index.CheckpointError(
+                f"{key} of {self.folder} cannot be read: {error}"
+            ) from error
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -127,7 +157,9 @@ def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
 
 
 def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
-    """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the next one's are."""
+    """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the
+    next one's are.
+    """
     own = (
         (one for param in params(shape) for one in adapters(param, shape))
         if reader.holds_adapters
@@ -145,7 +177,9 @@ def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
     return get
 
 
-def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]) -> torch.Tensor:
+def read_saved(
+    path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]
+) -> torch.Tensor:
     """ValueError where those bytes of the file do not hold such a tensor."""
     with path.open("rb") as file:
         window = _Window(file, begin, nbytes)
@@ -171,8 +205,14 @@ def _layout(head: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
     if not isinstance(head, Made) or head.name not in _REBUILD or len(head.arguments) < 4:
         raise ValueError("it holds no tensor")
     storage, start, shape, stride = head.arguments[:4]
-    named = storage.arguments[0] if isinstance(storage, Made) and len(storage.arguments) == 1 else ()
-    numbers = (start, *shape, *stride) if isinstance(shape, tuple) and isinstance(stride, tuple) else (None,)
+    if isinstance(storage, Made) and len(storage.arguments) == 1:
+        named = storage.arguments[0]
+    else:
+        named = ()
+    if isinstance(shape, tuple) and isinstance(stride, tuple):
+        numbers = (start, *shape, *stride)
+    else:
+        numbers = (None,)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("it says nothing of its shape")
     if not isinstance(named, tuple) or len(named) < 3 or not isinstance(named[2], str):
@@ -184,7 +224,10 @@ class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, nbytes: int) -> None:
-        self._file, self._begin, self._nbytes, self._at = file, begin, nbytes, 0
+        self._file = file
+        self._begin = begin
+        self._nbytes = nbytes
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -1,7 +1,8 @@
-"""Writes a torch_dist checkpoint as megatron-core has it: each rank's blocks of tensors, and the index over all.
+"""Writes a torch_dist checkpoint as megatron-core has it: each rank's blocks of tensors, and the
+index over all.
 
-Each process writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. No
-process group is needed: a thread can write while the learner goes on.
+Each process writes a file of its own; one of them writes the index, from what the others tell it in
+plain JSON. No process group is needed: a thread can write while the learner goes on.
 """
 
 import json
@@ -41,26 +42,53 @@ class Block:
 
 
 def part_of(
-    entry: Entry, whole: tuple[int, ...], offset: tuple[int, ...], values: torch.Tensor, kind: str = ""
+    entry: Entry,
+    whole: tuple[int, ...],
+    offset: tuple[int, ...],
+    values: torch.Tensor,
+    kind: str = "",
 ) -> Block:
-    """A part of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+    """A part of one parameter, or of what an optimizer keeps of it: `kind` is then
+    optimizer.state.exp_avg.
+    """
     leading = tuple(length for _, length in entry.axes)
     stacked = tuple(index for index, _ in entry.axes)
-    return Block(f"{kind}{entry.key}", (*leading, *whole), (*stacked, *offset), values[(None,) * len(leading)])
+    return Block(
+        f"{kind}{entry.key}",
+        (*leading, *whole),
+        (*stacked, *offset),
+        values[(None,) * len(leading)],
+    )
 
 
 def write_blocks(
     path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """Writes one file; returns what the index must know of it. `between`: called after each block."""
+    """Writes one file; returns what the index must know of it. `between`: called after each
+    block.
+    """
     written = []
     with path.open("wb") as file:
         for block in blocks:
             begin = file.tell()
             _save(block, file)
-            size, dtype = list(block.tensor.shape), dtype_name(block.tensor.dtype)
-            about = {"key": block.key, "whole": list(block.whole), "offset": list(block.offset), "size": size}
-            written.append({**about, "dtype": dtype, "file": path.name, "begin": begin, "bytes": file.tell() - begin})
+            size = list(block.tensor.shape)
+            dtype = dtype_name(block.tensor.dtype)
+            about = {
+                "key": block.key,
+                "whole": list(block.whole),
+                "offset": list(block.offset),
+                "size": size,
+            }
+            written.append(
+                {
+                    **about,
+                    "dtype": dtype,
+                    "file": path.name,
+                    "begin": begin,
+                    "bytes": file.tell() - begin,
+                }
+            )
             del block  # before the next one is made
             between()
         file.flush()
@@ -80,7 +108,9 @@ def _save(block: Block, file: BufferedWriter) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory under a storage of its own: of a view, torch.save would write all that it is a view of."""
+    """A tensor's memory under a storage of its own: of a view, torch.save would write all that it
+    is a view of.
+    """
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
@@ -90,18 +120,28 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
     tensors: dict[str, metadata.TensorStorageMetadata] = {}
     places: dict[metadata.MetadataIndex, _StorageInfo] = {}
     for block in written:
-        key, file = sys.intern(block["key"]), sys.intern(block["file"])  # a pickle tells equal texts from the same one
-        offset, properties = torch.Size(block["offset"]), metadata.TensorProperties(torch_dtype(block["dtype"]))
-        known = tensors.setdefault(key, metadata.TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
+        # a pickle tells equal texts from the same one
+        key = sys.intern(block["key"])
+        file = sys.intern(block["file"])
+        offset = torch.Size(block["offset"])
+        properties = metadata.TensorProperties(torch_dtype(block["dtype"]))
+        known = tensors.setdefault(
+            key, metadata.TensorStorageMetadata(properties, torch.Size(block["whole"]), [])
+        )
         known.chunks.append(metadata.ChunkStorageMetadata(offset, torch.Size(block["size"])))
-        places[metadata.MetadataIndex(key, offset)] = _StorageInfo(file, block["begin"], block["bytes"])
+        places[metadata.MetadataIndex(key, offset)] = _StorageInfo(
+            file, block["begin"], block["bytes"]
+        )
     for key, tensor in tensors.items():
         covered = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if covered != tensor.size.numel():
-            raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
+            raise ValueError(
+                f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written"
+            )
     torch.save({}, folder / "common.pt")  # megatron-core wants one
     with (folder / ".metadata").open("wb") as index:
         pickle.dump(metadata.Metadata(dict(tensors), storage_data=places), index)
     for name in ("common.pt", ".metadata"):
         fsync(folder / name)
-    write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint
+    # last: without it there is no checkpoint
+    write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")

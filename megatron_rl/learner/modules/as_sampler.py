@@ -1,5 +1,6 @@
-"""Switch of a CPU learner's linear layers, experts left out: plain BF16, the quantized sampler's arithmetic (for which
-it quantizes their weights), or that of a BF16 engine on one rank."""
+"""Switch of a CPU learner's linear layers, experts left out: plain BF16, the quantized sampler's
+arithmetic (for which it quantizes their weights), or that of a BF16 engine on one rank.
+"""
 
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
@@ -28,12 +29,22 @@ class Arithmetic(Enum):
 
 
 class AsSampler:
-    """The learner's layers that can compute as the sampler; a tensor-parallel group calls `use_arithmetic` together."""
+    """The learner's layers that can compute as the sampler; a tensor-parallel group calls
+    `use_arithmetic` together.
+    """
 
     def __init__(
-        self, model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], engine_tp: int
+        self,
+        model: Model,
+        groups: ShardGroups,
+        format: Format,
+        ignore: Sequence[str],
+        engine_tp: int,
     ) -> None:
-        self._model, self._groups, self._format, self._ignore = model, groups, format, ignore
+        self._model = model
+        self._groups = groups
+        self._format = format
+        self._ignore = ignore
         self._engine_tp = engine_tp
         self._layers: list[tuple[Param, ColumnLinear | RowLinear]] = []
         self.smoothing: Smoothing | None = None
@@ -41,7 +52,9 @@ class AsSampler:
         self.stale = True  # weights have changed
 
     def watch(self, module: torch.nn.Module, first_layer: int) -> None:
-        """Find the layers of one chunk of the pipeline; `first_layer` is the number of its first one."""
+        """Find the layers of one chunk of the pipeline; `first_layer` is the number of its first
+        one.
+        """
         for name, layer in module.named_modules():
             if not isinstance(layer, ColumnLinear | RowLinear) or ".experts." in name:
                 continue
@@ -51,8 +64,8 @@ class AsSampler:
                 self._layers.append((param, layer))
             elif any(quantized):
                 raise ValueError(
-                    f"quantization.ignore holds some of {', '.join(param.hf)}: the engine joins them to one matrix; "
-                    "name all of them, or none"
+                    f"quantization.ignore holds some of {', '.join(param.hf)}: the engine joins "
+                    "them to one matrix; name all of them, or none"
                 )
 
     def use_arithmetic(self, arithmetic: Arithmetic) -> None:
@@ -60,13 +73,17 @@ class AsSampler:
             if isinstance(layer, RowLinear):
                 layer.rounds_once = arithmetic is Arithmetic.engine_bf16
             if arithmetic is not Arithmetic.sampler:
-                layer.sampled, self.stale = None, True
+                layer.sampled = None
+                self.stale = True
         if arithmetic is Arithmetic.sampler:
             self._quantize()
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        scales = self.smoothing.scales_LNH if self.smoothing is not None else None
+        if self.smoothing is not None:
+            scales = self.smoothing.scales_LNH
+        else:
+            scales = None
         if not self.stale and scales is self._folded:
             return
         shared = self._shared_amax()
@@ -76,13 +93,16 @@ class AsSampler:
             layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
             if isinstance(layer, RowLinear):
                 layer.slices = self._engine_tp
-        self.stale, self._folded = False, scales
+        self.stale = False
+        self._folded = scales
 
     def _fold(self, param: Param, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.smoothing is None or param.row.norm is None:
             return weight, None
         folded = self.smoothing.fold(param, weight)
-        return folded, None if folded is weight else self.smoothing.scales_LNH[param.layer, param.row.norm]
+        return folded, None if folded is weight else self.smoothing.scales_LNH[
+            param.layer, param.row.norm
+        ]
 
     def _shared_amax(self) -> dict[str, Tensor]:
         """Row maxima of the weights whose rows several ranks hold parts of, by name."""
@@ -94,11 +114,17 @@ class AsSampler:
         flat = torch.cat([row_amax(merged_weight(layer)) for _, layer in rows])
         self._groups.tensor.max_(flat)
         sizes = [len(layer.weight) for _, layer in rows]
-        return {param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)}
+        return {
+            param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)
+        }
 
     def _parts(self, param: Param, made: dict[str, Tensor]) -> Iterator[SampledWeight]:
-        codes, scale = made["weight"], made["weight_scale"]
+        codes = made["weight"]
+        scale = made["weight_scale"]
         kind = Int8Weight if QUANTIZED[self._format].integer else Fp8Weight
-        here = max(1, self._engine_tp // self._model.layout.tp) if param.row.split is Split.row else 1
+        if param.row.split is Split.row:
+            here = max(1, self._engine_tp // self._model.layout.tp)
+        else:
+            here = 1
         for part in codes.chunk(here, 1):
             yield kind(part, scale)

@@ -1,10 +1,12 @@
-"""Context parallelism: splits a pack's sequences; joins response tokens' values and, on hosts, keys and values.
+"""Context parallelism: splits a pack's sequences; joins response tokens' values and, on hosts, keys
+and values.
 
-A sequence is cut into twice as many parts of one length as there are ranks, and rank r has the r-th from the start and
-the r-th from the end: under a causal mask all have as much to do. That is Transformer Engine's layout, whose attention
-hands keys and values around on GPUs; on hosts ours gathers them. Positions, tokens and the routers' choices are split
-alike, a response token is scored by the rank that has the position before it, and its numbers are brought together:
-each rank computes the loss of whole rows, of which gradients reach its own tokens alone.
+A sequence is cut into twice as many parts of one length as there are ranks, and rank r has the r-th
+from the start and the r-th from the end: under a causal mask all have as much to do. That is
+Transformer Engine's layout, whose attention hands keys and values around on GPUs; on hosts ours
+gathers them. Positions, tokens and the routers' choices are split alike, a response token is scored
+by the rank that has the position before it, and its numbers are brought together: each rank
+computes the loss of whole rows, of which gradients reach its own tokens alone.
 
 S positions of this rank, N response tokens.
 """
@@ -63,8 +65,12 @@ def whole(x_S: Tensor, pack: Pack) -> Tensor:
 
 
 def everywhere(values_N: Tensor, pack: Pack) -> Tensor:
-    """This rank's values of response tokens with those of the ranks that share the pack, on each of them."""
-    return values_N if pack.held_N is None else _Joined.apply(values_N, pack)
+    """This rank's values of response tokens with those of the ranks that share the pack, on each of
+    them.
+    """
+    if pack.held_N is None:
+        return values_N
+    return _Joined.apply(values_N, pack)
 
 
 class _Joined(torch.autograd.Function):

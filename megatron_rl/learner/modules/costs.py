@@ -1,14 +1,18 @@
-"""Costs of a token to the learner: FLOPs of its forward pass; sizes of the chunks that logits are computed in."""
+"""Costs of a token to the learner: FLOPs of its forward pass; sizes of the chunks that logits are
+computed in.
+"""
 
 from dataclasses import dataclass
 
 from megatron_rl.learner.modules import limits
 from megatron_rl.models.model import Model
 
-# of logits worked on in FP32 at once: 4 MiB stay in a CPU's cache; on a GPU without kernels for them launches cost more
+# of logits worked on in FP32 at once: 4 MiB stay in a CPU's cache; on a GPU without kernels for
+# them launches cost more
 HOST_BYTES = 4 << 20
 DEVICE_BYTES = 96 << 20
-# logits of a pack that are held whole; of others so many bytes exist at once, but for columns too few to multiply well
+# logits of a pack that are held whole; of others so many bytes exist at once, but for columns too
+# few to multiply well
 LOGIT_BYTES = 96 << 20
 LEAST_COLUMNS = 1024
 COLUMN_MULTIPLE = 128  # rows of logits begin where products and kernels read whole vectors
@@ -31,14 +35,18 @@ class Operations:
 
 
 def operations(model: Model, length: float) -> Operations:
-    """Operations at a mean length: a matrix costs two for each element; attention looks back at half of it, twice."""
+    """Operations at a mean length: a matrix costs two for each element; attention looks back at
+    half of it, twice.
+    """
     shape = model.shape
     projections = shape.hidden * (2 * shape.size("q") + 2 * shape.size("kv"))
     if shape.experts:
         chosen = limits.experts_per_token(model.hf_config)
-        mlp, experts = shape.hidden * shape.experts, 3 * shape.hidden * shape.expert_ffn * chosen
+        mlp = shape.hidden * shape.experts
+        experts = 3 * shape.hidden * shape.expert_ffn * chosen
     else:
-        mlp, experts = 3 * shape.hidden * shape.ffn, 0
+        mlp = 3 * shape.hidden * shape.ffn
+        experts = 0
     return Operations(
         dense=2.0 * shape.layers * (projections + mlp),
         experts=2.0 * shape.layers * experts,
@@ -48,13 +56,17 @@ def operations(model: Model, length: float) -> Operations:
 
 
 def attention_share(model: Model) -> float:
-    """Attention's cost for each token of a sequence's length, as a share of what the token's matrices cost."""
+    """Attention's cost for each token of a sequence's length, as a share of what the token's
+    matrices cost.
+    """
     each = operations(model, 1)
     return each.attention / (each.dense + each.experts + each.head)
 
 
 def chunk_rows(rows: int, columns: int, host: bool) -> int:
-    """How many of these rows of logits are a chunk; on GPUs no chunk is much smaller than the others."""
+    """How many of these rows of logits are a chunk; on GPUs no chunk is much smaller than the
+    others.
+    """
     nbytes = FP32 * max(1, columns)
     if host:
         return max(1, HOST_BYTES // nbytes)
@@ -63,9 +75,13 @@ def chunk_rows(rows: int, columns: int, host: bool) -> int:
 
 
 def logit_columns(rows: int, columns: int, width: int, wide: bool) -> int:
-    """How many columns of logits are made at once: all of them where they are held. `width`: bytes of a weight.
+    """How many columns of logits are made at once: all of them where they are held. `width`: bytes
+    of a weight.
 
-    Of logits wider than the weight there is a rounded gradient too, and on hosts FP32 copies of what is multiplied.
+    Of logits wider than the weight there is a rounded gradient too, and on hosts FP32 copies of
+    what is multiplied.
     """
     fitting = LOGIT_BYTES // (max(1, rows) * (2 * FP32 if wide else width))
-    return columns if fitting >= columns else max(fitting // COLUMN_MULTIPLE * COLUMN_MULTIPLE, LEAST_COLUMNS)
+    if fitting >= columns:
+        return columns
+    return max(fitting // COLUMN_MULTIPLE * COLUMN_MULTIPLE, LEAST_COLUMNS)

@@ -1,4 +1,5 @@
-"""Mixture-of-experts (MoE) layer on a CPU, in place of megatron-core's: its router and experts round as vLLM's on CPUs.
+"""Mixture-of-experts (MoE) layer on a CPU, in place of megatron-core's: its router and experts
+round as vLLM's on CPUs.
 
 M tokens that went to the experts held here, H hidden width.
 """
@@ -18,7 +19,9 @@ from megatron_rl.learner.modules.linear import widen
 
 
 class HostRouter(TopKRouter):
-    """Logits, and the weights that are made of them in FP32, are rounded to the model's precision."""
+    """Logits, and the weights that are made of them in FP32, are rounded to the model's
+    precision.
+    """
 
     def gating(self, input: Tensor) -> Tensor:
         return super().gating(input).to(input.dtype).float()
@@ -29,7 +32,9 @@ class HostRouter(TopKRouter):
 
 
 class HostExperts(SequentialMLP):
-    """Both products give FP32; what goes into the second is rounded, and what comes out when a token's are added."""
+    """Both products give FP32; what goes into the second is rounded, and what comes out when a
+    token's are added.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,22 +42,30 @@ class HostExperts(SequentialMLP):
             widen(expert.linear_fc1)
             widen(expert.linear_fc2)
 
-    def forward(self, x_MH: Tensor, tokens_per_expert: Tensor, weights_M: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        self, x_MH: Tensor, tokens_per_expert: Tensor, weights_M: Tensor
+    ) -> tuple[Tensor, None]:
         parts = x_MH.split(tokens_per_expert.tolist())
         return torch.cat([*map(_output, self.local_experts, parts)]) * weights_M[:, None], None
 
 
 def _output(expert: Any, x: Tensor) -> Tensor:
-    return expert.linear_fc2(Narrowed.apply(expert.activation_func(expert.linear_fc1(x)[0]), x.dtype))[0]
+    return expert.linear_fc2(
+        Narrowed.apply(expert.activation_func(expert.linear_fc1(x)[0]), x.dtype)
+    )[0]
 
 
 class HostMixture(MoELayer):
     """Experts of all ranks are added in FP32, and rounded once."""
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        return Narrowed.apply(super().postprocess(output, shared_expert_output), self.config.params_dtype)
+        return Narrowed.apply(
+            super().postprocess(output, shared_expert_output), self.config.params_dtype
+        )
 
 
 def mixture(linear: MLPSubmodules) -> ModuleSpec:
-    parts = MoESubmodules(experts=ModuleSpec(module=HostExperts, submodules=linear), router=HostRouter)
+    parts = MoESubmodules(
+        experts=ModuleSpec(module=HostExperts, submodules=linear), router=HostRouter
+    )
     return ModuleSpec(module=HostMixture, submodules=parts)

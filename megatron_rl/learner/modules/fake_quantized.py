@@ -1,10 +1,12 @@
-"""Fake-quantized forward passes of Transformer Engine's linear layers: the logprobs that a right engine would give.
+"""Fake-quantized forward passes of Transformer Engine's linear layers: the logprobs that a right
+engine would give.
 
-Weights are quantized as a sync quantizes them, inputs per token as vLLM's kernels do. INT8 and FP8 codes are exact in
-BF16; their products are summed in FP32, then scaled. Nothing is kept longer than a layer's turn: a second copy of all
-weights has no room beside an optimizer. Without gradients.
+Weights are quantized as a sync quantizes them, inputs per token as vLLM's kernels do. INT8 and FP8
+codes are exact in BF16; their products are summed in FP32, then scaled. Nothing is kept longer than
+a layer's turn: a second copy of all weights has no room beside an optimizer. Without gradients.
 
-M tokens, K input features held here, N output features held here, S slices of the inputs, each an engine rank's.
+M tokens, K input features held here, N output features held here, S slices of the inputs, each an
+engine rank's.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,23 +45,43 @@ class Rounding:
 
 @contextmanager
 def fake_quantized(
-    modules: Iterable[tuple[int, Any]], model: Model, groups: ShardGroups, engine: Rounding, smoothing: Smoothing | None
+    modules: Iterable[tuple[int, Any]],
+    model: Model,
+    groups: ShardGroups,
+    engine: Rounding,
+    smoothing: Smoothing | None,
 ) -> Iterator[None]:
-    """Until it ends, layers that the engine holds quantized compute as it does. `modules`: with their first layers."""
-    first_expert = model.layout.local_experts(model.shape.experts, groups.place.ep).start if model.shape.experts else 0
+    """Until it ends, layers that the engine holds quantized compute as it does. `modules`: with
+    their first layers.
+    """
+    if model.shape.experts:
+        first_expert = model.layout.local_experts(model.shape.experts, groups.place.ep).start
+    else:
+        first_expert = 0
     replaced = []
     try:
         for first_layer, module in modules:
             for name, layer in module.named_modules():
-                own = [weight for weight, _ in layer.named_parameters(recurse=False) if weight.startswith("weight")]
+                own = [
+                    weight
+                    for weight, _ in layer.named_parameters(recurse=False)
+                    if weight.startswith("weight")
+                ]
                 if not own or not hasattr(layer, "te_return_bias"):
                     continue
                 params = [
-                    find(global_name(f"{name}.{weight}", first_layer, first_expert), model.shape) for weight in own
+                    find(global_name(f"{name}.{weight}", first_layer, first_expert), model.shape)
+                    for weight in own
                 ]
-                if all(is_quantized(hf, engine.format, engine.ignore) for param in params for hf in param.hf):
+                if all(
+                    is_quantized(hf, engine.format, engine.ignore)
+                    for param in params
+                    for hf in param.hf
+                ):
                     weights = tuple(zip(own, params, strict=True))
-                    layer.forward = partial(_forward, _Imitated(layer, weights, model, groups, engine, smoothing))
+                    layer.forward = partial(
+                        _forward, _Imitated(layer, weights, model, groups, engine, smoothing)
+                    )
                     replaced.append(layer)
         yield
     finally:
@@ -78,14 +100,22 @@ class _Imitated:
 
 
 @torch.no_grad()
-def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    one: _Imitated, input: Tensor, m_splits: list[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
     layer = one.layer
-    rows = fused_norm(layer, input).to(input.dtype) if hasattr(layer, "layer_norm_weight") else input
+    if hasattr(layer, "layer_norm_weight"):
+        rows = fused_norm(layer, input).to(input.dtype)
+    else:
+        rows = input
     if layer.sequence_parallel and layer.parallel_mode == "column":
         rows = gather_from_sequence_parallel_region(rows, group=layer._tp_group)
     flat_MK = rows.flatten(0, -2)
     parts = flat_MK.split(m_splits) if m_splits is not None else (flat_MK,)
-    outs = [_product(one, name, param, x_MK) for (name, param), x_MK in zip(one.weights, parts, strict=True)]
+    outs = [
+        _product(one, name, param, x_MK)
+        for (name, param), x_MK in zip(one.weights, parts, strict=True)
+    ]
     out = torch.cat(outs).view(*rows.shape[:-1], -1)  # rounded: what ranks of an engine add is
     if layer.parallel_mode == "row":
         out = add_over_ranks(out, layer.sequence_parallel, layer._tp_group)
@@ -94,13 +124,21 @@ def _forward(one: _Imitated, input: Tensor, m_splits: list[int] | None = None) -
 
 def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
     """What one weight makes of its tokens."""
-    weight_NK, norm = merged_weight(one.layer, name), param.row.norm
+    weight_NK = merged_weight(one.layer, name)
+    norm = param.row.norm
     if one.smoothing is not None and norm is not None:
         folded_NK = one.smoothing.fold(param, weight_NK)
         if folded_NK is not weight_NK:
-            x_MK, weight_NK = x_MK / one.smoothing.scales_LNH[param.layer, norm].to(x_MK), folded_NK
-    ranks, mine, slices, amax_N = 1, 0, 1, None
-    group = one.groups.expert_tensor if param.row.expert else one.groups.tensor
+            x_MK = x_MK / one.smoothing.scales_LNH[param.layer, norm].to(x_MK)
+            weight_NK = folded_NK
+    ranks = 1
+    mine = 0
+    slices = 1
+    amax_N = None
+    if param.row.expert:
+        group = one.groups.expert_tensor
+    else:
+        group = one.groups.tensor
     if param.row.split is Split.row:
         ranks, mine = param.tensor_parallel(one.model.layout, one.groups.place)
         slices = one.engine.tensor_parallel
@@ -108,7 +146,8 @@ def _product(one: _Imitated, name: str, param: Param, x_MK: Tensor) -> Tensor:
             amax_N = row_amax(weight_NK)
             group.max_(amax_N)
     made = quantize(weight_NK, one.engine.format, amax_N)
-    codes_NK, scale_N1 = made["weight"].to(torch.bfloat16), made["weight_scale"]
+    codes_NK = made["weight"].to(torch.bfloat16)
+    scale_N1 = made["weight_scale"]
     kind = Int8Weight if QUANTIZED[one.engine.format].integer else Fp8Weight
     here = max(1, slices // ranks)
     out_MN = x_MK.new_empty((len(x_MK), len(weight_NK)))

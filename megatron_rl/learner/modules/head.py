@@ -1,13 +1,15 @@
-"""Output layer: hidden states to logprobs and entropy, kept sets (top_k, top_p) compared; large logits in parts.
+"""Output layer: hidden states to logprobs and entropy, kept sets (top_k, top_p) compared; large
+logits in parts.
 
-Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns of the vocabulary
-are made at a time, for all tokens, and again in backward, where they become their own gradient in place. What stays of
-a token are the numbers that shares of the vocabulary are put together by, over columns here as over ranks
-(logprobs.py); among kept tokens their logits stay, and no column is made twice. The weight's gradient is the plain
-layer's product; that of the hidden states is added up in FP32.
+Logits of few bytes are held, from the layer itself. Others never exist as a whole: so many columns
+of the vocabulary are made at a time, for all tokens, and again in backward, where they become their
+own gradient in place. What stays of a token are the numbers that shares of the vocabulary are put
+together by, over columns here as over ranks (logprobs.py); among kept tokens their logits stay, and
+no column is made twice. The weight's gradient is the plain layer's product; that of the hidden
+states is added up in FP32.
 
-N tokens, H hidden width, V columns of this rank's share of the vocabulary, C those of them that are made at once, K
-kept tokens of each token at most.
+N tokens, H hidden width, V columns of this rank's share of the vocabulary, C those of them that are
+made at once, K kept tokens of each token at most.
 """
 
 from collections.abc import Callable
@@ -48,9 +50,16 @@ class Scores:
 
 
 def scores(
-    layer: ColumnParallelLinear, hidden_N1H: Tensor, weight_VH: Tensor | None, pack: Pack, asked: Asked, held: bool
+    layer: ColumnParallelLinear,
+    hidden_N1H: Tensor,
+    weight_VH: Tensor | None,
+    pack: Pack,
+    asked: Asked,
+    held: bool,
 ) -> Scores:
-    """What is asked of a pack's response tokens. `weight_VH`: in the place of the layer's own; `held`: whole logits."""
+    """What is asked of a pack's response tokens. `weight_VH`: in the place of the layer's own;
+    `held`: whole logits.
+    """
     logprobs.check_temperature(asked.temperature)
     own_VH = layer.weight if weight_VH is None else weight_VH
     wide = is_wide(layer)
@@ -64,7 +73,9 @@ def scores(
         logprobs_N, entropy_N = _Head.apply(hidden_NH, own_VH, pack.labels_N, how)
         return Scores(logprobs_N, entropy_N, None)
     scaled_NK, highest = _KeptLogits.apply(hidden_NH, own_VH, pack.labels_N, pack.kept_NK, how)
-    logprobs_N, entropy_N = logprobs.among_kept(scaled_NK, pack.kept_NK, pack.labels_N, asked.share.group)
+    logprobs_N, entropy_N = logprobs.among_kept(
+        scaled_NK, pack.kept_NK, pack.labels_N, asked.share.group
+    )
     if highest is None:
         return Scores(logprobs_N, entropy_N, None)
     judged = logprobs.judged(highest, logprobs_N.detach(), asked.share.group, asked.top_p)
@@ -77,7 +88,9 @@ def _of_logits(logits_NV: Tensor, pack: Pack, asked: Asked) -> Scores:
     if pack.kept_NK is None or asked.top_k is None:
         return Scores(logprobs_N, entropy_N, None)
     detached = (logits_NV.detach(), pack.labels_N, logprobs_N.detach())
-    support = logprobs.truncation(*detached, asked.share, asked.temperature, asked.top_k, asked.top_p)
+    support = logprobs.truncation(
+        *detached, asked.share, asked.temperature, asked.top_k, asked.top_p
+    )
     return Scores(logprobs_N, entropy_N, support)
 
 
@@ -85,7 +98,8 @@ def everyones(found: Scores, pack: Pack) -> Scores:
     """Scores of all response tokens of a pack, on each rank that shares it."""
     if pack.held_N is None:
         return found
-    entropy_N, support = found.entropy_N, found.truncation
+    entropy_N = found.entropy_N
+    support = found.truncation
     if support is not None:
         outside_N = everywhere(support.outside_N.float(), pack).bool()
         support = Truncation(outside_N, everywhere(support.log_mass_N, pack))
@@ -101,13 +115,22 @@ class _How:
     group: Any  # the ranks that add up the hidden states' gradient; None: there is nothing to add
 
     def logits(self, hidden_NH: Tensor, weight_CH: Tensor) -> Tensor:
-        return wide_product(hidden_NH, weight_CH) if self.wide else hidden_NH.matmul(weight_CH.t())
+        if self.wide:
+            return wide_product(hidden_NH, weight_CH)
+        return hidden_NH.matmul(weight_CH.t())
 
     def backward(
-        self, hidden_NH: Tensor, weight_VH: Tensor, trained: bool, gradient: Callable[[Tensor, VocabShare], Tensor]
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        trained: bool,
+        gradient: Callable[[Tensor, VocabShare], Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of both, by `gradient` of the logits that some rows of the weight make; None of a frozen weight."""
-        grad_weight_VH = torch.zeros_like(weight_VH) if trained else None  # rows that only pad the share stay so
+        """Gradients of both, by `gradient` of the logits that some rows of the weight make; None of
+        a frozen weight.
+        """
+        # rows that only pad the share stay so
+        grad_weight_VH = torch.zeros_like(weight_VH) if trained else None
         sum_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         for columns, part in self.asked.share.parts(self.columns):
             if part.real:
@@ -126,10 +149,13 @@ class _How:
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, how: _How) -> Any:
-        asked, stats = how.asked, []
+        asked = how.asked
+        stats = []
         for columns, part in asked.share.parts(how.columns):
             logits_NC = how.logits(hidden_NH, weight_VH[columns])
-            stats.append(logprobs.local_stats(logits_NC, labels_N, part, asked.temperature, asked.entropy))
+            stats.append(
+                logprobs.local_stats(logits_NC, labels_N, part, asked.temperature, asked.entropy)
+            )
             del logits_NC
         here = [one for one in logprobs.together(torch.stack(stats)) if one is not None]
         log_norm_N, label_N, mean_N = logprobs.combined(torch.stack(here), asked.share.group)
@@ -141,31 +167,46 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
         hidden_NH, weight_VH, labels_N, *found = ctx.saved_tensors
-        how, grads = ctx.how, Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
+        how = ctx.how
+        grads = Gradients.of(grad_logprobs_N, grad_entropy_N, *found)
 
         def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
             logits_NC = how.logits(hidden_NH, weight_CH)
-            grad_NC = torch.empty_like(logits_NC, dtype=weight_CH.dtype) if how.wide else logits_NC
-            logprobs.write_gradient(grad_NC, logits_NC, labels_N, grads, part, how.asked.temperature)
+            if how.wide:
+                grad_NC = torch.empty_like(logits_NC, dtype=weight_CH.dtype)
+            else:
+                grad_NC = logits_NC
+            logprobs.write_gradient(
+                grad_NC, logits_NC, labels_N, grads, part, how.asked.temperature
+            )
             return grad_NC
 
         return *how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None
 
 
 class _KeptLogits(torch.autograd.Function):
-    """Logits of kept tokens over temperature, -inf where another rank has them; and the highest of each token."""
+    """Logits of kept tokens over temperature, -inf where another rank has them; and the highest of
+    each token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, kept_NK: Tensor, how: _How) -> Any:
-        asked, highest = how.asked, []
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, kept_NK: Tensor, how: _How
+    ) -> Any:
+        asked = how.asked
+        highest = []
         scaled_NK = torch.full_like(kept_NK, -torch.inf, dtype=torch.float32)
         for columns, part in asked.share.parts(how.columns):
             logits_NC = how.logits(hidden_NH, weight_VH[columns])
             local_NK, held_NK = part.places(kept_NK)
             if part.real:
-                scaled_NK = torch.where(held_NK, logits_NC.gather(1, local_NK).float() / asked.temperature, scaled_NK)
+                scaled_NK = torch.where(
+                    held_NK, logits_NC.gather(1, local_NK).float() / asked.temperature, scaled_NK
+                )
             if asked.top_k is not None:
-                highest.append(logprobs.highest(logits_NC, labels_N, part, asked.temperature, asked.top_k))
+                highest.append(
+                    logprobs.highest(logits_NC, labels_N, part, asked.temperature, asked.top_k)
+                )
             del logits_NC
         ctx.save_for_backward(hidden_NH, weight_VH, kept_NK)
         ctx.how = how
@@ -183,6 +224,13 @@ class _KeptLogits(torch.autograd.Function):
         def gradient(weight_CH: Tensor, part: VocabShare) -> Tensor:
             local_NK, held_NK = part.places(kept_NK)
             grad_NC = hidden_NH.new_zeros(len(hidden_NH), part.real)
-            return grad_NC.scatter_add_(1, local_NK, torch.where(held_NK, grad_NK, 0.0).to(grad_NC.dtype))
+            return grad_NC.scatter_add_(
+                1, local_NK, torch.where(held_NK, grad_NK, 0.0).to(grad_NC.dtype)
+            )
 
-        return *ctx.how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient), None, None, None
+        return (
+            *ctx.how.backward(hidden_NH, weight_VH, ctx.needs_input_grad[1], gradient),
+            None,
+            None,
+            None,
+        )

@@ -1,7 +1,9 @@
-"""Patches of torch and megatron-core, made on import, to run without CUDA; refusal of a recipe that wants CUDA there.
+"""Patches of torch and megatron-core, made on import, to run without CUDA; refusal of a recipe that
+wants CUDA there.
 
-megatron-core asks for the current CUDA device, creates tensors on "cuda", compares names of tensor types and keeps CUDA
-random states; each is answered with the CPU's. Where CUDA exists `install` only keeps FlashInfer out.
+megatron-core asks for the current CUDA device, creates tensors on "cuda", compares names of tensor
+types and keeps CUDA random states; each is answered with the CPU's. Where CUDA exists `install`
+only keeps FlashInfer out.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ from megatron_rl.config.schema import Device
 from megatron_rl.processes import gpu_driver
 from megatron_rl.quantization import host_products
 
-# megatron-core warns at import about every optional package (Apex, Transformer Engine) it cannot find
+# megatron-core warns at import about every optional package (Apex, Transformer Engine) it cannot
+# find
 _NOISE = "Apex is not installed|Transformer Engine and Apex|Failed to import Transformer Engine"
 
 # constructors that megatron-core calls with device="cuda"
@@ -29,7 +32,9 @@ _CONSTRUCTORS = (
 
 
 class _Inert:
-    """Stands for a CUDA stream or event, or for work: on the host it is always in order and already done."""
+    """Stands for a CUDA stream or event, or for work: on the host it is always in order and already
+    done.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -66,11 +71,15 @@ def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
-    """A `tensor.type()` that answers with the CUDA name: the optimizers sort parameters by that name."""
+    """A `tensor.type()` that answers with the CUDA name: the optimizers sort parameters by that
+    name.
+    """
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
     return type_of
 
@@ -105,7 +114,8 @@ def _patch_torch() -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = _rng_state
     torch.cuda.random.set_rng_state = _set_rng_state
-    # `with torch.device(...)` remembers, at its first use, which functions are constructors: it must see the true ones
+    # `with torch.device(...)` remembers, at its first use, which functions are constructors: it
+    # must see the true ones
     with torch.device("cpu"):
         torch.empty(0)
     for name in _CONSTRUCTORS:
@@ -122,9 +132,13 @@ def _gloo_all_to_all() -> None:
 
     @functools.wraps(plain)
     def all_to_all_single(
-        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
-        group: Any = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         to, of = (
             None if splits is None else [int(size) for size in splits]
             for splits in (output_split_sizes, input_split_sizes)
@@ -135,13 +149,17 @@ def _gloo_all_to_all() -> None:
 
 
 def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, but where one rank has all: gloo would copy gradients, then parameters: a sixth of an update."""
+    """`plain`, but where one rank has all: gloo would copy gradients, then parameters: a sixth of
+    an update.
+    """
 
     @functools.wraps(plain)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         here = (output.data_ptr(), output.numel()) == (input.data_ptr(), input.numel())
         if here and torch.distributed.get_world_size(kwargs.get("group")) == 1:
-            return _Inert() if kwargs.get("async_op") else None
+            if kwargs.get("async_op"):
+                return _Inert()
+            return None
         return plain(output, input, *args, **kwargs)
 
     return exchange
@@ -169,7 +187,8 @@ def install() -> bool:
     """Make megatron-core importable and runnable; true where it runs on the host's CPU."""
     warnings.filterwarnings("ignore", message=_NOISE)
     if torch.cuda.is_available():
-        # imported, it makes a context on every GPU; megatron-core looks for it, for an inference of its own alone
+        # imported, it makes a context on every GPU; megatron-core looks for it, for an inference of
+        # its own alone
         sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
         return False
     host_products.install()
@@ -177,7 +196,8 @@ def install() -> bool:
     _gloo_all_to_all()
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
         setattr(torch.distributed, name, _unless_alone(getattr(torch.distributed, name)))
-    # functions that megatron-core marks for compilation would spend seconds in a compiler for nothing
+    # functions that megatron-core marks for compilation would spend seconds in a compiler for
+    # nothing
     from torch import _dynamo
 
     _dynamo.config.disable = True
@@ -186,9 +206,13 @@ def install() -> bool:
 
 
 def require(wanted: Device) -> None:
-    """Raises where CUDA is wanted and torch sees none: a learner on the host is another one than the recipe's."""
+    """Raises where CUDA is wanted and torch sees none: a learner on the host is another one than
+    the recipe's.
+    """
     if ON_HOST and wanted == Device.cuda:
-        raise ConfigError(f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host")
+        raise ConfigError(
+            f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host"
+        )
 
 
 ON_HOST = install()

@@ -14,8 +14,13 @@ INTERPRET = "TRITON_INTERPRET"  # Triton's own: its kernels run in numpy
 
 def kernels_for(matrix: Tensor) -> Any:
     """Return the module of kernels that read this matrix; None: there is none for it here."""
-    here = matrix.is_cuda if torch.version.cuda else os.environ.get(INTERPRET) == "1"
-    return _kernels() if here and matrix.stride(1) == 1 else None
+    if torch.version.cuda:
+        here = matrix.is_cuda
+    else:
+        here = os.environ.get(INTERPRET) == "1"
+    if here and matrix.stride(1) == 1:
+        return _kernels()
+    return None
 
 
 @functools.cache

@@ -1,9 +1,11 @@
-"""CPU layers of a learner (norm, residual, rotary, attention, SwiGLU) in place of megatron-core's, rounding as vLLM's.
+"""CPU layers of a learner (norm, residual, rotary, attention, SwiGLU) in place of megatron-core's,
+rounding as vLLM's.
 
-Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that stay in cache.
+Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that
+stay in cache.
 
-S positions of a pack, A attention heads, G key/value heads, D width of a head, H any width, N sequences of one bucket,
-L its longest length.
+S positions of a pack, A attention heads, G key/value heads, D width of a head, H any width, N
+sequences of one bucket, L its longest length.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +41,9 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, summands: tuple[Tensor, ...] | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_H: Tensor, eps: float, summands: tuple[Tensor, ...] | None
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         exact = [part.reshape(rows.shape) for part in summands or (x,)]
         out = torch.empty_like(rows)
@@ -59,7 +63,9 @@ class _RMSNorm(torch.autograd.Function):
         weight = weight_H.float()
         grad_weight = torch.zeros_like(weight)
         grad_rows = torch.empty_like(rows)
-        for block, scale, grad_block, result in blocks(rows, scales, grad.reshape(rows.shape), grad_rows):
+        for block, scale, grad_block, result in blocks(
+            rows, scales, grad.reshape(rows.shape), grad_rows
+        ):
             normed = block.float() * scale
             wide = grad_block.float()
             product = wide * normed
@@ -70,12 +76,15 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm in FP32, rounded where vLLM's is on a host: what is normed, and its product with the weight.
+    """RMS norm in FP32, rounded where vLLM's is on a host: what is normed, and its product with the
+    weight.
 
     Of a sum (`add`) it norms what the sum was before it was rounded.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -86,7 +95,9 @@ class RMSNorm(torch.nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps, x.__dict__.pop(UNROUNDED, None))
 
 
-def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+def add(
+    training: bool, fused: bool
+) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
     """The addition to the residual, in the place of megatron-core's bias, dropout and addition."""
     plain = get_bias_dropout_add(training, fused)
 
@@ -102,7 +113,9 @@ def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], 
 
 
 class _Turned(torch.autograd.Function):
-    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, then the sines."""
+    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, then the
+    sines.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
@@ -116,7 +129,8 @@ class _Turned(torch.autograd.Function):
         (turns_SD,) = ctx.saved_tensors
         cos_SD, sin_SD = turns_SD.chunk(2, dim=-1)
         back_SD = torch.cat((cos_SD, -sin_SD), dim=-1)
-        rounds = torch.cpu._is_avx512_bf16_supported()  # elsewhere it cuts off, which gradients would all lean to
+        # elsewhere it cuts off, which gradients would all lean to
+        rounds = torch.cpu._is_avx512_bf16_supported()
         if grad_S1AD.dtype == torch.bfloat16 and rounds and vllm_operators.has_rotary():
             return vllm_operators.rotary(grad_S1AD, back_SD), None
         return _turned(grad_S1AD, back_SD).to(grad_S1AD.dtype), None
@@ -130,11 +144,23 @@ def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
 
 
 def rotary(
-    x_S1AD: Tensor, angles: Tensor, config: TransformerConfig, *args: Any, mscale: float = 1.0, **kwargs: Any
+    x_S1AD: Tensor,
+    angles: Tensor,
+    config: TransformerConfig,
+    *args: Any,
+    mscale: float = 1.0,
+    **kwargs: Any,
 ) -> Tensor:
-    """Rotary embedding as vLLM's kernel for hosts, by it where it is here: cosine, sine in the model's precision."""
+    """Rotary embedding as vLLM's kernel for hosts, by it where it is here: cosine, sine in the
+    model's precision.
+    """
     width = x_S1AD.shape[-1]
-    if config.rotary_interleaved or config.multi_latent_attention or mscale != 1.0 or angles.shape[-1] != width:
+    if (
+        config.rotary_interleaved
+        or config.multi_latent_attention
+        or mscale != 1.0
+        or angles.shape[-1] != width
+    ):
         return apply_rotary_pos_emb(x_S1AD, angles, config, *args, mscale=mscale, **kwargs)
     turns_SD = angles.__dict__.get(TURNS)
     if turns_SD is None:
@@ -190,7 +216,9 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse of `_Pad`; the padding's own gradient is zero, or it would reach real keys and values."""
+    """The inverse of `_Pad`; the padding's own gradient is zero, or it would reach real keys and
+    values.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_X: Tensor, pack: Pack) -> Tensor:
@@ -199,7 +227,9 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
-        return grad_S.index_select(0, ctx.pack.padded_index_X).index_fill_(0, ctx.pack.blanks, 0), None
+        return grad_S.index_select(0, ctx.pack.padded_index_X).index_fill_(
+            0, ctx.pack.blanks, 0
+        ), None
 
 
 class Narrowed(torch.autograd.Function):
@@ -218,22 +248,33 @@ class Narrowed(torch.autograd.Function):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a pack, by torch's own kernel.
 
-    Sequences of similar length run as one batch, padded on the right, where a causal mask lets no real position look.
+    Sequences of similar length run as one batch, padded on the right, where a causal mask lets no
+    real position look.
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
-        softmax_scale: float | None = None, **_: Any,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         assert config.kv_channels is not None
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
-        self, query_S1AD: Tensor, key_S1GD: Tensor, value_S1GD: Tensor, attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
+        self,
+        query_S1AD: Tensor,
+        key_S1GD: Tensor,
+        value_S1GD: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert isinstance(packed_seq_params, PackedRows)
         pack = packed_seq_params.pack
         qkv = [x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD)]
@@ -241,7 +282,8 @@ class PackedAttention(torch.nn.Module):
             return self._shared(pack, *qkv).unsqueeze(1)
         if not pack.whole:
             qkv = [_Pad.apply(x, pack) for x in qkv]
-        out, start = [], 0
+        out = []
+        start = 0
         for bucket in pack.buckets:
             stop = start + bucket.sequences * bucket.length
             out.append(self._bucket(bucket, *(x[start:stop] for x in qkv)))
@@ -252,25 +294,40 @@ class PackedAttention(torch.nn.Module):
         return joined.unsqueeze(1)
 
     def _shared(self, pack: Pack, query_SAD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
-        """Attention of this rank's part of each sequence, to keys and values of all ranks that share it."""
+        """Attention of this rank's part of each sequence, to keys and values of all ranks that
+        share it.
+        """
         ranks = len(pack.order_S) // len(pack.positions_S)  # type: ignore[arg-type]
         keys, values = (whole(x, pack) for x in (key_SGD, value_SGD))
-        out, start = [], 0
+        out = []
+        start = 0
         for bucket in pack.buckets:
-            here, stop = slice(start // ranks, (start + bucket.length) // ranks), start + bucket.length
+            here = slice(start // ranks, (start + bucket.length) // ranks)
+            stop = start + bucket.length
             seen = torch.arange(bucket.length) <= pack.positions_S[here, None]
-            out.append(self._bucket(bucket, query_SAD[here], keys[start:stop], values[start:stop], seen))
+            out.append(
+                self._bucket(bucket, query_SAD[here], keys[start:stop], values[start:stop], seen)
+            )
             start = stop
         return torch.cat(out)
 
     def _bucket(
-        self, bucket: Bucket, query_XAD: Tensor, key_XGD: Tensor, value_XGD: Tensor, seen: Tensor | None = None
+        self,
+        bucket: Bucket,
+        query_XAD: Tensor,
+        key_XGD: Tensor,
+        value_XGD: Tensor,
+        seen: Tensor | None = None,
     ) -> Tensor:
         dtype = query_XAD.dtype
         shape = (bucket.sequences, -1)
-        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query_XAD, key_XGD, value_XGD))
+        query, key, value = (
+            x.unflatten(0, shape).transpose(1, 2) for x in (query_XAD, key_XGD, value_XGD)
+        )
         if bucket.length <= FP32_ATTENTION_LENGTH:
-            query, key, value = query.float(), key.float(), value.float()
+            query = query.float()
+            key = key.float()
+            value = value.float()
         out_NALD = scaled_dot_product_attention(
             query, key, value, seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
         )

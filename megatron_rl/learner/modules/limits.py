@@ -1,4 +1,6 @@
-"""Checks of config.json and recipe for what the learner cannot train; values that it takes from both. Torch-free."""
+"""Checks of config.json and recipe for what the learner cannot train; values that it takes from
+both. Torch-free.
+"""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -18,13 +20,18 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 _ROPE_NUMBERS = (
-    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
     "partial_rotary_factor",
-)  # fmt: skip
+)
 _NUMBERS = {"rms_norm_eps": (0, 1), "initializer_range": (0, 1), "partial_rotary_factor": (0, 1)}
 FP8_KINDS = ("hybrid", "e4m3")
 FP8_MULTIPLE = 16  # of both sides of a matrix that Transformer Engine multiplies in FP8
-# of each kind of scales: what the tokens of a rank are a multiple of, for products that sum over tokens and for gathers
+# of each kind of scales: what the tokens of a rank are a multiple of, for products that sum over
+# tokens and for gathers
 FP8_TOKENS = {"blockwise": 128, "tensorwise": FP8_MULTIPLE, "mxfp8": 32}
 FP8_RECIPE = "blockwise"  # where a recipe names none; megatron-core would take delayed
 
@@ -42,29 +49,74 @@ _BY_KEY = {
 # ... from the model's config.json ...
 _BY_MODEL = frozenset(
     {
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "gated_linear_unit", "activation_func",
-        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "multi_latent_attention", "layernorm_epsilon",
-        "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor",
-        "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_layer_freq",
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "normalization",
+        "gated_linear_unit",
+        "activation_func",
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_router_topk",
+        "multi_latent_attention",
+        "layernorm_epsilon",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_enable_expert_bias",
+        "moe_layer_freq",
         "moe_latent_size",
-        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "rotary_interleaved", "window_size",
-        "window_attn_skip_freq", "no_rope_freq", "mrope_section", "softmax_scale", "softmax_type", "qk_l2_norm",
-        "attention_output_gate", "experimental_attention_variant", "glu_linear_offset", "activation_func_clamp_value",
-        "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "is_hybrid_model",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "rotary_interleaved",
+        "window_size",
+        "window_attn_skip_freq",
+        "no_rope_freq",
+        "mrope_section",
+        "softmax_scale",
+        "softmax_type",
+        "qk_l2_norm",
+        "attention_output_gate",
+        "experimental_attention_variant",
+        "glu_linear_offset",
+        "activation_func_clamp_value",
+        "layernorm_zero_centered_gamma",
+        "apply_residual_connection_post_layernorm",
+        "is_hybrid_model",
         "heterogeneous_block_specs",
     }
-)  # fmt: skip
+)
 # ... or that the learner, or the table of weights, is not written for
 _FIXED = frozenset(
     {
-        "hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank", "cp_comm_type",
-        "variable_seq_lengths", "calculate_per_token_loss", "init_method",
-        "output_layer_init_method", "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split", "mtp_num_layers", "fp8_param", "fp4", "fp4_param",
-        "moe_token_dispatcher_type", "init_model_with_meta_device", "test_mode",
+        "hierarchical_context_parallel_sizes",
+        "hybrid_context_parallel",
+        "max_seqlen_per_dp_cp_rank",
+        "cp_comm_type",
+        "variable_seq_lengths",
+        "calculate_per_token_loss",
+        "init_method",
+        "output_layer_init_method",
+        "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "mtp_num_layers",
+        "fp8_param",
+        "fp4",
+        "fp4_param",
+        "moe_token_dispatcher_type",
+        "init_model_with_meta_device",
+        "test_mode",
     }
-)  # fmt: skip
+)
 
 # ... or that would fail on the first pack, if not before
 _ONE_LENGTH = "a graph is recorded for one length, and packs differ in length"
@@ -76,12 +128,16 @@ _UNFIT = {
     **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"), _TAKEN_APART),
 }
 
-_OPTIMIZER_OWNED = frozenset({"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"})
-# fields of DistributedDataParallelConfig that the learner decides, and those of OptimizerConfig that it cannot follow
+_OPTIMIZER_OWNED = frozenset(
+    {"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"}
+)
+# fields of DistributedDataParallelConfig that the learner decides, and those of OptimizerConfig
+# that it cannot follow
 _REPLICAS_OWNED = {
     **dict.fromkeys(
         ("overlap_param_gather", "align_param_gather", "overlap_param_gather_with_optimizer_step"),
-        "sync, checkpoints and prox read weights right after an update, before a forward pass would gather them",
+        "sync, checkpoints and prox read weights right after an update, before a forward pass "
+        "would gather them",
     ),
     "grad_reduce_in_fp32": "gradients travel and add up in FP32",
     "reduce_scatter_with_fp32_accumulation": "gradients travel and add up in FP32",
@@ -100,17 +156,28 @@ _REPLICAS_OWNED = {
     ),
     **dict.fromkeys(
         (
-            "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "gradient_reduce_div_fusion",
-            "suggested_communication_unit_size", "preserve_fp32_weights", "fsdp_double_buffer",
-            "outer_dp_sharding_strategy", "fsdp_manual_registration",
+            "use_megatron_fsdp",
+            "use_custom_fsdp",
+            "data_parallel_sharding_strategy",
+            "gradient_reduce_div_fusion",
+            "suggested_communication_unit_size",
+            "preserve_fp32_weights",
+            "fsdp_double_buffer",
+            "outer_dp_sharding_strategy",
+            "fsdp_manual_registration",
         ),
         "FSDP is not built",
     ),
-}  # fmt: skip
+}
 _TRANSFORMER = ("model_parallel_config.py", "transformer/transformer_config.py")
 _OPTIMIZER = ("optimizer/optimizer_config.py",)
 _REPLICAS = ("distributed/distributed_data_parallel_config.py",)
-_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
+_CLASSES = (
+    "ModelParallelConfig",
+    "TransformerConfig",
+    "OptimizerConfig",
+    "DistributedDataParallelConfig",
+)
 
 
 def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
@@ -130,13 +197,20 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
     def refuse(what: str, why: str) -> str:
         return f"model.path: {what} of config.json {why}; choose another model"
 
-    biases = [key for key, of in (("attention_bias", "proj_bias"), ("mlp_bias", "dense_mlp_bias")) if shape.has(of)]
+    biases = [
+        key
+        for key, of in (("attention_bias", "proj_bias"), ("mlp_bias", "dense_mlp_bias"))
+        if shape.has(of)
+    ]
     for key in ["use_bias"] if hf_config.get("use_bias") and biases else biases:
-        yield refuse(f"{key}=true", "means biases beyond query, key and value, which are not supported")
+        yield refuse(
+            f"{key}=true", "means biases beyond query, key and value, which are not supported"
+        )
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
         yield refuse(f"hidden_act={activation!r}", "is not supported, only 'silu' is")
-    switched = "use_sliding_window" in hf_config or shape.family.startswith("qwen")  # off where it is not named
+    # off where it is not named
+    switched = "use_sliding_window" in hf_config or shape.family.startswith("qwen")
     window = hf_config.get("use_sliding_window" if switched else "sliding_window")
     kinds = hf_config.get("layer_types") or []
     if not isinstance(kinds, list) or len(kinds) not in (0, shape.layers):
@@ -144,7 +218,10 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
     elif window or "sliding_attention" in kinds:
         yield refuse("sliding_window", "means sliding-window attention, which is not supported")
     if shape.dense_layers:
-        yield refuse("mlp_only_layers / decoder_sparse_step", "means dense layers among experts, not supported")
+        yield refuse(
+            "mlp_only_layers / decoder_sparse_step",
+            "means dense layers among experts, not supported",
+        )
 
 
 def numbers(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -158,25 +235,35 @@ def numbers(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    whole = [key for key in ("rope_scaling", "rope_parameters") if not isinstance(hf_config.get(key) or {}, Mapping)]
+    whole = [
+        key
+        for key in ("rope_scaling", "rope_parameters")
+        if not isinstance(hf_config.get(key) or {}, Mapping)
+    ]
     scaling = {} if whole else rope_settings(hf_config)
     given = {key: scaling[key] for key in _ROPE_NUMBERS if scaling.get(key) is not None}
-    mistaken = {key: value for key, value in given.items() if not (is_number(value) and 0 < value < 1e15)}
+    mistaken = {
+        key: value for key, value in given.items() if not (is_number(value) and 0 < value < 1e15)
+    }
     for key in whole:
         yield f"model.path: {key} of config.json is {hf_config[key]!r}, expected keys and values; mend it"
     for key, value in mistaken.items():
         yield f"model.path: {key} of config.json is {value!r}, expected a number above 0; mend it"
     if whole or mistaken:
         return
-    family, kind = hf_config.get("model_type"), scaling["kind"]
+    family = hf_config.get("model_type")
+    kind = scaling["kind"]
     if scaling["rope_theta"] is None:
         yield f"model.path: config.json of a {family} model lacks rope_theta; take it from the model's authors"
-    if (scaling.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (
+        scaling.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
+    ) != 1.0:
         yield "model.path: partial_rotary_factor of config.json is not supported, only 1.0 is; choose another model"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         yield (
-            f"model.path: rope_type {kind!r} of config.json is not supported (supported: {', '.join(ROPE_KINDS)}); "
-            "choose another model, or leave the scaling out where answers fit into the context without it"
+            f"model.path: rope_type {kind!r} of config.json is not supported (supported: "
+            f"{', '.join(ROPE_KINDS)}); choose another model, or leave the scaling out where "
+            "answers fit into the context without it"
         )
         return
     missing = [key for key in ROPE_KINDS[kind] if scaling.get(key) is None]
@@ -184,8 +271,8 @@ def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield f"model.path: rope_type {kind!r} of config.json lacks {', '.join(missing)}; add what the model needs"
     elif kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         yield (
-            f"model.path: low_freq_factor of config.json is {scaling['low_freq_factor']}, which is not below "
-            f"high_freq_factor, {scaling['high_freq_factor']}; mend it"
+            f"model.path: low_freq_factor of config.json is {scaling['low_freq_factor']}, which is "
+            f"not below high_freq_factor, {scaling['high_freq_factor']}; mend it"
         )
 
 
@@ -196,29 +283,36 @@ def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     # older Llama configs leave it out and mean this; other families have defaults of their own
     missing = 10000.0 if hf_config.get("model_type") == "llama" else None
     theta = scaling.get("rope_theta") or hf_config.get("rope_theta") or missing
-    return {**scaling, "rope_theta": theta, "kind": scaling.get("rope_type") or scaling.get("type") or "default"}
+    return {
+        **scaling,
+        "rope_theta": theta,
+        "kind": scaling.get("rope_type") or scaling.get("type") or "default",
+    }
 
 
-def experts(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> Iterator[str]:
+def experts(
+    shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection
+) -> Iterator[str]:
     if not shape.experts:
         return
     if learner.tensor_parallel > 1 and not sequence_parallel(learner):
         yield (
-            f"learner.megatron.sequence_parallel=false: a mixture of experts with learner.tensor_parallel="
-            f"{learner.tensor_parallel} needs true"
+            "learner.megatron.sequence_parallel=false: a mixture of experts with "
+            f"learner.tensor_parallel={learner.tensor_parallel} needs true"
         )
     if learner.context_parallel > 1 and learner.megatron.get("moe_aux_loss_coeff"):
         yield (
-            f"learner.megatron.moe_aux_loss_coeff: with learner.context_parallel={learner.context_parallel} each rank "
-            "would balance its part of a sequence alone; remove it, or set learner.context_parallel=1"
+            "learner.megatron.moe_aux_loss_coeff: with "
+            f"learner.context_parallel={learner.context_parallel} each rank would balance its part "
+            "of a sequence alone; remove it, or set learner.context_parallel=1"
         )
     chosen = experts_per_token(hf_config)
     if not 1 <= chosen <= shape.experts:
         yield f"model.path: num_experts_per_tok={chosen} of config.json, but there are {shape.experts} experts; mend it"
     elif chosen == 1 and renormalized(shape, hf_config):
         yield (
-            "model.path: num_experts_per_tok=1 of config.json with renormalised weights makes every weight 1, so that "
-            "the router could not learn; choose another model"
+            "model.path: num_experts_per_tok=1 of config.json with renormalised weights makes "
+            "every weight 1, so that the router could not learn; choose another model"
         )
 
 
@@ -227,7 +321,9 @@ def experts_per_token(hf_config: Mapping[str, Any]) -> int:
 
 
 def choices_bytes(shape: ModelShape, hf_config: Mapping[str, Any]) -> int:
-    """Of the experts that a token went to, in all layers, as batches hold them (`sampler.routed_experts`)."""
+    """Of the experts that a token went to, in all layers, as batches hold them
+    (`sampler.routed_experts`).
+    """
     return shape.layers * experts_per_token(hf_config) * (1 if shape.experts <= 128 else 2)
 
 
@@ -251,28 +347,35 @@ def fp8_recipe(learner: LearnerSection) -> str:
 
 
 def pack_multiple(learner: LearnerSection) -> int:
-    """The number that every pack's length is a multiple of: ranks share a pack, FP8 products want whole tiles."""
+    """The number that every pack's length is a multiple of: ranks share a pack, FP8 products want
+    whole tiles.
+    """
     tiles = FP8_TOKENS[fp8_recipe(learner)] if fp8(learner) else 1
     return tiles * (learner.tensor_parallel if sequence_parallel(learner) else 1)
 
 
 def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
-    key, wanted, recipe = "learner.megatron.fp8", fp8(learner), fp8_recipe(learner)
+    key = "learner.megatron.fp8"
+    wanted = fp8(learner)
+    recipe = fp8_recipe(learner)
     if wanted is None:
         return
     if wanted not in FP8_KINDS:
         yield f"{key}: {wanted}, expected one of {', '.join(FP8_KINDS)}, or null"
     if recipe == "delayed":
         yield (
-            f"{key}_recipe: delayed scales are those of updates before, which prox, reference and probe would compute "
-            f"with too, and replicas would wait for each other's maxima in every micro-batch; use one of "
-            f"{', '.join(FP8_TOKENS)}"
+            f"{key}_recipe: delayed scales are those of updates before, which prox, reference and "
+            "probe would compute with too, and replicas would wait for each other's maxima in "
+            f"every micro-batch; use one of {', '.join(FP8_TOKENS)}"
         )
     elif recipe not in FP8_TOKENS:
         yield f"{key}_recipe: {recipe}, expected one of {', '.join(FP8_TOKENS)}, or null ({FP8_RECIPE})"
-    tp, etp = learner.tensor_parallel, learner.megatron.get("expert_tensor_parallel_size", learner.tensor_parallel)
+    tp = learner.tensor_parallel
+    etp = learner.megatron.get("expert_tensor_parallel_size", learner.tensor_parallel)
     sides = {"hidden size": shape.hidden, "queries of a rank": shape.heads * shape.head_dim // tp}
-    sides["queries, keys and values of a rank"] = (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
+    sides["queries, keys and values of a rank"] = (
+        (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
+    )
     if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)):
         sides["intermediate size of a rank"] = shape.ffn // tp
     if shape.experts:
@@ -285,21 +388,28 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
 
 def lora(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
     whole = replace(shape, lora=Lora(1, 1.0, (ALL_LINEAR,)))
-    every = (param for param in params(replace(whole, experts=min(shape.experts, 1))) if adapters(param, whole))
+    every = (
+        param
+        for param in params(replace(whole, experts=min(shape.experts, 1)))
+        if adapters(param, whole)
+    )
     known = dict.fromkeys(hf.split(".")[-2] for param in every for hf in param.hf)
     for target in learner.lora.targets if learner.lora.rank else ():
         if target not in (*known, ALL_LINEAR):
             near = difflib.get_close_matches(target, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             yield (
-                f"learner.lora.targets: {target}, which no linear layer of a {shape.family} model is called; {hint}"
-                f"there are {', '.join(known)}, and {ALL_LINEAR} for all of them"
+                f"learner.lora.targets: {target}, which no linear layer of a {shape.family} model "
+                f"is called; {hint}there are {', '.join(known)}, and {ALL_LINEAR} for all of them"
             )
 
 
 def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     given = learner.megatron
-    owned = {key: f"follows from {key_of_ours}; set that, and remove this" for key, key_of_ours in _BY_KEY.items()}
+    owned = {
+        key: f"follows from {key_of_ours}; set that, and remove this"
+        for key, key_of_ours in _BY_KEY.items()
+    }
     owned |= dict.fromkeys(_BY_MODEL, "follows from the model's config.json; remove it")
     owned |= dict.fromkeys(_FIXED, "the learner is written for one value of it; remove it")
     owned |= {key: f"{reason}; remove it" for key, reason in _UNFIT.items()}
@@ -308,18 +418,20 @@ def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
     if given.get("recompute_granularity") == "full" and rest:
         yield (
-            f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set learner.recompute=full "
-            "in its place"
+            f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set "
+            "learner.recompute=full in its place"
         )
     if given.get("apply_rope_fusion") and shape.has("rotary_pairs"):
         yield (
-            f"learner.megatron.apply_rope_fusion: true, but {shape.family} turns pairs of neighbouring channels, and "
-            "the fused kernel for packs turns halves; remove it"
+            f"learner.megatron.apply_rope_fusion: true, but {shape.family} turns pairs of "
+            "neighbouring channels, and the fused kernel for packs turns halves; remove it"
         )
 
 
 def optimizer_fields(optim: OptimSection) -> Iterator[str]:
-    """Problems with fields of OptimizerConfig, or of DistributedDataParallelConfig, for sums of gradients."""
+    """Problems with fields of OptimizerConfig, or of DistributedDataParallelConfig, for sums of
+    gradients.
+    """
     owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
     owned |= {key: f"{reason}; remove it" for key, reason in _REPLICAS_OWNED.items()}
     classes = "OptimizerConfig or DistributedDataParallelConfig"
@@ -327,7 +439,11 @@ def optimizer_fields(optim: OptimSection) -> Iterator[str]:
 
 
 def _passed(
-    prefix: str, name: str, given: Mapping[str, Any], files: tuple[str, ...], owned: Mapping[str, str]
+    prefix: str,
+    name: str,
+    given: Mapping[str, Any],
+    files: tuple[str, ...],
+    owned: Mapping[str, str],
 ) -> Iterator[str]:
     for key in sorted(owned.keys() & given.keys()):
         yield f"{prefix}.{key}: {owned[key]}"

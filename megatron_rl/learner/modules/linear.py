@@ -1,15 +1,19 @@
-"""Linear layers in place of megatron-core's: those that compute as the sampler does; FP32 outputs of head and experts.
+"""Linear layers in place of megatron-core's: those that compute as the sampler does; FP32 outputs
+of head and experts.
 
-`learner.forward=as_sampler` (docs/one_arithmetic.md): weights are quantized as a sync quantizes them, activations per
-token as the engine does. INT8 products are exact, the engine's own to the last bit; FP8 products are summed in FP32,
-the same but for the order of the sums. Gradients are those of the plain layer (straight-through). An engine under
-tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes out, and adds; so
-does this, whatever the learner's own layout.
+`learner.forward=as_sampler` (docs/one_arithmetic.md): weights are quantized as a sync quantizes
+them, activations per token as the engine does. INT8 products are exact, the engine's own to the
+last bit; FP8 products are summed in FP32, the same but for the order of the sums. Gradients are
+those of the plain layer (straight-through). An engine under tensor parallelism quantizes each of
+its slices of a row-parallel input by itself, rounds what comes out, and adds; so does this,
+whatever the learner's own layout.
 
-`model.head_precision=fp32`: logits stay in FP32, in the engine too (sampler/engine_settings.py): rounded to BF16 those
-near 20 lie 0.125 apart. The weight stays in BF16, and gradients go back through BF16 products.
+`model.head_precision=fp32`: logits stay in FP32, in the engine too (sampler/engine_settings.py):
+rounded to BF16 those near 20 lie 0.125 apart. The weight stays in BF16, and gradients go back
+through BF16 products.
 
-M tokens, K input features held here, N output features (of an output layer: this rank's share of the vocabulary).
+M tokens, K input features held here, N output features (of an output layer: this rank's share of
+the vocabulary).
 """
 
 from collections.abc import Callable
@@ -34,11 +38,15 @@ from megatron_rl.quantization.host_products import SampledWeight
 class Sampled:
     """One layer's quantized weight on this rank."""
 
-    parts: tuple[SampledWeight, ...]  # for each of the engine's slices of the inputs that this rank holds
-    calm_K: Tensor | None = None  # smoothing: the weight was multiplied by it, so inputs are divided
+    # for each of the engine's slices of the inputs that this rank holds
+    parts: tuple[SampledWeight, ...]
+    # smoothing: the weight was multiplied by it, so inputs are divided
+    calm_K: Tensor | None = None
 
     def calmed(self, x_MK: Tensor) -> Tensor:
-        return x_MK if self.calm_K is None else x_MK / self.calm_K.to(x_MK)
+        if self.calm_K is None:
+            return x_MK
+        return x_MK / self.calm_K.to(x_MK)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -49,20 +57,33 @@ class ColumnLinear(ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.sampled is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        places = (kwargs[name] for name in ("bias", "allreduce_dgrad", "sequence_parallel", "tp_group"))
+        places = (
+            kwargs[name] for name in ("bias", "allreduce_dgrad", "sequence_parallel", "tp_group")
+        )
         return _Column.apply(input, weight, *places, self.sampled)
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool,
-        tp_group: Any, sampled: Sampled,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        sampled: Sampled,
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.use_bias, ctx.allreduce_dgrad, ctx.sequence_parallel = bias is not None, allreduce_dgrad, sequence_parallel
+        ctx.use_bias = bias is not None
+        ctx.allreduce_dgrad = allreduce_dgrad
+        ctx.sequence_parallel = sequence_parallel
         ctx.tp_group = tp_group
-        whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
+        if sequence_parallel:
+            whole = gather_from_sequence_parallel_region(input, group=tp_group)
+        else:
+            whole = input
         (weight_NK,) = sampled.parts
         codes_MK, scale_M1 = weight_NK.codes(sampled.calmed(whole.flatten(0, -2)))
         out_MN = weight_NK.product(codes_MK, scale_M1, bias, input.dtype)
@@ -71,18 +92,32 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        whole = gather_from_sequence_parallel_region(input, group=ctx.tp_group) if ctx.sequence_parallel else input
-        grad_MN, grad_input = grad.flatten(0, -2), grad.matmul(weight)
+        if ctx.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(input, group=ctx.tp_group)
+        else:
+            whole = input
+        grad_MN = grad.flatten(0, -2)
+        grad_input = grad.matmul(weight)
         if ctx.sequence_parallel:
             grad_input = reduce_scatter_to_sequence_parallel_region(grad_input, group=ctx.tp_group)
         elif ctx.allreduce_dgrad:
             dist.all_reduce(grad_input, group=ctx.tp_group)
         grad_weight = grad_MN.t().matmul(whole.flatten(0, -2))
-        return grad_input, grad_weight, grad_MN.sum(0) if ctx.use_bias else None, None, None, None, None
+        return (
+            grad_input,
+            grad_weight,
+            grad_MN.sum(0) if ctx.use_bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class RowLinear(RowParallelLinear):
-    """megatron-core's row-parallel layer, until it is given a quantized weight and a number of slices: the engine's."""
+    """megatron-core's row-parallel layer, until it is given a quantized weight and a number of
+    slices: the engine's.
+    """
 
     sampled: Sampled | None = None
     slices = 1
@@ -105,14 +140,17 @@ class _Row(torch.autograd.Function):
         ctx.layer = layer
         assert layer.sampled is not None
         x_MK = input.flatten(0, -2)
-        group, size = layer.tp_group, layer.tp_group.size()
+        group = layer.tp_group
+        size = layer.tp_group.size()
         if size > layer.slices:  # every rank has the sum
             out_MN = _shared_slices(x_MK, layer.sampled.parts[0], layer.slices, group)
             out = out_MN.view(*input.shape[:-1], -1)
-            out = out.chunk(size)[group.rank()].contiguous() if layer.sequence_parallel else out
+            if layer.sequence_parallel:
+                out = out.chunk(size)[group.rank()].contiguous()
         else:
             out = _whole_slices(x_MK, layer.sampled).view(*input.shape[:-1], -1)
-            out = out.float() if size > 1 else out  # what ranks add is rounded once more, when it is added
+            # what ranks add is rounded once more, when it is added
+            out = out.float() if size > 1 else out
             out = add_over_ranks(out, layer.sequence_parallel, group)
         return out.to(input.dtype)
 
@@ -133,7 +171,9 @@ def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
 
 
 def add_over_ranks(out: Tensor, sequence_parallel: bool, group: Any) -> Tensor:
-    """The sum of what the ranks of a row-parallel layer hold: this rank's positions of it, or all."""
+    """The sum of what the ranks of a row-parallel layer hold: this rank's positions of it, or
+    all.
+    """
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(out, group=group)
     if group.size() > 1:
@@ -142,9 +182,11 @@ def add_over_ranks(out: Tensor, sequence_parallel: bool, group: Any) -> Tensor:
 
 
 def amax_of_slices(x_MK: Tensor, slices: int, mine: int, max_: Callable[[Tensor], Any]) -> Tensor:
-    """Each token's largest magnitude in each of an engine's slices, of which several ranks hold parts: [S, M, 1].
+    """Each token's largest magnitude in each of an engine's slices, of which several ranks hold
+    parts: [S, M, 1].
 
-    `mine`: the slice that this rank holds a part of; `max_` takes the maximum over the ranks, in place.
+    `mine`: the slice that this rank holds a part of; `max_` takes the maximum over the ranks, in
+    place.
     """
     amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
     amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
@@ -153,16 +195,22 @@ def amax_of_slices(x_MK: Tensor, slices: int, mine: int, max_: Callable[[Tensor]
 
 
 def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
-    """The rounded outputs of this rank's slices: of a single one as they are, of more added in FP32."""
+    """The rounded outputs of this rank's slices: of a single one as they are, of more added in
+    FP32.
+    """
     first_MN, *others = (
         weight.product(*weight.codes(x), None, x_MK.dtype)
         for x, weight in zip(x_MK.chunk(len(sampled.parts), 1), sampled.parts, strict=True)
     )
-    return sum(others, first_MN.float()) if others else first_MN
+    if others:
+        return sum(others, first_MN.float())
+    return first_MN
 
 
 def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any) -> Tensor:
-    """The outputs of all slices in FP32, where several ranks hold the inputs of one. Sums of INT32 have no order."""
+    """The outputs of all slices in FP32, where several ranks hold the inputs of one. Sums of INT32
+    have no order.
+    """
     mine = group.rank() * slices // group.size()
     amax_SM1 = amax_of_slices(x_MK, slices, mine, TorchGroup(group).max_)
     codes_MK, _ = weight.codes(x_MK, amax_SM1[mine])
@@ -177,7 +225,9 @@ def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any)
 
 
 def widen(layer: ColumnParallelLinear | RowParallelLinear) -> None:
-    """Let a BF16 output layer, or an expert's, give FP32. Every rank has its whole inputs; no ranks are added up."""
+    """Let a BF16 output layer, or an expert's, give FP32. Every rank has its whole inputs; no ranks
+    are added up.
+    """
     layer._forward_impl = _product
 
 
@@ -185,7 +235,9 @@ def is_wide(layer: ColumnParallelLinear) -> bool:
     return layer._forward_impl is _product
 
 
-def _product(input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, tp_group: Any, **_: Any) -> Tensor:
+def _product(
+    input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, tp_group: Any, **_: Any
+) -> Tensor:
     return _Wide.apply(input, weight, tp_group if allreduce_dgrad else None)
 
 

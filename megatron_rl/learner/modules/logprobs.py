@@ -1,11 +1,12 @@
-"""Logprobs and entropy of vocabulary-parallel logits, over all tokens or kept ones (top_k, top_p); kept sets compared.
+"""Logprobs and entropy of vocabulary-parallel logits, over all tokens or kept ones (top_k, top_p);
+kept sets compared.
 
-The logits stay in their own precision; FP32 copies are of a chunk of rows, or inside a kernel (kernels.py). One
-collective per call. With top_k and top_p the policy is renormalised over the tokens that the sampler drew from: a
-gradient reaches those alone.
+The logits stay in their own precision; FP32 copies are of a chunk of rows, or inside a kernel
+(kernels.py). One collective per call. With top_k and top_p the policy is renormalised over the
+tokens that the sampler drew from: a gradient reaches those alone.
 
-S statistics of a token, N tokens, V columns of this rank's share of the vocabulary, R ranks that share it, K kept
-tokens of each token at most.
+S statistics of a token, N tokens, V columns of this rank's share of the vocabulary, R ranks that
+share it, K kept tokens of each token at most.
 """
 
 from __future__ import annotations
@@ -31,18 +32,24 @@ class VocabShare:
     group: ProcessGroup | None  # the ranks that hold the other columns; None: there are none
 
     @classmethod
-    def of(cls, rank: int, size: int, vocab: int, columns: int, group: ProcessGroup | None) -> VocabShare:
+    def of(
+        cls, rank: int, size: int, vocab: int, columns: int, group: ProcessGroup | None
+    ) -> VocabShare:
         start = rank * columns
         return cls(start, min(max(vocab - start, 0), columns), group if size > 1 else None)
 
     def places(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The column of each token here, 0 where it is another rank's or none (-1); and whether it is here."""
+        """The column of each token here, 0 where it is another rank's or none (-1); and whether it
+        is here.
+        """
         local = tokens - self.start
         held = (local >= 0) & (local < self.real)
         return torch.where(held, local, 0), held
 
     def parts(self, columns: int) -> Iterator[tuple[slice, VocabShare]]:
-        """The share in pieces of so many columns, each a share that no other rank has a part in; padding is in none."""
+        """The share in pieces of so many columns, each a share that no other rank has a part in;
+        padding is in none.
+        """
         for first in range(0, max(self.real, 1), columns):
             real = min(self.real - first, columns)
             yield slice(first, first + real), VocabShare(self.start + first, real, None)
@@ -51,12 +58,18 @@ class VocabShare:
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool
+        ctx: Any,
+        logits_NV: Tensor,
+        labels_N: Tensor,
+        share: VocabShare,
+        temperature: float,
+        entropy: bool,
     ) -> Any:
         stats_SN = local_stats(logits_NV, labels_N, share, temperature, entropy)
         log_norm_N, label_N, mean_N = combined(stats_SN, share.group)
         ctx.save_for_backward(logits_NV, labels_N, log_norm_N, mean_N)
-        ctx.share, ctx.temperature = share, temperature
+        ctx.share = share
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return label_N - log_norm_N, None if mean_N is None else log_norm_N - mean_N
 
@@ -83,20 +96,31 @@ class Gradients:
         """What autograd hands over, where kernels can read it."""
         if logprobs_N is None:
             logprobs_N = torch.zeros_like(found[0])
-        return cls(logprobs_N.contiguous(), None if entropy_N is None else entropy_N.contiguous(), *found)
+        return cls(
+            logprobs_N.contiguous(), None if entropy_N is None else entropy_N.contiguous(), *found
+        )
 
 
 def write_gradient(
-    grad_NV: Tensor, logits_NV: Tensor, labels_N: Tensor, grads: Gradients, share: VocabShare, temperature: float
+    grad_NV: Tensor,
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    grads: Gradients,
+    share: VocabShare,
+    temperature: float,
 ) -> None:
-    """Write the gradient, zero in columns that are no tokens, into a place that may be the logits' own."""
+    """Write the gradient, zero in columns that are no tokens, into a place that may be the logits'
+    own.
+    """
     kernels = kernels_for(logits_NV)
     if kernels is not None:
         kernels.write_gradient(grad_NV, logits_NV, labels_N, grads, share, temperature)
         return
     grad_NV[:, share.real :] = 0.0
     local_N, held_N = share.places(labels_N)
-    of_logprobs_N, log_norm_N, mean_N = grads.logprobs_N, grads.log_norm_N, grads.mean_N
+    of_logprobs_N = grads.logprobs_N
+    log_norm_N = grads.log_norm_N
+    mean_N = grads.mean_N
     for rows, scaled in chunks(logits_NV, share, temperature):
         prob = (scaled - log_norm_N[rows, None]).exp_()
         factor = -of_logprobs_N[rows, None]
@@ -113,33 +137,46 @@ def write_gradient(
         grad_NV[rows, : share.real] = grad.to(grad_NV.dtype)
 
 
-def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """FP32 logits over temperature, some rows at a time, real columns only. Not to be written to."""
+def chunks(
+    logits_NV: Tensor, share: VocabShare, temperature: float
+) -> Iterator[tuple[slice, Tensor]]:
+    """FP32 logits over temperature, some rows at a time, real columns only. Not to be written
+    to.
+    """
     step = chunk_rows(len(logits_NV), logits_NV.shape[1], host=logits_NV.device.type == "cpu")
     for start in range(0, len(logits_NV), step):
         rows = slice(start, start + step)
         chunk = logits_NV[rows, : share.real].float()
         if temperature != 1:
-            chunk = chunk / temperature if logits_NV.dtype == torch.float32 else chunk.div_(temperature)
+            if logits_NV.dtype == torch.float32:
+                chunk = chunk / temperature
+            else:
+                chunk = chunk.div_(temperature)
         yield rows, chunk
 
 
 def local_stats(
     logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, entropy: bool = True
 ) -> Tensor:
-    """Log-sum-exp, label's logit and (entropy) expected logit over this share's columns, of all rows: [S, N]."""
+    """Log-sum-exp, label's logit and (entropy) expected logit over this share's columns, of all
+    rows: [S, N].
+    """
     kernels = kernels_for(logits_NV)
     if kernels is not None:
         return kernels.statistics(logits_NV, labels_N[:, None], share, temperature, entropy)
     local_N, held_N = share.places(labels_N)
-    stats_SN = torch.empty(3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device)
+    stats_SN = torch.empty(
+        3 if entropy else 2, len(labels_N), dtype=torch.float32, device=logits_NV.device
+    )
     for rows, scaled in chunks(logits_NV, share, temperature):
         stats_SN[:, rows] = _local_stats(scaled, local_N[rows], held_N[rows], entropy)
     return stats_SN
 
 
 def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool = True) -> Tensor:
-    """Log of the sum of exponentials, the label's logit (0 where it is elsewhere); for entropy the expected logit."""
+    """Log of the sum of exponentials, the label's logit (0 where it is elsewhere); for entropy the
+    expected logit.
+    """
     if scaled.shape[1] == 0:
         blank = scaled.new_zeros(len(scaled))
         return torch.stack((blank - torch.inf, blank, *((blank,) if entropy else ())))
@@ -152,12 +189,16 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool 
 
 
 def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log of the sum of exponentials, label's logit, and, where it is asked for, expected logit, over all ranks."""
+    """Log of the sum of exponentials, label's logit, and, where it is asked for, expected logit,
+    over all ranks.
+    """
     return together(gathered(stats_SN, group))
 
 
 def together(all_RSN: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Statistics of the whole vocabulary from those of its shares, [R, S, N]: of ranks, or of chunks of columns."""
+    """Statistics of the whole vocabulary from those of its shares, [R, S, N]: of ranks, or of
+    chunks of columns.
+    """
     asked = all_RSN.shape[1] > 2
     if len(all_RSN) == 1:
         return all_RSN[0, 0], all_RSN[0, 1], all_RSN[0, 2] if asked else None
@@ -168,18 +209,25 @@ def together(all_RSN: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def gathered(stats_SN: Tensor, group: ProcessGroup | None) -> Tensor:
     """The statistics of every rank that has a share of the vocabulary: [R, S, N]."""
-    if group is None or not stats_SN.shape[1]:  # a pack may hold no response token, on any rank of the group alike
+    # a pack may hold no response token, on any rank of the group alike
+    if group is None or not stats_SN.shape[1]:
         return stats_SN[None]
     all_RSN = stats_SN.new_empty(group.size(), *stats_SN.shape)
-    torch.distributed.all_gather_into_tensor(all_RSN.view(-1, stats_SN.shape[1]), stats_SN, group=group)
+    torch.distributed.all_gather_into_tensor(
+        all_RSN.view(-1, stats_SN.shape[1]), stats_SN, group=group
+    )
     return all_RSN
 
 
 class _Among(torch.autograd.Function):
-    """Logprob and entropy among kept tokens, from their logits; `scaled_NK`: -inf where another rank's, or none."""
+    """Logprob and entropy among kept tokens, from their logits; `scaled_NK`: -inf where another
+    rank's, or none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None) -> Any:
+    def forward(
+        ctx: Any, scaled_NK: Tensor, kept_NK: Tensor, labels_N: Tensor, group: ProcessGroup | None
+    ) -> Any:
         at_label_NK = ~scaled_NK.isneginf() & (kept_NK == labels_N[:, None])
         label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
         log_sum_N = scaled_NK.logsumexp(1)
@@ -217,17 +265,24 @@ def _mean(scaled_NK: Tensor, log_sum_N: Tensor) -> Tensor:
 
 def check_temperature(temperature: float) -> None:
     if not temperature > 0:
-        raise ValueError(f"rollout.temperature={temperature}: a policy gradient needs a temperature above 0")
+        raise ValueError(
+            f"rollout.temperature={temperature}: a policy gradient needs a temperature above 0"
+        )
 
 
 def logprobs_and_entropy(
-    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float = 1.0, kept_NK: Tensor | None = None,
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    share: VocabShare,
+    temperature: float = 1.0,
+    kept_NK: Tensor | None = None,
     entropy: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """FP32 logprob of each label and entropy of its distribution, both with a gradient, at `temperature`.
+) -> tuple[Tensor, Tensor | None]:
+    """FP32 logprob of each label and entropy of its distribution, both with a gradient, at
+    `temperature`.
 
-    `kept_NK`: among these tokens alone (-1: none), of which the label is one. The entropy costs one more pass over the
-    FP32 logits.
+    `kept_NK`: among these tokens alone (-1: none), of which the label is one. The entropy costs one
+    more pass over the FP32 logits.
     """
     check_temperature(temperature)
     if kept_NK is None:
@@ -242,19 +297,32 @@ class Truncation:
     """How far the sampler's support is from the one that the policy itself would have kept."""
 
     outside_N: Tensor  # bool: the policy's own top_k and top_p would have cut the sampled token
-    log_mass_N: Tensor  # log of the policy's probability of the tokens that were kept: what d would be off by
+    # log of the policy's probability of the tokens that were kept: what d would be off by
+    log_mass_N: Tensor
 
 
 @torch.no_grad()
 def truncation(
-    logits_NV: Tensor, labels_N: Tensor, logprobs_N: Tensor, share: VocabShare, temperature: float, k: int, p: float
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    logprobs_N: Tensor,
+    share: VocabShare,
+    temperature: float,
+    k: int,
+    p: float,
 ) -> Truncation:
-    """Compare supports. `logprobs_N`: among the kept tokens. Ties with the last of the k are inside."""
+    """Compare supports. `logprobs_N`: among the kept tokens. Ties with the last of the k are
+    inside.
+    """
     return judged(highest(logits_NV, labels_N, share, temperature, k), logprobs_N, share.group, p)
 
 
-def highest(logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, k: int) -> Tensor:
-    """Of the share's logits the k highest, the log of the sum of exponentials, and the label's (0: elsewhere)."""
+def highest(
+    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float, k: int
+) -> Tensor:
+    """Of the share's logits the k highest, the log of the sum of exponentials, and the label's (0:
+    elsewhere).
+    """
     found = logits_NV.new_full((k + 2, len(labels_N)), -torch.inf, dtype=torch.float32)
     top_NK = logits_NV[:, : share.real].topk(min(k, share.real)).values
     found[: top_NK.shape[1]] = top_NK.t().float() / temperature
@@ -269,7 +337,9 @@ def highest_of(everyone: Tensor) -> Tensor:
 
 
 def judged(found: Tensor, logprobs_N: Tensor, group: ProcessGroup | None, p: float) -> Truncation:
-    """What `highest` has found on every rank, against the support that the policy would have kept."""
+    """What `highest` has found on every rank, against the support that the policy would have
+    kept.
+    """
     *top, log_total_N, label_N = highest_of(gathered(found, group))
     top_NK = torch.stack(top, 1)
     above_N = (top_NK.softmax(1) * (top_NK > label_N[:, None])).sum(1)

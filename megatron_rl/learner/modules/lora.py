@@ -1,11 +1,14 @@
-"""Low-rank adapters beside the learner's linear layers; everything else is frozen, without gradients or masters.
+"""Low-rank adapters beside the learner's linear layers; everything else is frozen, without
+gradients or masters.
 
-The layers stay megatron-core's, on hosts as under Transformer Engine: a hook adds scale * (x A^T) B^T to what one
-gives. Where ranks hold parts of the product x A^T (row-parallel layers), or of what goes back to it (column-parallel
-ones), they add those up: `rank` numbers for each token. Experts' tokens are added up by their dispatcher, so that there
-the gradient of what all ranks hold alike is added up instead.
+The layers stay megatron-core's, on hosts as under Transformer Engine: a hook adds scale * (x A^T)
+B^T to what one gives. Where ranks hold parts of the product x A^T (row-parallel layers), or of what
+goes back to it (column-parallel ones), they add those up: `rank` numbers for each token. Experts'
+tokens are added up by their dispatcher, so that there the gradient of what all ranks hold alike is
+added up instead.
 
-S positions of a pack, K input features held here, N output features held here, R the rank, T tensors in Hugging Face.
+S positions of a pack, K input features held here, N output features held here, R the rank, T
+tensors in Hugging Face.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +29,12 @@ from megatron_rl.models.shape import ADAPTER
 from megatron_rl.models.shards import ShardGroups, merge, row_numbers
 from megatron_rl.models.table import Split
 
-MERGED = ("sampled", "rounds_once", "forward")  # what a layer has while it computes with its merged weight
+# what a layer has while it computes with its merged weight
+MERGED = (
+    "sampled",
+    "rounds_once",
+    "forward",
+)
 
 
 def adapt(module: Any, first_layer: int, model: Model, groups: ShardGroups) -> None:
@@ -34,7 +42,11 @@ def adapt(module: Any, first_layer: int, model: Model, groups: ShardGroups) -> N
     module.requires_grad_(False)
     module.adapted = True
     for name, layer in list(module.named_modules()):
-        own = [weight for weight, _ in layer.named_parameters(recurse=False) if weight.startswith("weight")]
+        own = [
+            weight
+            for weight, _ in layer.named_parameters(recurse=False)
+            if weight.startswith("weight")
+        ]
         if own and "layers." in name:
             param = find(global_name(f"{name}.{own[0]}", first_layer), model.shape)
             if adapters(param, model.shape):
@@ -42,7 +54,9 @@ def adapt(module: Any, first_layer: int, model: Model, groups: ShardGroups) -> N
                 layer.register_forward_hook(_add)
 
 
-def _add(layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def _add(
+    layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
     if not layer.lora.active or any(vars(layer).get(name) for name in MERGED):
         return output
     out, bias = output
@@ -50,24 +64,30 @@ def _add(layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
 
 
 class Adapter(torch.nn.Module):
-    """A [T * R, K] and B [N, R] of a layer; A0, B0, A1, ... of a layer that holds several experts."""
+    """A [T * R, K] and B [N, R] of a layer; A0, B0, A1, ... of a layer that holds several
+    experts.
+    """
 
     mask_NT: Tensor | None  # which rows are of which tensor; None: all are of the only one
 
-    def __init__(self, layer: Any, own: list[str], param: Param, model: Model, groups: ShardGroups) -> None:
+    def __init__(
+        self, layer: Any, own: list[str], param: Param, model: Model, groups: ShardGroups
+    ) -> None:
         super().__init__()
-        lora, place = model.shape.lora, groups.place
+        lora = model.shape.lora
+        place = groups.place
         assert lora is not None
-        self.scale, self.active = lora.scale, True
+        self.scale = lora.scale
+        self.active = True
         self.numbers = [name.removeprefix("weight") for name in own]
-        self.by_row, self.expert = param.row.split is Split.row, param.row.expert
+        self.by_row = param.row.split is Split.row
+        self.expert = param.row.expert
         self.splits_positions = bool(layer.sequence_parallel) and not self.expert
         self.ranks, mine = param.tensor_parallel(model.layout, place)
-        self.group = (
-            parallel_state.get_expert_tensor_parallel_group()
-            if self.expert
-            else parallel_state.get_tensor_model_parallel_group()
-        )
+        if self.expert:
+            self.group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            self.group = parallel_state.get_tensor_model_parallel_group()
         weight = getattr(layer, own[0])
         spans = adapted_rows(param, model.shape, model.layout, place)
         self.rows = row_numbers(spans)
@@ -77,7 +97,9 @@ class Adapter(torch.nn.Module):
         self.register_buffer("mask_NT", None if bool(mask_NT.all()) else mask_NT, persistent=False)
         for letter, one in zip("AB", adapters(param, model.shape), strict=True):
             for number in self.numbers:
-                made = torch.nn.Parameter(torch.zeros(one.local_shape(model.layout), dtype=weight.dtype))
+                made = torch.nn.Parameter(
+                    torch.zeros(one.local_shape(model.layout), dtype=weight.dtype)
+                )
                 whole = one.row.split is Split.replicated
                 made.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
                 # as megatron-core's norm of the gradient counts each value once
@@ -88,7 +110,8 @@ class Adapter(torch.nn.Module):
 
     def forward(self, layer: Any, x: Tensor, m_splits: list[int] | None = None) -> Tensor:
         """What the adapter adds to the layer's output. `m_splits`: tokens of each expert."""
-        norm = layer._parameters.get("layer_norm_weight")  # Transformer Engine norms inside of the layer
+        # Transformer Engine norms inside of the layer
+        norm = layer._parameters.get("layer_norm_weight")
         if norm is not None:
             x = rms_norm(x, norm.shape, norm, layer.eps)
         if m_splits is None:
@@ -109,7 +132,9 @@ class Adapter(torch.nn.Module):
 
     def _over_ranks(self, inner: Tensor) -> Tensor:
         if self.splits_positions and self.by_row:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+                inner, group=self.group
+            )
         if self.splits_positions:
             return tensor_parallel.gather_from_sequence_parallel_region(inner, group=self.group)
         if self.by_row:
@@ -128,7 +153,12 @@ class Adapter(torch.nn.Module):
 @contextmanager
 def adapters_off(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """The model without its adapters for a while: what a run has begun with."""
-    held = [adapter for module in modules for adapter in module.modules() if isinstance(adapter, Adapter)]
+    held = [
+        adapter
+        for module in modules
+        for adapter in module.modules()
+        if isinstance(adapter, Adapter)
+    ]
     try:
         for adapter in held:
             adapter.active = False

@@ -1,5 +1,6 @@
-"""The learner's megatron-core GPT model: config from config.json and the recipe, a pipeline stage without weights, and
-its forward pass, from a pack to hidden states or, on the last stage, to scores of response tokens.
+"""The learner's megatron-core GPT model: config from config.json and the recipe, a pipeline stage
+without weights, and its forward pass, from a pack to hidden states or, on the last stage, to scores
+of response tokens.
 
 S positions of a pack, H hidden width, N response tokens.
 """
@@ -23,7 +24,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -31,7 +35,15 @@ from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.experts import mixture
 from megatron_rl.learner.modules.head import Asked, Scores, everyones, scores
-from megatron_rl.learner.modules.layers import UNROUNDED, PackedAttention, PackedRows, RMSNorm, SwiGLU, add, rotary
+from megatron_rl.learner.modules.layers import (
+    UNROUNDED,
+    PackedAttention,
+    PackedRows,
+    RMSNorm,
+    SwiGLU,
+    add,
+    rotary,
+)
 from megatron_rl.learner.modules.linear import ColumnLinear, RowLinear, widen
 from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.models.mapping import find, global_name
@@ -50,10 +62,14 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         raise ValueError("\n".join(found))
     if host.ON_HOST and limits.fp8(learner):
         raise ValueError(
-            f"learner.megatron.fp8={limits.fp8(learner)} needs CUDA and Transformer Engine: leave it out here"
+            f"learner.megatron.fp8={limits.fp8(learner)} needs CUDA and Transformer Engine: leave "
+            "it out here"
         )
     chunks = learner.virtual_pipeline
-    dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
+    if learner.precision is Precision.bf16:
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     fields: dict[str, Any] = {
         **_architecture(shape, model.hf_config),
         "params_dtype": dtype,
@@ -61,7 +77,8 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         "bf16": learner.precision is Precision.bf16,
         "tensor_model_parallel_size": learner.tensor_parallel,
         "pipeline_model_parallel_size": learner.pipeline_parallel,
-        # interleaved chunks send both ways at once: in one batch of two neighbours the two could be swapped
+        # interleaved chunks send both ways at once: in one batch of two neighbours the two could be
+        # swapped
         "overlap_p2p_comm": chunks is not None,
         "batch_p2p_comm": chunks is None,
         "context_parallel_size": learner.context_parallel,
@@ -69,8 +86,8 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         "variable_seq_lengths": True,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # the only one that allows it
         "calculate_per_token_loss": True,  # megatron-core then averages nothing by itself
-        # weights are always loaded; skipping initialization altogether would also skip the marks that say
-        # which parameters are split, and the gradient norm would miss shards
+        # weights are always loaded; skipping initialization altogether would also skip the marks
+        # that say which parameters are split, and the gradient norm would miss shards
         "init_method": _blank,
         "output_layer_init_method": _blank,
         **(_host_fields() if host.ON_HOST else _device_fields(shape)),
@@ -116,8 +133,15 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
 
 
 def _host_fields() -> dict[str, Any]:
-    """Settings of hosts: kernels that only exist for CUDA stay off; the activation is our own module."""
-    off = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+    """Settings of hosts: kernels that only exist for CUDA stay off; the activation is our own
+    module.
+    """
+    off = (
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "gradient_accumulation_fusion",
+    )
     return {
         **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
         "use_cpu_initialization": True,
@@ -126,17 +150,23 @@ def _host_fields() -> dict[str, Any]:
 
 
 def _device_fields(shape: ModelShape) -> dict[str, Any]:
-    """Settings of GPUs: one kernel for what would be several; sums of gradients inside the products would need Apex."""
+    """Settings of GPUs: one kernel for what would be several; sums of gradients inside the products
+    would need Apex.
+    """
     return {
         **dict.fromkeys(("bias_dropout_fusion", "bias_activation_fusion"), True),
-        "apply_rope_fusion": not shape.has("rotary_pairs"),  # the kernel for packs turns halves, whatever it is told
+        "apply_rope_fusion": not shape.has(
+            "rotary_pairs"
+        ),  # the kernel for packs turns halves, whatever it is told
         "gradient_accumulation_fusion": False,
         **({"moe_permute_fusion": True} if shape.experts else {}),
     }
 
 
 def _blank(weight: Tensor) -> Tensor:
-    """Zero a weight: rows that only pad a vocabulary are never loaded, and 0 times what they held reaches gradients."""
+    """Zero a weight: rows that only pad a vocabulary are never loaded, and 0 times what they held
+    reaches gradients.
+    """
     with torch.no_grad():
         return weight.zero_()
 
@@ -144,7 +174,9 @@ def _blank(weight: Tensor) -> Tensor:
 def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
     rope = limits.rope_settings(hf_config)
-    frequencies = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / float(rope["rope_theta"]) ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    )
     if rope["kind"] == "default":
         return frequencies
     factor = float(rope["factor"])
@@ -152,7 +184,8 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
         return frequencies / factor
     # llama3: long waves are stretched, short ones kept, those between blended
     old_length = float(rope["original_max_position_embeddings"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    low = float(rope["low_freq_factor"])
+    high = float(rope["high_freq_factor"])
     turns = old_length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (keep + (1 - keep) / factor)
@@ -161,40 +194,65 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
 class PolicyModel(GPTModel):
     """GPTModel over packs: logits come only for the positions that predict response tokens."""
 
-    holds_logits = False  # whole ones, however many bytes: whoever looks at the output layer asks for it
+    # whole ones, however many bytes: whoever looks at the output layer asks for it
+    holds_logits = False
     adapted = False  # the embedding is frozen, and gradients go to adapters behind it
 
     def forward(self, pack: Pack, asked: Asked) -> Tensor | Scores:
-        """Scores of response tokens on the last pipeline stage, hidden states [S, 1, H] on the others."""
-        hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
+        """Scores of response tokens on the last pipeline stage, hidden states [S, 1, H] on the
+        others.
+        """
+        if self.pre_process:
+            hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None])
+        else:
+            hidden_S1H = None
         if self.adapted and hidden_S1H is not None and torch.is_grad_enabled():
             hidden_S1H.requires_grad_()  # or what is recomputed in backward would have no gradient
         packed, angles = self._packed(pack)
         hidden_S1H = self.decoder(
-            hidden_states=hidden_S1H, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+            hidden_states=hidden_S1H,
+            attention_mask=None,
+            rotary_pos_emb=angles,
+            packed_seq_params=packed,
         )
         if not self.post_process:
-            hidden_S1H.__dict__.pop(UNROUNDED, None)  # kept until backward, and read by no norm here
+            # kept until backward, and read by no norm here
+            hidden_S1H.__dict__.pop(UNROUNDED, None)
             return hidden_S1H
         if self.config.sequence_parallel:
             # every rank sends all its logits' gradient through the output layer, which sums them
-            hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            hidden_S1H = gather_from_sequence_parallel_region(
+                hidden_S1H, tensor_parallel_output_grad=False
+            )
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = None
         hidden_N1H = hidden_S1H.index_select(0, pack.logit_index_N)
-        return everyones(scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits), pack)
+        return everyones(
+            scores(self.output_layer, hidden_N1H, weight, pack, asked, self.holds_logits), pack
+        )
 
     def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
         if host.ON_HOST:
-            angles = self.rotary_pos_emb(pack.longest, packed_seq=True)  # of all positions, whoever holds them
+            # of all positions, whoever holds them
+            angles = self.rotary_pos_emb(pack.longest, packed_seq=True)
             return PackedRows(pack), angles[pack.positions_S]
-        starts, longest = pack.starts, pack.longest
+        starts = pack.starts
+        longest = pack.longest
         params = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
         )
         return params, self.rotary_pos_emb(pack.longest, packed_seq=True)
 
 
-def build(model: Model, config: TransformerConfig, *, first: bool, last: bool, chunk: int | None = None) -> PolicyModel:
+def build(
+    model: Model, config: TransformerConfig, *, first: bool, last: bool, chunk: int | None = None
+) -> PolicyModel:
     """One pipeline stage (or one chunk of it) with weights not yet loaded."""
     shape = model.shape
     policy = PolicyModel(
@@ -221,15 +279,18 @@ def build(model: Model, config: TransformerConfig, *, first: bool, last: bool, c
 
 
 def mark_experts(policy: torch.nn.Module, shape: ModelShape) -> None:
-    """Mark experts' weights as split, which Transformer Engine's grouped ones are not (2.20): on all tensor-parallel
-    ranks but the first megatron-core would take them for copies, and leave them out of the gradient's norm.
+    """Mark experts' weights as split, which Transformer Engine's grouped ones are not (2.20): on
+    all tensor-parallel ranks but the first megatron-core would take them for copies, and leave them
+    out of the gradient's norm.
     """
     for name, parameter in policy.named_parameters():
         if find(global_name(name, 0, 0), shape).row.expert:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+def _layers(
+    config: TransformerConfig, chunk: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
     if not host.ON_HOST:
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -250,11 +311,15 @@ def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | Transf
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
             ),
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mixture(linear) if config.num_moe_experts else ModuleSpec(module=MLP, submodules=linear),
+            mlp=mixture(linear)
+            if config.num_moe_experts
+            else ModuleSpec(module=MLP, submodules=linear),
             mlp_bda=add,
         ),
     )

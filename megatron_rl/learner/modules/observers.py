@@ -1,11 +1,12 @@
-"""Observers of the learner's forward passes: largest outputs of norms (for smoothing), largest keys and values (for the
-scales of an FP8 cache); for other hooks, the pack that passes and norms inside Transformer Engine's kernels.
+"""Observers of the learner's forward passes: largest outputs of norms (for smoothing), largest keys
+and values (for the scales of an FP8 cache); for other hooks, the pack that passes and norms inside
+Transformer Engine's kernels.
 
-Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever the layout (to the
-rounding of the forward pass itself), because filler positions are left out.
+Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever
+the layout (to the rounding of the forward pass itself), because filler positions are left out.
 
-L layers of the whole model, N norms of a layer, S positions of a pack (of this rank, where they are split), H hidden
-channels. A dimension of 2 is (key, value).
+L layers of the whole model, N norms of a layer, S positions of a pack (of this rank, where they are
+split), H hidden channels. A dimension of 2 is (key, value).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ from megatron_rl.models.table import Norm
 
 
 class Amax:
-    """Largest magnitudes since they were last taken; 0 where nothing was seen. What to see is for subclasses to say."""
+    """Largest magnitudes since they were last taken; 0 where nothing was seen. What to see is for
+    subclasses to say.
+    """
 
     def __init__(self, *size: int, device: torch.device, active: bool) -> None:
         self.amax = torch.zeros(size, device=device)
@@ -32,12 +35,15 @@ class Amax:
 
     @property
     def looks(self) -> bool:
-        """Whether to look at what passes: at what a backward pass recomputes, of an older pack perhaps, never again."""
+        """Whether to look at what passes: at what a backward pass recomputes, of an older pack
+        perhaps, never again.
+        """
         return self.active and torch._C._current_graph_task_id() == -1
 
     @contextmanager
     def looking(self, active: bool) -> Iterator[None]:
-        before, self.active = self.active, active
+        before = self.active
+        self.active = active
         try:
             yield
         finally:
@@ -53,28 +59,41 @@ class Amax:
 
 
 class ActivationStats(Amax):
-    """Maxima of what the linear layers read: [L, N, H]. Looks in scoring, or where an update scores."""
+    """Maxima of what the linear layers read: [L, N, H]. Looks in scoring, or where an update
+    scores.
+    """
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape.layers, len(Norm), shape.hidden, device=device, active=False)
 
     def watch(self, model: Any, first_layer: int, shard: int | None) -> None:
-        """Follow one chunk of the pipeline. `shard`: this rank's number where positions are split over ranks."""
+        """Follow one chunk of the pipeline. `shard`: this rank's number where positions are split
+        over ranks.
+        """
         passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
             for norm, module, reader in (
-                (Norm.attention, layer.input_layernorm, lambda layer=layer: layer.self_attention.linear_qkv),
+                (
+                    Norm.attention,
+                    layer.input_layernorm,
+                    lambda layer=layer: layer.self_attention.linear_qkv,
+                ),
                 (Norm.mlp, layer.pre_mlp_layernorm, lambda layer=layer: layer.mlp.linear_fc1),
             ):
                 see = partial(self._see, (first_layer + index, norm), passing, shard)
-                if isinstance(module, IdentityOp):  # Transformer Engine: the norm lives in the layer that reads it
+                # Transformer Engine: the norm lives in the layer that reads it
+                if isinstance(module, IdentityOp):
                     reader().register_forward_pre_hook(partial(_fused, see))
                 else:
                     module.register_forward_hook(partial(_plain, see))
 
     @torch.no_grad()
-    def _see(self, place: Any, passing: list[Pack], shard: int | None, x_S1H: Tensor, linear: Any = None) -> None:
-        """Raise the maxima by what is read here: `x_S1H`, or the norm of it that is inside `linear`."""
+    def _see(
+        self, place: Any, passing: list[Pack], shard: int | None, x_S1H: Tensor, linear: Any = None
+    ) -> None:
+        """Raise the maxima by what is read here: `x_S1H`, or the norm of it that is inside
+        `linear`.
+        """
         if not self.looks:
             return
         (pack,) = passing
@@ -94,7 +113,9 @@ class ActivationStats(Amax):
             self.add(place, output_MH.abs().amax(0).float())
 
 
-def _plain(see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...], output_S1H: Tensor) -> None:
+def _plain(
+    see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...], output_S1H: Tensor
+) -> None:
     see(output_S1H)
 
 
@@ -110,7 +131,9 @@ def fused_norm(linear: Any, input: Tensor) -> Tensor:
 
 
 class CacheStats(Amax):
-    """Maxima of what the sampler caches, keys after norm and rotation: [L, 2]. Looks in training as in scoring."""
+    """Maxima of what the sampler caches, keys after norm and rotation: [L, 2]. Looks in training as
+    in scoring.
+    """
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape.layers, 2, device=device, active=True)
@@ -123,18 +146,25 @@ class CacheStats(Amax):
             attention.register_forward_pre_hook(partial(self._see, first_layer + index, passing))
 
     @torch.no_grad()
-    def _see(self, layer: int, passing: list[Pack], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _see(
+        self, layer: int, passing: list[Pack], module: torch.nn.Module, args: tuple[Any, ...]
+    ) -> None:
         (pack,) = passing
         if not self.looks or not pack.tokens:
             return
         _, key, value, *_ = args  # positions first
         real = slice(pack.tokens) if pack.real_S is None else pack.real_S
         seen = [part[real].detach().abs().flatten() for part in (key, value)]
-        self.add(layer, torch.stack([one.amax() if len(one) else one.new_zeros(()) for one in seen]).float())
+        self.add(
+            layer,
+            torch.stack([one.amax() if len(one) else one.new_zeros(()) for one in seen]).float(),
+        )
 
 
 def passing_pack(model: torch.nn.Module) -> list[Pack]:
-    """A list with the pack that is passing through the model, which hooks on its layers do not see."""
+    """A list with the pack that is passing through the model, which hooks on its layers do not
+    see.
+    """
     passing: list[Pack] = []
 
     def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""Packs, micro-batches of whole sequences: which replica has which rows of a batch in which pack, and a pack's layout;
-many tensors copied to a device as one. Which rows go where follows from lengths alone: no rank has to ask another.
+"""Packs, micro-batches of whole sequences: which replica has which rows of a batch in which pack,
+and a pack's layout; many tensors copied to a device as one. Which rows go where follows from
+lengths alone: no rank has to ask another.
 
-B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack, X positions of a pack
-whose sequences are padded to the length of their bucket.
+B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack, X
+positions of a pack whose sequences are padded to the length of their bucket.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch: whole sequences one after another, longest first; filler between them where ranks share them."""
+    """One micro-batch: whole sequences one after another, longest first; filler between them where
+    ranks share them.
+    """
 
     rows: tuple[int, ...]  # of the batch, in the order of the pack
     horizon: int  # longest response of the pack: its matrices are [len(rows), horizon]
@@ -45,17 +48,20 @@ class Pack:
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens
     kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
-    experts_SLK: Tensor | None  # where the sampler has sent each, of this stage's layers: see Sequences.experts_PLK
+    # where the sampler has sent each, of this stage's layers: see Sequences.experts_PLK
+    experts_SLK: Tensor | None
     read_S: Tensor  # bool: what the sampler has read: all but the last token of each row
     cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
     buckets: tuple[Bucket, ...]
     padded_index_X: Tensor  # position that each padded place reads
     packed_index_S: Tensor  # padded place of each position
     blanks: Tensor  # padded places that stand for no position
-    # where ranks share sequences (context.py), positions and tokens above are this rank's, but for `cells_N`
+    # where ranks share sequences (context.py), positions and tokens above are this rank's, but for
+    # `cells_N`
     real_S: Tensor | None = None  # bool: which positions are no filler
     held_S: Tensor | None = None  # where in the whole pack each position is
-    order_S: Tensor | None = None  # where in all ranks' shares, joined, each position of the whole pack is
+    # where in all ranks' shares, joined, each position of the whole pack is
+    order_S: Tensor | None = None
     held_N: Tensor | None = None  # which of the response tokens are here
 
     @property
@@ -64,9 +70,15 @@ class Pack:
         return len(self.blanks) == 0
 
     def to(self, device: torch.device) -> Pack:
-        """The pack on a device. What padded buckets are read by stays: only attention on a host looks at it."""
+        """The pack on a device. What padded buckets are read by stays: only attention on a host
+        looks at it.
+        """
         stays = ("padded_index_X", "packed_index_S", "blanks")
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name not in stays}
+        tensors = {
+            name: value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name not in stays
+        }
         return Pack(**{**vars(self), **in_one_copy(tensors, device)})
 
     def matrix(self, values_N: Tensor) -> Tensor:
@@ -76,17 +88,24 @@ class Pack:
 
 
 def assign_rows(
-    lengths: Sequence[int], replicas: int, budget: int, at_least: int = 1, same_count: bool = False,
-    count_multiple: int = 1, attention: float = 0.0, in_step: bool = False,
-) -> list[list[list[int]]]:  # fmt: skip
+    lengths: Sequence[int],
+    replicas: int,
+    budget: int,
+    at_least: int = 1,
+    same_count: bool = False,
+    count_multiple: int = 1,
+    attention: float = 0.0,
+    in_step: bool = False,
+) -> list[list[list[int]]]:
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
-    A micro-batch holds at most `budget` tokens unless a single row is longer; `at_least` of them are made where there
-    are rows enough, rounded up to a multiple of `count_multiple`. Replicas wait for the slowest: they are alike in
-    cost, a row's length and `attention` times its square. A replica's micro-batches wait for nobody and are alike in
-    tokens, which takes the least memory; with `in_step`, where stages wait for each, in cost as far as the budget lets
-    them. With `same_count` replicas wait in every micro-batch: all have equally many, and those that run at the same
-    time are alike in cost.
+    A micro-batch holds at most `budget` tokens unless a single row is longer; `at_least` of them
+    are made where there are rows enough, rounded up to a multiple of `count_multiple`. Replicas
+    wait for the slowest: they are alike in cost, a row's length and `attention` times its square. A
+    replica's micro-batches wait for nobody and are alike in tokens, which takes the least memory;
+    with `in_step`, where stages wait for each, in cost as far as the budget lets them. With
+    `same_count` replicas wait in every micro-batch: all have equally many, and those that run at
+    the same time are alike in cost.
     """
     costs = [length + attention * length**2 for length in lengths]
     rows = range(len(lengths))
@@ -100,9 +119,14 @@ def assign_rows(
 
 
 def _fit(
-    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, at_least: int, multiple: int = 1,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    by: Sequence[float],
+    budget: int,
+    at_least: int,
+    multiple: int = 1,
     together: int = 1,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Micro-batches of `together` replicas that keep to the budget, as few as will do."""
     tokens = sum(lengths[row] for row in rows)
     most = -(-len(rows) // together)  # more than there are rows would be empty
@@ -118,7 +142,9 @@ def _fit(
 def _within(
     rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """`count` micro-batches, alike in `by`, or in length where only that keeps to the budget. None: neither does."""
+    """`count` micro-batches, alike in `by`, or in length where only that keeps to the budget. None:
+    neither does.
+    """
     for weights in (lengths,) if by is lengths else (by, lengths):
         packs = _spread(rows, weights, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
@@ -127,7 +153,9 @@ def _within(
 
 
 def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[int]]:
-    """Bins of like load: the largest row left goes to the emptiest one; rows keep their order inside a bin."""
+    """Bins of like load: the largest row left goes to the emptiest one; rows keep their order
+    inside a bin.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0.0, index) for index in range(count)]
     for row in sorted(rows, key=lambda row: (-by[row], row)):
@@ -138,10 +166,14 @@ def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[i
 
 
 def pack(
-    sequences: Sequences, rows: Sequence[int], multiple: int = 1, numbers: Sequence[int] | None = None, context: int = 1
-) -> Pack:  # fmt: skip
-    """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own in their batch;
-    `context`: ranks that will share each sequence, in two parts of one length each.
+    sequences: Sequences,
+    rows: Sequence[int],
+    multiple: int = 1,
+    numbers: Sequence[int] | None = None,
+    context: int = 1,
+) -> Pack:
+    """Lay out these rows; the pack's length is a multiple of `multiple`. `numbers`: the rows' own
+    in their batch; `context`: ranks that will share each sequence, in two parts of one length each.
     """
     numbers_R = torch.tensor(rows if numbers is None else numbers, dtype=torch.int64)
     index_R = torch.tensor(rows, dtype=torch.int64)
@@ -211,10 +243,14 @@ def _experts(mine: Sequences, real_P: Tensor, positions: int) -> Tensor | None:
 
 
 def unpacked_experts(
-    packs: Sequence[Pack], layers: list[int], sequences: Sequences, at: Callable[[Sequence[int]], list[int]]
+    packs: Sequence[Pack],
+    layers: list[int],
+    sequences: Sequences,
+    at: Callable[[Sequence[int]], list[int]],
 ) -> None:
     """Writes the packs' choices, of these layers, into their rows' place in `experts_PLK`."""
-    ends, lengths = sequences.lengths_B.cumsum(0).tolist(), sequences.lengths_B.tolist()
+    ends = sequences.lengths_B.cumsum(0).tolist()
+    lengths = sequences.lengths_B.tolist()
     for one in packs:
         assert one.experts_SLK is not None and sequences.experts_PLK is not None
         found_SLK = one.experts_SLK.cpu()
@@ -254,7 +290,9 @@ def _buckets(lengths: Tensor) -> tuple[Bucket, ...]:
     return tuple(found)
 
 
-def _padding(spans: Tensor, buckets: Sequence[Bucket], starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _padding(
+    spans: Tensor, buckets: Sequence[Bucket], starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Indices that read a pack as padded buckets, and back."""
     sizes = torch.tensor([bucket.sequences for bucket in buckets])
     widths = torch.repeat_interleave(torch.tensor([bucket.length for bucket in buckets]), sizes)
@@ -266,9 +304,11 @@ def _padding(spans: Tensor, buckets: Sequence[Bucket], starts: Tensor) -> tuple[
 
 
 def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on the device, views of one buffer: a copy each would cost more than what is in it.
+    """The tensors on the device, views of one buffer: a copy each would cost more than what is in
+    it.
 
-    On a host they are there already, and nothing is copied. Elsewhere the copy is queued: nobody waits for its end.
+    On a host they are there already, and nothing is copied. Elsewhere the copy is queued: nobody
+    waits for its end.
     """
     if device.type == "cpu":
         return dict(tensors)
@@ -282,14 +322,17 @@ def buffer(tensors: Mapping[str, Tensor], pinned: bool = False) -> Tensor:
     held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
     start = 0
     for tensor in tensors.values():
-        held[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+        held[start : start + tensor.nbytes].copy_(
+            tensor.detach().contiguous().flatten().view(torch.uint8)
+        )
         start += _room(tensor)
     return held
 
 
 def views(held: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that `buffer` has put into `held`."""
-    found, start = {}, 0
+    found = {}
+    start = 0
     for name, tensor in like.items():
         found[name] = held[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         start += _room(tensor)

@@ -1,9 +1,11 @@
-"""Router replay: tokens go to the experts that the sampler has sent them to, or an earlier pass of the learner's, with
-weights of the learner's own gate; counts of the tokens that its routers would have sent elsewhere, and their check.
+"""Router replay: tokens go to the experts that the sampler has sent them to, or an earlier pass of
+the learner's, with weights of the learner's own gate; counts of the tokens that its routers would
+have sent elsewhere, and their check.
 
-Each router of megatron-core asks an object which experts to take (`router_replay`, of its RouterReplay's form). Ours
-finds them in the pack that is passing through: no list that is handed out by micro-batch, and nothing of another layer.
-What is computed again in a backward pass is of the pack that it was computed for at first.
+Each router of megatron-core asks an object which experts to take (`router_replay`, of its
+RouterReplay's form). Ours finds them in the pack that is passing through: no list that is handed
+out by micro-batch, and nothing of another layer. What is computed again in a backward pass is of
+the pack that it was computed for at first.
 
 S positions of a pack, or this rank's share of them, L layers, K experts of a token, E experts.
 """
@@ -22,38 +24,46 @@ from megatron_rl.types import NO_EXPERT
 
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 
-MOST_FLIPS = 0.5  # of the replayed tokens: routers of the same weights differ in a hundredth of them, or a tenth
+# of the replayed tokens: routers of the same weights differ in a hundredth of them, or a tenth
+MOST_FLIPS = 0.5
 
 
 class ReplayError(RuntimeError):
-    """Router replay has replayed nothing, or what does not fit these tokens, weights or recomputed passes."""
+    """Router replay has replayed nothing, or what does not fit these tokens, weights or recomputed
+    passes.
+    """
 
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterReplay:
-    """What all routers of a rank share: whether choices are taken, and how many were. With `Router.replay` the sampler
-    tells them, so that every pass has them; with `replay_forward` updates have those of the pass before them.
+    """What all routers of a rank share: whether choices are taken, and how many were. With
+    `Router.replay` the sampler tells them, so that every pass has them; with `replay_forward`
+    updates have those of the pass before them.
     """
 
     def __init__(self, layers: int, device: torch.device, router: Router) -> None:
-        self.replays, self.told = router is not Router.own, router is Router.replay
+        self.replays = router is not Router.own
+        self.told = router is Router.replay
         self.writes = False  # own choices into the packs
         self.compares = False  # what is told is only looked at
         self.trains = False  # in a pass whose activations may be computed again
         self._routers: list[_Layer] = []
-        self.counts_L3 = torch.zeros(layers, 3, device=device)  # read tokens, replayed, and own choice another
+        # read tokens, replayed, and own choice another
+        self.counts_L3 = torch.zeros(layers, 3, device=device)
 
     def watch(self, model: torch.nn.Module, first_layer: int, held: int, shard: int | None) -> None:
-        """`held`: the place of the first layer among those of packs; `shard`: this rank's number where the positions of
-        a pack are split over ranks.
+        """`held`: the place of the first layer among those of packs; `shard`: this rank's number
+        where the positions of a pack are split over ranks.
         """
         passing = passing_pack(model)
         for index, block in enumerate(model.decoder.layers):  # type: ignore[arg-type, union-attr]
             for module in block.modules():
                 if isinstance(module, TopKRouter):
-                    self._routers.append(_Layer(self, module, first_layer + index, held + index, shard, passing))
+                    self._routers.append(
+                        _Layer(self, module, first_layer + index, held + index, shard, passing)
+                    )
                     module.router_replay = self._routers[-1] if self.replays else None
 
     @contextmanager
@@ -64,7 +74,9 @@ class RouterReplay:
             router.again.clear()  # of a pass that has failed
         yield
         if any(router.again for router in self._routers):
-            raise ReplayError("learner.router: activations were not computed again with the experts of before")
+            raise ReplayError(
+                "learner.router: activations were not computed again with the experts of before"
+            )
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -77,8 +89,11 @@ class RouterReplay:
 
     @contextmanager
     def comparing(self) -> Iterator[Tensor]:
-        """Passes that choose for themselves, and count how many of their tokens were told otherwise, as `counts_L3`."""
-        kept, self.counts_L3 = self.counts_L3, torch.zeros_like(self.counts_L3)
+        """Passes that choose for themselves, and count how many of their tokens were told
+        otherwise, as `counts_L3`.
+        """
+        kept = self.counts_L3
+        self.counts_L3 = torch.zeros_like(self.counts_L3)
         fused = any(router.module.config.moe_router_fusion for router in self._routers)
         self.compares = True
         try:
@@ -87,18 +102,22 @@ class RouterReplay:
                 router.module.config.moe_router_fusion = False  # it would ask nobody
             yield self.counts_L3
         finally:
-            self.compares, self.counts_L3 = False, kept
+            self.compares = False
+            self.counts_L3 = kept
             for router in self._routers:
                 router.module.router_replay = router if self.replays else None
                 router.module.config.moe_router_fusion = fused
 
     def take(self) -> Tensor:
-        taken, self.counts_L3 = self.counts_L3, torch.zeros_like(self.counts_L3)
+        taken = self.counts_L3
+        self.counts_L3 = torch.zeros_like(self.counts_L3)
         return taken
 
 
 def shares(found_L3: Tensor, experts_at: Sequence[int]) -> dict[str, float]:
-    """The metrics of all ranks' counts; `experts_at`: layers that have any. Empty where nothing has passed."""
+    """The metrics of all ranks' counts; `experts_at`: layers that have any. Empty where nothing has
+    passed.
+    """
     found_L3 = found_L3[experts_at]
     found_L3[:, 0] = found_L3[:, 0].max()  # a layer that has counted less was not asked
     by_layer = dict(zip(experts_at, found_L3.tolist(), strict=True))
@@ -119,13 +138,15 @@ def check(found: Mapping[str, float], router: Router) -> Mapping[str, float]:
     if not found["router/replayed"]:
         wanted = "sampler.routed_experts=true (servers started by hand need it too)"
         raise ReplayError(
-            f"learner.router: {router}, but no token of this step has gone to an expert that was told"
-            f"{f': replay wants {wanted}' if router is Router.replay else ''}; learner.router=own goes on without"
+            f"learner.router: {router}, but no token of this step has gone to an expert that was "
+            f"told{f': replay wants {wanted}' if router is Router.replay else ''}; "
+            "learner.router=own goes on without"
         )
     if (flips := found["router/flips"]) > MOST_FLIPS:
         raise ReplayError(
-            f"learner.router: {router}, but the learner's routers would have sent {flips:.0%} of the tokens elsewhere: "
-            "the experts told are not those of these tokens, or of these weights. learner.router=own goes on without"
+            f"learner.router: {router}, but the learner's routers would have sent {flips:.0%} of "
+            "the tokens elsewhere: the experts told are not those of these tokens, or of these "
+            "weights. learner.router=own goes on without"
         )
     return found
 
@@ -134,24 +155,44 @@ class _Layer:
     """In the place of megatron-core's object of one router."""
 
     def __init__(
-        self, replay: RouterReplay, module: TopKRouter, layer: int, held: int, shard: int | None, passing: list[Pack]
+        self,
+        replay: RouterReplay,
+        module: TopKRouter,
+        layer: int,
+        held: int,
+        shard: int | None,
+        passing: list[Pack],
     ) -> None:
-        self._replay, self.module, self._shard, self._passing = replay, module, shard, passing
-        self._layer, self._held = layer, held  # of the model, of what packs hold
-        self.again: deque[Pack] = deque()  # whose activations are still to be computed again, in their order
+        self._replay = replay
+        self.module = module
+        self._shard = shard
+        self._passing = passing
+        # of the model, of what packs hold
+        self._layer = layer
+        self._held = held
+        # whose activations are still to be computed again, in their order
+        self.again: deque[Pack] = deque()
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
         default_compute_topk: Choose | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         assert default_compute_topk is not None
-        values_SK, own_SK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values_SK, own_SK = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
         pack, first_time = self._pack()
         here = slice((self._shard or 0) * len(scores), ((self._shard or 0) + 1) * len(scores))
         if self._replay.writes:
             assert pack.experts_SLK is not None
             own = own_SK.to(pack.experts_SLK.dtype)
-            pack.experts_SLK[here, self._held] = own.masked_fill(~pack.read_S[here, None], NO_EXPERT)
+            pack.experts_SLK[here, self._held] = own.masked_fill(
+                ~pack.read_S[here, None], NO_EXPERT
+            )
             return values_SK, own_SK
         if first_time and (self._replay.told or self._replay.trains):
             self._replay.counts_L3[self._layer, 0] += pack.read_S[here].sum()
@@ -159,7 +200,10 @@ class _Layer:
             return values_SK, own_SK
         told_SK = pack.experts_SLK[here, self._held]
         if told_SK.shape[1] != topk:
-            raise ValueError(f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses {topk}")
+            raise ValueError(
+                f"the engine tells {told_SK.shape[1]} experts of a token, this router chooses "
+                f"{topk}"
+            )
         in_order_SK = told_SK.sort(1).values  # one expert twice is what was never written
         told_S1 = ((told_SK != NO_EXPERT).all(1) & (in_order_SK.diff(dim=1) > 0).all(1))[:, None]
         chosen_SK = torch.where(told_S1, told_SK.long(), own_SK)
@@ -173,7 +217,8 @@ class _Layer:
 
     def _pack(self) -> tuple[Pack, bool]:
         """What passes through, and whether it does so for the first time."""
-        if self._replay.trains and not torch.is_grad_enabled():  # a checkpoint keeps none of it: it will come again
+        # a checkpoint keeps none of it: it will come again
+        if self._replay.trains and not torch.is_grad_enabled():
             self.again.append(self._passing[0])
         elif self.again:
             return self.again.popleft(), False

@@ -1,9 +1,12 @@
-"""Triton kernels of the learner: statistics and gradient of logits, largest magnitudes of a norm's output.
+"""Triton kernels of the learner: statistics and gradient of logits, largest magnitudes of a norm's
+output.
 
-Each reads its matrix once, in its own precision, and computes in FP32 what `logprobs.py` and `observers.py` compute in
-torch. Offsets of rows have 64 bits: the logits of a pack can be more than 2^31 numbers.
+Each reads its matrix once, in its own precision, and computes in FP32 what `logprobs.py` and
+`observers.py` compute in torch. Offsets of rows have 64 bits: the logits of a pack can be more than
+2^31 numbers.
 
-N tokens, V columns of logits, K token ids of each token, S statistics, M positions, H hidden channels.
+N tokens, V columns of logits, K token ids of each token, S statistics, M positions, H hidden
+channels.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def statistics_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of logits: log-sum-exp, logits of its ids (0: not in this share), expected logit; a column of `stats`."""
+    """One row of logits: log-sum-exp, logits of its ids (0: not in this share), expected logit; a
+    column of `stats`.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lanes = tl.arange(0, BLOCK)
@@ -98,7 +103,9 @@ def gradient_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of the gradient, which may lie where the logits lie; zero in columns that are no tokens."""
+    """One row of the gradient, which may lie where the logits lie; zero in columns that are no
+    tokens.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     grad += row * grad_stride
@@ -135,7 +142,9 @@ def norm_amax_kernel(
     POSITIONS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Raise `amax` to the largest magnitude of each channel over some positions, of their RMS norm where `NORM`."""
+    """Raise `amax` to the largest magnitude of each channel over some positions, of their RMS norm
+    where `NORM`.
+    """
     lanes = tl.arange(0, WIDTH)
     inside = lanes < width
     most = tl.zeros([WIDTH], tl.float32)
@@ -153,8 +162,12 @@ def norm_amax_kernel(
     tl.atomic_max(bits + lanes, most.to(tl.int32, bitcast=True), mask=inside)
 
 
-def statistics(logits_NV: Tensor, ids_NK: Tensor, share: VocabShare, temperature: float, mean: bool) -> Tensor:
-    """Log-sum-exp over the share, logits of the ids (0: elsewhere), and expected logit where wanted: [S, N]."""
+def statistics(
+    logits_NV: Tensor, ids_NK: Tensor, share: VocabShare, temperature: float, mean: bool
+) -> Tensor:
+    """Log-sum-exp over the share, logits of the ids (0: elsewhere), and expected logit where
+    wanted: [S, N].
+    """
     rows, ids = ids_NK.shape
     stats_SN = torch.empty(1 + ids + mean, rows, dtype=torch.float32, device=logits_NV.device)
     if not rows:
@@ -189,7 +202,8 @@ def write_gradient(
     rows, columns = grad_NV.shape
     if not rows:
         return
-    mean_N = grads.log_norm_N if grads.mean_N is None else grads.mean_N  # unread without a gradient of the entropy
+    # unread without a gradient of the entropy
+    mean_N = grads.log_norm_N if grads.mean_N is None else grads.mean_N
     gradient_kernel[(rows,)](
         grad_NV,
         logits_NV,
@@ -210,8 +224,12 @@ def write_gradient(
     )
 
 
-def raise_amax(amax_H: Tensor, x_MH: Tensor, weight_H: Tensor | None = None, eps: float = 0.0) -> None:
-    """Raise the maxima by these positions; `weight_H`: by the RMS norm of them that this weight scales."""
+def raise_amax(
+    amax_H: Tensor, x_MH: Tensor, weight_H: Tensor | None = None, eps: float = 0.0
+) -> None:
+    """Raise the maxima by these positions; `weight_H`: by the RMS norm of them that this weight
+    scales.
+    """
     rows, width = x_MH.shape
     if not rows:
         return

@@ -1,7 +1,9 @@
-"""Client of an engine's process: requests over a child's socket or a server's port, deadlines, replies held to bounds.
+"""Client of an engine's process: requests over a child's socket or a server's port, deadlines,
+replies held to bounds.
 
-What is asked in one turn of the event loop travels together, and so shares the engine's batches. The deadline of a
-sample is not its age, which a long queue makes: the engine has to finish something, or to write, in that time.
+What is asked in one turn of the event loop travels together, and so shares the engine's batches.
+The deadline of a sample is not its age, which a long queue makes: the engine has to finish
+something, or to write, in that time.
 """
 
 import asyncio
@@ -39,10 +41,15 @@ OTHER_THING = "answered with something else than was asked for"
 REQUEST_KEY = "sampler.request_timeout_s"
 HIGHEST_LOGPROB = 1e-3  # at most 0, and what rounding may add
 METHODS: dict[UpdateStep, str] = {
-    "init": "init_weight_transfer_engine", "start": "start_weight_update", "stage": "update_weights",
-    "await": "await_weight_update", "finish": "finish_weight_update", "resume": "resume",
-    "abort": "abort_weight_update", "forget": "forget_version",
-}  # fmt: skip
+    "init": "init_weight_transfer_engine",
+    "start": "start_weight_update",
+    "stage": "update_weights",
+    "await": "await_weight_update",
+    "finish": "finish_weight_update",
+    "resume": "resume",
+    "abort": "abort_weight_update",
+    "forget": "forget_version",
+}
 _Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
 
 
@@ -85,7 +92,8 @@ class _Asked:
     """A request on its way."""
 
     def __init__(self, frame: dict[str, Any], again: bool) -> None:
-        self.frame, self.again = frame, again
+        self.frame = frame
+        self.again = again
         self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
 
 
@@ -93,30 +101,48 @@ class EngineClient:
     """See interface.Engine."""
 
     def __init__(self, name: str, line: Line, timeout_s: float, vocabulary: int) -> None:
-        self.name, self.line = name, line
-        self._timeout_s, self._vocabulary = timeout_s, vocabulary
+        self.name = name
+        self.line = line
+        self._timeout_s = timeout_s
+        self._vocabulary = vocabulary
         self._number = 0
         self._asked: dict[int, _Asked] = {}
         self._samples: set[int] = set()
         self._to_send: list[dict[str, Any]] = []
         self._cancelled: list[int] = []
         self._gone: EngineGone | None = None
-        self._progress, self._written = 0.0, -1  # when something was finished last; what status has told of writing
+        # when something was finished last; what status has told of writing
+        self._progress = 0.0
+        self._written = -1
         self._patience: asyncio.TimerHandle | None = None
-        line.received, line.ended = self._receive, self._end
+        line.received = self._receive
+        line.ended = self._end
         line.reopened = self._ask_again
 
     async def open(self) -> None:
         await self.line.open()
 
     async def generate(
-        self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        version: int,
+        patient: bool,
     ) -> Completion:
         arguments = {
-            "tokens": tokens, "seed": seed, "max_tokens": params.max_tokens, "temperature": params.temperature,
-            "top_p": params.top_p, "top_k": params.top_k, "stop_token_ids": params.stop_token_ids,
-            "candidates": params.candidates, "policy_version": version, "patient": patient,
-        }  # fmt: skip
+            "tokens": tokens,
+            "seed": seed,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop_token_ids": params.stop_token_ids,
+            "candidates": params.candidates,
+            "policy_version": version,
+            "patient": patient,
+        }
         if params.tools is not None:
             arguments["tools"] = asdict(params.tools)
         asked = self._ask("generate", arguments)
@@ -134,14 +160,20 @@ class EngineClient:
         finally:
             self._samples.discard(number)
         try:
-            return self._completion(msgspec.msgpack.decode(value, type=_Sample), params, len(tokens))
+            return self._completion(
+                msgspec.msgpack.decode(value, type=_Sample), params, len(tokens)
+            )
         except (msgspec.DecodeError, ValueError) as error:
-            raise EngineGone(f"{self.name} answered with something else than tokens: {str(error)[:200]}") from None
+            raise EngineGone(
+                f"{self.name} answered with something else than tokens: {str(error)[:200]}"
+            ) from None
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
         # a version may have been loaded before the connection ended
         content = await self.call(METHODS[step], arguments, again=step != "finish")
-        return asdict(self._read(content, SyncState)) if step == "finish" else {}
+        if step == "finish":
+            return asdict(self._read(content, SyncState))
+        return {}
 
     async def sleep(self, level: int) -> None:
         await self.call("sleep", {"level": level})
@@ -149,13 +181,18 @@ class EngineClient:
     async def wake(self, parts: Sequence[Part] | None = None) -> None:
         await self.call("wake", {"tags": parts})
 
-    async def values(self, kind: Kind, sequences: Sequence[Sequence[int]], version: int) -> list[Any]:
+    async def values(
+        self, kind: Kind, sequences: Sequence[Sequence[int]], version: int
+    ) -> list[Any]:
         arguments = {"kind": kind, "sequences": sequences, "policy_version": version}
         return self._read(await self.call("values", arguments), list[Any])
 
     async def status(self) -> Mapping[str, Any]:
         content = await self.call("status", {})
-        return {**self._read(content, dict[str, Any]), **msgspec.structs.asdict(self._read(content, _Status))}
+        return {
+            **self._read(content, dict[str, Any]),
+            **msgspec.structs.asdict(self._read(content, _Status)),
+        }
 
     async def look(self) -> Look:
         return await self.line.look()
@@ -165,7 +202,11 @@ class EngineClient:
         await self.call("start", arguments, limit=("sampler.start_timeout_s", timeout_s))
 
     async def call(
-        self, method: str, arguments: Mapping[str, Any], again: bool = True, limit: tuple[str, float] | None = None
+        self,
+        method: str,
+        arguments: Mapping[str, Any],
+        again: bool = True,
+        limit: tuple[str, float] | None = None,
     ) -> msgspec.Raw:
         """The reply to a request, in time."""
         key, seconds = limit or (REQUEST_KEY, self._timeout_s)
@@ -174,7 +215,9 @@ class EngineClient:
             async with asyncio.timeout(seconds):
                 value = await asked.answer
         except TimeoutError:
-            raise NoAnswer(f"{self.name} did not answer `{method}` within {key}={seconds:g}") from None
+            raise NoAnswer(
+                f"{self.name} did not answer `{method}` within {key}={seconds:g}"
+            ) from None
         finally:
             self._asked.pop(asked.frame["id"], None)
         mark()
@@ -205,7 +248,9 @@ class EngineClient:
         self._to_send.append(frame)
 
     def _flush(self) -> None:
-        frames, self._to_send, self._cancelled = self._to_send, [], []
+        frames = self._to_send
+        self._to_send = []
+        self._cancelled = []
         if self._gone is None:
             for content in transmissions(frames):
                 self.line.send(content)
@@ -258,7 +303,8 @@ class EngineClient:
             self._patience.cancel()
 
     def _ask_again(self) -> None:
-        self._to_send, self._cancelled = [], []
+        self._to_send = []
+        self._cancelled = []
         for number, asked in list(self._asked.items()):
             if asked.again:
                 self._send(asked.frame)
@@ -275,7 +321,8 @@ class EngineClient:
         self._patience = loop.call_at(self._progress + self._timeout_s, self._lose_patience)
 
     def _lose_patience(self) -> None:
-        loop, self._patience = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        self._patience = None
         if not self._samples or self._gone is not None:
             return
         if loop.time() < self._progress + self._timeout_s:
@@ -295,7 +342,9 @@ class EngineClient:
             asked = self._asked.pop(number, None)
             if asked is not None and not asked.answer.done():
                 asked.answer.set_exception(
-                    NoAnswer(f"{self.name} finished no answer within {REQUEST_KEY}={self._timeout_s:g}")
+                    NoAnswer(
+                        f"{self.name} finished no answer within {REQUEST_KEY}={self._timeout_s:g}"
+                    )
                 )
 
     def _read(self, content: msgspec.Raw, kind: Any) -> Any:
@@ -306,11 +355,16 @@ class EngineClient:
 
     def _completion(self, sample: _Sample, params: SamplingParams, prompt: int) -> Completion:
         """A sample as it was drawn; ValueError where it cannot have been."""
-        tokens_T, logprobs_T = np.frombuffer(sample.tokens, np.int32), np.frombuffer(sample.logprobs, np.float32)
+        tokens_T = np.frombuffer(sample.tokens, np.int32)
+        logprobs_T = np.frombuffer(sample.logprobs, np.float32)
         if len(tokens_T) > params.max_tokens:
             raise ValueError(f"{len(tokens_T)} tokens, {params.max_tokens} were asked for")
-        if len(logprobs_T) != len(tokens_T) or sum(count for _, count in sample.spans) != len(tokens_T):
-            raise ValueError(f"logprobs or policy versions that do not add up to {len(tokens_T)} tokens")
+        if len(logprobs_T) != len(tokens_T) or sum(count for _, count in sample.spans) != len(
+            tokens_T
+        ):
+            raise ValueError(
+                f"logprobs or policy versions that do not add up to {len(tokens_T)} tokens"
+            )
         if len(sample.spans) > 1 and not all(count for _, count in sample.spans):
             raise ValueError("a policy version of no token")
         self._check_ids(tokens_T)
@@ -325,25 +379,43 @@ class EngineClient:
             if len(counts_T) != len(tokens_T) or 4 * int(counts_T.sum()) != len(sample.kept_ids):
                 raise ValueError(f"candidates that do not add up for {len(tokens_T)} tokens")
             if ((counts_T < 1) | (counts_T > params.candidates)).any():
-                raise ValueError(f"more than the {params.candidates} candidates of a token that were asked for")
-            kept, counts = array("i", sample.kept_ids), array("i", sample.kept_counts)
-        tokens, logprobs = array("i", sample.tokens), array("f", sample.logprobs)
+                raise ValueError(
+                    f"more than the {params.candidates} candidates of a token that were asked for"
+                )
+            kept = array("i", sample.kept_ids)
+            counts = array("i", sample.kept_counts)
+        tokens = array("i", sample.tokens)
+        logprobs = array("f", sample.logprobs)
         experts = _experts(sample, prompt + max(0, len(tokens) - 1))
         return Completion(
-            tokens, logprobs, sample.finish, sample.spans, kept, counts, sample.content, sample.calls, experts
+            tokens,
+            logprobs,
+            sample.finish,
+            sample.spans,
+            kept,
+            counts,
+            sample.content,
+            sample.calls,
+            experts,
         )
 
     def _check_ids(self, ids: np.ndarray) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
-            raise ValueError(f"token {ids.max()} is beyond the vocabulary of {self._vocabulary} tokens")
+            raise ValueError(
+                f"token {ids.max()} is beyond the vocabulary of {self._vocabulary} tokens"
+            )
 
 
 def _experts(sample: _Sample, read: int) -> np.ndarray | None:
-    """[S, L, K] of so many tokens; an expert is one byte, or two where there are many. None: the engine is silent."""
+    """[S, L, K] of so many tokens; an expert is one byte, or two where there are many. None: the
+    engine is silent.
+    """
     if not sample.experts:
         return None
     entries = read * math.prod(sample.experts_shape)
     if len(sample.experts) not in (entries, 2 * entries):
-        raise ValueError(f"experts that do not add up for {read} tokens, {sample.experts_shape} of each")
+        raise ValueError(
+            f"experts that do not add up for {read} tokens, {sample.experts_shape} of each"
+        )
     kind = np.uint8 if len(sample.experts) == entries else np.int16
     return np.frombuffer(sample.experts, kind).reshape(read, *sample.experts_shape)

@@ -1,8 +1,9 @@
-"""Process of an engine on this machine, embedded or a server: started with its environment, cores and GPUs, and ended.
+"""Process of an engine on this machine, embedded or a server: started with its environment, cores
+and GPUs, and ended.
 
-The workers of an engine share memory in segments that they remove when they end by themselves, not when they are
-killed. Which segments are this engine's is read from the memory maps of its processes, never from names alone: those
-of other engines look the same.
+The workers of an engine share memory in segments that they remove when they end by themselves, not
+when they are killed. Which segments are this engine's is read from the memory maps of its
+processes, never from names alone: those of other engines look the same.
 """
 
 import contextlib
@@ -29,7 +30,12 @@ from megatron_rl.processes.process import (
     free_port,
     own_cores,
 )
-from megatron_rl.processes.scratch import SHARED_MEMORY, remove_segments, remove_with_it, segments_of_session
+from megatron_rl.processes.scratch import (
+    SHARED_MEMORY,
+    remove_segments,
+    remove_with_it,
+    segments_of_session,
+)
 from megatron_rl.sampler.client.interface import SamplerError
 
 LOG_LINES_SHOWN = 15
@@ -44,11 +50,24 @@ BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 # an engine gets neither the learner's rendezvous and thread limits nor any secrets
 _DROPPED_VARIABLES = frozenset(
     {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
-        "MASTER_PORT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT",
-        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "OMP_PROC_BIND",
+        "OMP_PLACES",
+        "GOMP_SPINCOUNT",
+        "GOMP_CPU_AFFINITY",
+        "MKL_NUM_THREADS",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
     }
-)  # fmt: skip
+)
 _ENGINE_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the child itself
     "VLLM_NO_USAGE_STATS": "1",
@@ -72,7 +91,8 @@ class ProcessSettings:
 
 
 class EngineProcess:
-    """The process group of one engine: a child that is asked over its socket, or a server that listens at a port.
+    """The process group of one engine: a child that is asked over its socket, or a server that
+    listens at a port.
 
     The end of the socket is the engine's end, and so is the end of the thread that has started it.
     """
@@ -85,7 +105,11 @@ class EngineProcess:
         if self.log_path is not None and restarts and not settings.listens:
             self.log_path = self.log_path.with_stem(f"{self.log_path.stem}_{restarts}")
         self.line, theirs = socket.socketpair()
-        command = [sys.executable, "-m", f"megatron_rl.engine.{'server' if settings.listens else 'child'}"]
+        command = [
+            sys.executable,
+            "-m",
+            f"megatron_rl.engine.{'server' if settings.listens else 'child'}",
+        ]
         command += [str(theirs.fileno()), str(os.getpid()), settings.cores]
         environment = engine_environment(settings.workers, settings.devices, settings.cores)
         if settings.listens:
@@ -104,7 +128,10 @@ class EngineProcess:
 
     @property
     def address(self) -> str:
-        host = LOOPBACK if self.settings.host in EVERYWHERE else self.settings.host
+        if self.settings.host in EVERYWHERE:
+            host = LOOPBACK
+        else:
+            host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
@@ -145,7 +172,9 @@ class EngineProcess:
         remove_segments(self._segments)
 
     def log_end(self) -> str:
-        return log_tail(self.log_path) if self.log_path else ""
+        if self.log_path:
+            return log_tail(self.log_path)
+        return ""
 
 
 @contextlib.contextmanager
@@ -158,38 +187,56 @@ def _opened(log_path: Path | None) -> Iterator[BinaryIO | None]:
         yield log
 
 
-def engine_environment(workers: int = 1, devices: str | None = None, cores: str = ALL_CORES) -> dict[str, str]:
-    """This process's environment without what is the learner's, and the engine's share of the machine."""
+def engine_environment(
+    workers: int = 1, devices: str | None = None, cores: str = ALL_CORES
+) -> dict[str, str]:
+    """This process's environment without what is the learner's, and the engine's share of the
+    machine.
+    """
     inherited = {
         name: value
         for name, value in without_secrets(os.environ).items()
         if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes need not have
+    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes
+    # need not have
     inherited.setdefault("VLLM_USE_DEEP_GEMM", "0")
     # read when torch is loaded, which may be before the process keeps to its cores
-    threads = {} if cores == ALL_CORES else {"OMP_NUM_THREADS": str(max(1, len(cores.split(",")) // workers))}
+    if cores == ALL_CORES:
+        threads = {}
+    else:
+        threads = {"OMP_NUM_THREADS": str(max(1, len(cores.split(",")) // workers))}
     shares = threads | thread_binding(workers, cores)
     return inherited | compiled_code() | _ENGINE_VARIABLES | shares | visible_devices(devices)
 
 
 def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
-    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per worker."""
+    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per
+    worker.
+    """
     listed = own_cores() if cores == ALL_CORES else cores.split(",")
     if workers == 1 or (cores == ALL_CORES and (len(listed) < workers or BINDING in os.environ)):
         return {}
     share = max(1, len(listed) // workers)
-    return {BINDING: "|".join(",".join(listed[i * share % len(listed) :][:share]) for i in range(workers))}
+    return {
+        BINDING: "|".join(
+            ",".join(listed[i * share % len(listed) :][:share]) for i in range(workers)
+        )
+    }
 
 
 def visible_devices(wanted: str | None) -> dict[str, str]:
-    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
+    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts
+    them.
+    """
     if wanted is None:
         return {}
-    seen, chosen = visible(), [int(device) for device in wanted.split(",")]
+    seen = visible()
+    chosen = [int(device) for device in wanted.split(",")]
     if seen is not None and max(chosen) >= len(seen):
         raise SamplerError(
-            f"sampler.devices: {wanted!r}, but this job sees {len(seen)} GPUs ({VISIBLE}={','.join(seen)})"
+            f"sampler.devices: {wanted!r}, but this job sees {len(seen)} GPUs "
+            f"({VISIBLE}={','.join(seen)})"
         )
     return {VISIBLE: ",".join(str(device) if seen is None else seen[device] for device in chosen)}
 
@@ -200,7 +247,9 @@ def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
 
 
 def lost_worker(path: Path | None) -> str:
-    """Name the worker that has died, by the log; "" where none has. The engine's own errors only follow from that."""
+    """Name the worker that has died, by the log; "" where none has. The engine's own errors only
+    follow from that.
+    """
     if path is None:
         return ""
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]

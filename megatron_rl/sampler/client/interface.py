@@ -1,8 +1,9 @@
-"""Interface of any engine (generate, update, sleep, values, status), however reached; its answers and errors.
+"""Interface of any engine (generate, update, sleep, values, status), however reached; its answers
+and errors.
 
-One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for each. Everything here
-is asynchronous, and used from one event loop. `EngineClient` (engine_client.py) reaches vLLM; docs/architecture.md says
-how to add another engine.
+One completion is one sample, with a seed of its own: whoever wants several of a prompt asks for
+each. Everything here is asynchronous, and used from one event loop. `EngineClient`
+(engine_client.py) reaches vLLM; docs/architecture.md says how to add another engine.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Completion:
     kept_counts: array[int] | None = None
     content: str | None = None  # the text without tool calls; None: nobody has looked for any
     calls: Sequence[WrittenCall] = ()
-    experts_SLK: np.ndarray | None = None  # of the tokens that were read, prompt and answer; None: nobody has kept them
+    # of the tokens that were read, prompt and answer; None: nobody has kept them
+    experts_SLK: np.ndarray | None = None
 
     @property
     def versions(self) -> array[int] | None:
@@ -79,7 +81,8 @@ class Completion:
 
     def first(self, count: int, prompt: int) -> Completion:
         """Its first tokens, as if it had ended there by itself; `prompt`: tokens of the request."""
-        spans, left = list[tuple[int, int]](), count
+        spans = list[tuple[int, int]]()
+        left = count
         for version, tokens in self.spans:
             spans.append((version, min(tokens, left)))
             left -= spans[-1][1]
@@ -101,30 +104,42 @@ class Engine(Protocol):
     """Every call may raise EngineGone; SamplerError where the engine itself has refused it."""
 
     async def generate(
-        self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        *,
+        version: int,
+        patient: bool,
     ) -> Completion:
         """Draw one sample; cancelled, the engine gives it up.
 
-        `version`: the policy that the caller believes is served. `patient`: a newer one is as good, and what cannot be
-        answered now waits until a sync or a wake has changed that.
+        `version`: the policy that the caller believes is served. `patient`: a newer one is as good,
+        and what cannot be answered now waits until a sync or a wake has changed that.
         """
         ...
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
-        """A step of a weight update. WeightSyncError: the version is refused, and the one before serves on.
+        """A step of a weight update. WeightSyncError: the version is refused, and the one before
+        serves on.
 
-        `start`, `stage` (`update_info`: described to vLLM's API; once or several times), `await` (until it is checked),
-        `finish` (`keep_cache`, `stand`; what it cost), and `resume` where open samples were to stand still.
+        `start`, `stage` (`update_info`: described to vLLM's API; once or several times), `await`
+        (until it is checked), `finish` (`keep_cache`, `stand`; what it cost), and `resume` where
+        open samples were to stand still.
         """
         ...
 
     async def sleep(self, level: int) -> None:
-        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
+        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until
+        the next sync).
+        """
         ...
 
     async def wake(self, parts: Sequence[Part] | None = None) -> None: ...
 
-    async def values(self, kind: Kind, sequences: Sequence[Sequence[int]], version: int) -> list[Any]:
+    async def values(
+        self, kind: Kind, sequences: Sequence[Sequence[int]], version: int
+    ) -> list[Any]:
         """What the engine's modules put out for sequences, for diagnosis."""
         ...
 

@@ -1,4 +1,6 @@
-"""Connections to an engine's process: a child's socket, or a server's port (/health; a WebSocket, reopened if lost)."""
+"""Connections to an engine's process: a child's socket, or a server's port (/health; a WebSocket,
+reopened if lost).
+"""
 
 import asyncio
 import socket
@@ -20,12 +22,14 @@ LONGEST_ERROR = 600  # characters of what a server says: it may quote what was s
 
 
 class Line(ABC):
-    """How transmissions travel. `received` is called with each that comes, `ended` once, with the reason.
+    """How transmissions travel. `received` is called with each that comes, `ended` once, with the
+    reason.
 
     `reopened`: what was not replied to has to be sent again.
     """
 
-    checked = False  # samples that do not fit are refused on the way: where one fails, the engine has broken down
+    # samples that do not fit are refused on the way: where one fails, the engine has broken down
+    checked = False
 
     def __init__(self) -> None:
         self.reopened: Callable[[], None] = lambda: None
@@ -73,7 +77,8 @@ class SocketLine(Line):
         self._writer.write(LENGTH.pack(len(content)) + content)
 
     async def look(self) -> Look:
-        return Look(True)  # its end is noticed at once, and what hangs at the deadline of what it was asked
+        # its end is noticed at once, and what hangs at the deadline of what it was asked
+        return Look(True)
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -85,13 +90,16 @@ class SocketLine(Line):
 
 
 class PortLine(Line):
-    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is opened once more."""
+    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is opened
+    once more.
+    """
 
     checked = True
 
     def __init__(self, address: str, key: str) -> None:
         super().__init__()
-        self._address, self._key = address, key
+        self._address = address
+        self._key = key
         self._session: aiohttp.ClientSession | None = None
         self._connection: aiohttp.ClientWebSocketResponse | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -114,7 +122,9 @@ class PortLine(Line):
         except TimeoutError:
             raise NoAnswer(f"{self._address} did not answer within {OPEN_S:g} s") from None
         except (aiohttp.ClientError, OSError, TypeError) as error:
-            raise EngineGone(f"{self._address}: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}") from None
+            raise EngineGone(
+                f"{self._address}: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
+            ) from None
         if self._instance not in (b"", instance):
             raise EngineGone("another server has taken its place")
         self._instance = instance
@@ -135,7 +145,9 @@ class PortLine(Line):
             finally:
                 writing.cancel()
             lost += 1
-            reason = _closing(self._connection) or ("its connection was lost twice" if lost == 2 else "")
+            reason = _closing(self._connection) or (
+                "its connection was lost twice" if lost == 2 else ""
+            )
             if reason:
                 return self.ended(reason)
             try:
@@ -158,11 +170,18 @@ class PortLine(Line):
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
             async with self._http().get(f"{self._address}/health", timeout=timeout) as response:
-                content, status = await response.content.read(1 << 16), response.status
+                content = await response.content.read(1 << 16)
+                status = response.status
             said = msgspec.json.decode(content, type=dict[str, str])
         except TimeoutError:
             raise NoAnswer(f"did not answer /health within {HEALTH_TIMEOUT_S:g} s") from None
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except (
+            aiohttp.ClientError,
+            OSError,
+            msgspec.DecodeError,
+            UnicodeError,
+            RecursionError,
+        ) as error:
             return Look(False, f"/health: {type(error).__name__}: {str(error)[:200]}")
         if status != 200:
             return Look(False, f"/health failed ({status}): {said.get('error', '')[:200]}")
@@ -172,7 +191,9 @@ class PortLine(Line):
     async def answers_without_key(self) -> bool:
         async with (
             aiohttp.ClientSession() as session,
-            session.get(f"{self._address}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as response,
+            session.get(
+                f"{self._address}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            ) as response,
         ):
             return response.status < 400
 
@@ -197,4 +218,6 @@ def _closing(connection: aiohttp.ClientWebSocketResponse) -> str:
     error = connection.exception()
     if error is not None and not isinstance(error, (aiohttp.ClientError, ConnectionError)):
         return f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
-    return "" if connection.close_code in (None, 1000, 1001, 1006, 1012) else f"it hung up ({connection.close_code})"
+    if connection.close_code in (None, 1000, 1001, 1006, 1012):
+        return ""
+    return f"it hung up ({connection.close_code})"

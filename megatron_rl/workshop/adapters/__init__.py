@@ -1,7 +1,8 @@
-"""Adapters: environments of other projects, used unchanged, each by a class that `environment.name` names.
+"""Adapters: environments of other projects, used unchanged, each by a class that `environment.name`
+names.
 
-What is the user's own stands in `environment.settings`: `target: package.module:Class` and whatever it is to be given.
-docs/environments_adapters.md says what each was tried with.
+What is the user's own stands in `environment.settings`: `target: package.module:Class` and whatever
+it is to be given. docs/environments_adapters.md says what each was tried with.
 """
 
 from typing import Any
@@ -18,5 +19,8 @@ def opening(prompt: Any, said: Any, between: str = "\n\n") -> list[dict[str, Any
         return messages + as_messages(said)
     if not messages or messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": said}]
-    text = f"{messages[-1]['content']}{between}{said}" if messages[-1]["content"] else said
+    if messages[-1]["content"]:
+        text = f"{messages[-1]['content']}{between}{said}"
+    else:
+        text = said
     return [*messages[:-1], {**messages[-1], "content": text}]

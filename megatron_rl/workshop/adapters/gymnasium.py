@@ -1,4 +1,6 @@
-"""Adapters for Gymnasium's environments (observations told as text) and TextArena's games, as a run's environment."""
+"""Adapters for Gymnasium's environments (observations told as text) and TextArena's games, as a
+run's environment.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +11,12 @@ from megatron_rl.workshop.adapters import opening
 
 
 class Environment:
-    """A conversation with a gymnasium environment: `target` and its `arguments`, such as `gymnasium:make` and an id.
+    """A conversation with a gymnasium environment: `target` and its `arguments`, such as
+    `gymnasium:make` and an id.
 
-    `action: module:function` makes an action of an answer's text, and `observation: module:function` a text of an
-    observation (`str` without one); ValueError of an action is told to the policy, who may try again.
+    `action: module:function` makes an action of an answer's text, and `observation:
+    module:function` a text of an observation (`str` without one); ValueError of an action is told
+    to the policy, who may try again.
     """
 
     def __init__(
@@ -23,7 +27,8 @@ class Environment:
         observation: str | None = None,
         seed: str = "seed",
     ) -> None:
-        self._environment, self._seed = imported(target)(**(arguments or {})), seed
+        self._environment = imported(target)(**(arguments or {}))
+        self._seed = seed
         self._action = imported(action) if action else str
         self._text = imported(observation) if observation else str
 
@@ -46,9 +51,11 @@ class Environment:
 
 
 class TextArena:
-    """A conversation with a game of TextArena's, `arguments: {env_id: ...}`; the policy is player 0.
+    """A conversation with a game of TextArena's, `arguments: {env_id: ...}`; the policy is player
+    0.
 
-    Others play as `opponents: [module:function, ...]` does, which is given what they see, and returns their action.
+    Others play as `opponents: [module:function, ...]` does, which is given what they see, and
+    returns their action.
     """
 
     def __init__(
@@ -58,7 +65,8 @@ class TextArena:
         opponents: Sequence[str] = (),
         seed: str = "seed",
     ) -> None:
-        self._environment, self._seed = imported(target)(**(arguments or {})), seed
+        self._environment = imported(target)(**(arguments or {}))
+        self._seed = seed
         self._opponents = [imported(name) for name in opponents]
         self._seen = ""
 
@@ -81,12 +89,19 @@ class TextArena:
         while True:
             player, seen = self._environment.get_observation()
             if player == 0:
-                text = seen if isinstance(seen, str) else "\n".join(one[1] for one in seen)
-                new, self._seen = text.removeprefix(self._seen), text  # its wrappers say everything each time
+                if isinstance(seen, str):
+                    text = seen
+                else:
+                    text = "\n".join(one[1] for one in seen)
+                # its wrappers say everything each time
+                new = text.removeprefix(self._seen)
+                self._seen = text
                 return False, new.strip() or text
             if self._environment.step(action=self._opponents[player - 1](seen))[0]:
                 return True, ""
 
 
 def _seeded(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if row.get(name) is None else {"seed": int(row[name])}
+    if row.get(name) is None:
+        return {}
+    return {"seed": int(row[name])}

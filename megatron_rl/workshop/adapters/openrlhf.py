@@ -1,8 +1,10 @@
-r"""Adapter for OpenRLHF's agents (AgentInstanceBase) as environments of a run: `reset`, `step` with reward, feedback.
+r"""Adapter for OpenRLHF's agents (AgentInstanceBase) as environments of a run: `reset`, `step` with
+reward, feedback.
 
-OpenRLHF's prompts and feedback are raw text, the marks of the chat template in them; here they are messages. `feedback`
-is a regular expression that finds the message in the text, such as `user\n(.*?)<\|im_end\|>` (its first group; all of
-the text without one, and where it finds nothing).
+OpenRLHF's prompts and feedback are raw text, the marks of the chat template in them; here they are
+messages. `feedback` is a regular expression that finds the message in the text, such as
+`user\n(.*?)<\|im_end\|>` (its first group; all of the text without one, and where it finds
+nothing).
 """
 
 import re
@@ -17,17 +19,24 @@ class Environment:
     """A conversation with an AgentInstance. `label`: the column of the row that is its label."""
 
     def __init__(self, target: str, label: str = "label", feedback: str | None = None) -> None:
-        self._make, self._label = imported(target), label
+        self._make = imported(target)
+        self._label = label
         self._feedback = re.compile(feedback, re.DOTALL) if feedback else None
         self._agent: Any = None
-        self._seen, self._given = "", None  # what OpenRLHF calls observation_text; the label
+        # what OpenRLHF calls observation_text; the label
+        self._seen = ""
+        self._given = None
 
     async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._agent, self._given = self._make(), row.get(self._label)
         messages = as_messages(row["prompt"])
         prompt = "\n".join(str(one.get("content") or "") for one in messages)
-        self._seen = (await self._agent.reset({"observation": prompt, "label": self._given}))["observation"]
-        return messages if self._seen == prompt else as_messages(self._found(self._seen))
+        self._seen = (await self._agent.reset({"observation": prompt, "label": self._given}))[
+            "observation"
+        ]
+        if self._seen == prompt:
+            return messages
+        return as_messages(self._found(self._seen))
 
     async def step(self, answer: Answer) -> Step:
         states = {"observation_text": self._seen, "action_text": answer.text, "label": self._given}

@@ -1,4 +1,6 @@
-"""Adapter for SkyRL-Gym's environments (BaseTextEnv) as a run's environment: calls `init(prompt)`, `step(action)`."""
+"""Adapter for SkyRL-Gym's environments (BaseTextEnv) as a run's environment: calls `init(prompt)`,
+`step(action)`.
+"""
 
 import copy
 import inspect
@@ -10,9 +12,11 @@ from megatron_rl.rewards.functions import for_metrics, imported
 
 
 class Environment:
-    """A conversation with a BaseTextEnv: `target: module:Class`, or `id`, the name it is registered by in skyrl_gym.
+    """A conversation with a BaseTextEnv: `target: module:Class`, or `id`, the name it is registered
+    by in skyrl_gym.
 
-    `env_config` and `extras` go to its constructor; the row's columns are among the extras, as SkyRL has it.
+    `env_config` and `extras` go to its constructor; the row's columns are among the extras, as
+    SkyRL has it.
     """
 
     def __init__(
@@ -24,14 +28,18 @@ class Environment:
     ) -> None:
         if (target is None) == (id is None):
             raise ValueError("give either target, module:Class, or id, a name that skyrl_gym knows")
-        self._make, self._id = imported(target or "skyrl_gym:make"), id
-        self._config, self._extras = dict(env_config or {}), dict(extras or {})
+        self._make = imported(target or "skyrl_gym:make")
+        self._id = id
+        self._config = dict(env_config or {})
+        self._extras = dict(extras or {})
         self._environment: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         extras = {name: value for name, value in row.items() if name != "prompt"} | self._extras
         given = () if self._id is None else (self._id,)
-        self._environment = self._make(*given, env_config=self._config, extras=copy.deepcopy(extras))
+        self._environment = self._make(
+            *given, env_config=self._config, extras=copy.deepcopy(extras)
+        )
         messages, _ = self._environment.init(as_messages(row["prompt"]))
         return messages
 

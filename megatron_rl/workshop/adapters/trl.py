@@ -1,7 +1,9 @@
-"""Adapter for TRL's tools and environments (`tools`, `environment_factory` of GRPOTrainer) as a run's environment.
+"""Adapter for TRL's tools and environments (`tools`, `environment_factory` of GRPOTrainer) as a
+run's environment.
 
-An environment is a class whose public methods are tools; `reset(**row)` may return a text, which stands behind the last
-user's message, and `get_reward()` the reward. A reward function that reads `environments` is named by `reward`.
+An environment is a class whose public methods are tools; `reset(**row)` may return a text, which
+stands behind the last user's message, and `get_reward()` the reward. A reward function that reads
+`environments` is named by `reward`.
 """
 
 import inspect
@@ -19,7 +21,9 @@ NO_TOOLS = ("reset", "get_reward")
 
 
 class Environment:
-    """A conversation with TRL's tools. `target`: an `environment_factory`; `tools`: names of functions."""
+    """A conversation with TRL's tools. `target`: an `environment_factory`; `tools`: names of
+    functions.
+    """
 
     def __init__(
         self,
@@ -28,18 +32,29 @@ class Environment:
         reward: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._environment = imported(target)(**(arguments or {})) if target else None
+        if target:
+            self._environment = imported(target)(**(arguments or {}))
+        else:
+            self._environment = None
         self._reward = imported(reward) if reward else None
         self._row: dict[str, Any] = {}
         self._answer = ""
-        methods = inspect.getmembers(type(self._environment), inspect.isfunction) if target else []
+        if target:
+            methods = inspect.getmembers(type(self._environment), inspect.isfunction)
+        else:
+            methods = []
         names = [name for name, _ in methods if name not in NO_TOOLS and not name.startswith("_")]
-        functions = [imported(name) for name in tools] + [getattr(self._environment, name) for name in names]
+        functions = [imported(name) for name in tools] + [
+            getattr(self._environment, name) for name in names
+        ]
         self.tools = [_tool(function) for function in functions]
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._row = dict(row)
-        said = None if self._environment is None else self._environment.reset(**row)
+        if self._environment is None:
+            said = None
+        else:
+            said = self._environment.reset(**row)
         return opening(row.get("prompt", ""), said, between="")
 
     def step(self, answer: Answer) -> Step:
@@ -53,15 +68,25 @@ class Environment:
             found.append(await _settled(self._environment.get_reward()))
         if self._reward is not None and self._row:
             said = [[{"role": "assistant", "content": self._answer}]]
-            columns = {name: [value] for name, value in self._row.items() if name not in ("prompt", "completion")}
-            given = {"prompts": [self._row.get("prompt")], "completions": said, "environments": [self._environment]}
+            columns = {
+                name: [value]
+                for name, value in self._row.items()
+                if name not in ("prompt", "completion")
+            }
+            given = {
+                "prompts": [self._row.get("prompt")],
+                "completions": said,
+                "environments": [self._environment],
+            }
             found.append((await _settled(self._reward(**columns, **given)))[0])
         rewards = [float(one) for one in found if one is not None]
         return sum(rewards) if rewards else None
 
 
 def _tool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, as TRL shows it to a chat template, and with what it returns as `str` has it."""
+    """The function, as TRL shows it to a chat template, and with what it returns as `str` has
+    it.
+    """
 
     @wraps(function)
     async def called(**arguments: Any) -> str:
@@ -72,4 +97,6 @@ def _tool(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _settled(returned: Any) -> Any:
-    return await returned if inspect.isawaitable(returned) else returned
+    if inspect.isawaitable(returned):
+        return await returned
+    return returned

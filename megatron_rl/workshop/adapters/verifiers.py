@@ -1,7 +1,8 @@
-"""Adapter for environments of PyPI's verifiers, as an agent: they ask a run's gateway as they would an OpenAI endpoint.
+"""Adapter for environments of PyPI's verifiers, as an agent: they ask a run's gateway as they would
+an OpenAI endpoint.
 
-With `python`, an interpreter that has verifiers where this project's has not, that interpreter plays them in a process
-of its own, which runs this file without the rest of the project.
+With `python`, an interpreter that has verifiers where this project's has not, that interpreter
+plays them in a process of its own, which runs this file without the rest of the project.
 """
 
 import asyncio
@@ -22,18 +23,28 @@ LARGEST = 16 << 20
 
 
 class Agent:
-    """Plays the environment `name`, loaded with `arguments`, for each row: its own task number `index` of the row.
+    """Plays the environment `name`, loaded with `arguments`, for each row: its own task number
+    `index` of the row.
 
-    A row without `index` is itself the task, as verifiers' data sets have them (prompt, answer, info); from 0.4 on
-    (verifiers.v1) a task is always one of the taskset's, and `arguments` are those of EnvConfig.
+    A row without `index` is itself the task, as verifiers' data sets have them (prompt, answer,
+    info); from 0.4 on (verifiers.v1) a task is always one of the taskset's, and `arguments` are
+    those of EnvConfig.
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, Any] | None = None, python: str | None = None) -> None:
-        self._about, self._python = {"name": name, "arguments": dict(arguments or {})}, python
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] | None = None, python: str | None = None
+    ) -> None:
+        self._about = {"name": name, "arguments": dict(arguments or {})}
+        self._python = python
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, base_url: str, row: Mapping[str, Any]) -> dict[str, float]:
-        asked = {**self._about, "base_url": base_url, "row": dict(row), "key": os.environ.get("OPENAI_API_KEY", "")}
+        asked = {
+            **self._about,
+            "base_url": base_url,
+            "row": dict(row),
+            "key": os.environ.get("OPENAI_API_KEY", ""),
+        }
         if self._python is None:
             return await play(asked)
         if self._process is None:
@@ -63,9 +74,14 @@ async def play(asked: Mapping[str, Any]) -> dict[str, float]:
         return await _play_v1(environment, asked)
     from verifiers.types import ClientConfig
 
-    task = environment.get_dataset()[int(row["index"])] if "index" in row else {"example_id": 0, **row}
+    if "index" in row:
+        task = environment.get_dataset()[int(row["index"])]
+    else:
+        task = {"example_id": 0, **row}
     client = ClientConfig(
-        client_type="openai_chat_completions", api_base_url=asked["base_url"], api_key_var="OPENAI_API_KEY"
+        client_type="openai_chat_completions",
+        api_base_url=asked["base_url"],
+        api_key_var="OPENAI_API_KEY",
     )
     output = await environment.run_rollout(task, client=client, model=MODEL, sampling_args={})
     if output.get("error"):
@@ -80,10 +96,14 @@ async def _play_v1(environment: Any, asked: Mapping[str, Any]) -> dict[str, floa
     task = next(itertools.islice(iter(environment.taskset), int(asked["row"]["index"]), None))
     client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var="OPENAI_API_KEY")
     async with environment.serving():
-        episode = await environment.run_slot(RunSlot(task=task), vf.ModelContext(model=MODEL, client=client))
+        episode = await environment.run_slot(
+            RunSlot(task=task), vf.ModelContext(model=MODEL, client=client)
+        )
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise RuntimeError(f"{asked['name']}: {errors[-1].message if errors else 'the episode has failed'}"[:500])
+        raise RuntimeError(
+            f"{asked['name']}: {errors[-1].message if errors else 'the episode has failed'}"[:500]
+        )
     (trace,) = episode.traces
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return {**metrics, "reward": float(trace.reward)}
@@ -98,12 +118,15 @@ def _loaded(name: str, arguments: str) -> Any:
         return verifiers.load_environment(name, **given)
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    return load_environment(resolve_env_config({**given, "taskset": {**given.get("taskset", {}), "id": name}}))
+    return load_environment(
+        resolve_env_config({**given, "taskset": {**given.get("taskset", {}), "id": name}})
+    )
 
 
 def _serve() -> None:
     """In the other interpreter: a request in each line, a reply in each."""
-    loop, replies = asyncio.new_event_loop(), sys.stdout
+    loop = asyncio.new_event_loop()
+    replies = sys.stdout
     with redirect_stdout(sys.stderr):
         for line in sys.stdin:
             try:

@@ -1,7 +1,9 @@
-"""Adapter for verl's tools (BaseTool) as a run's environment: created, executed and released for each tool call.
+"""Adapter for verl's tools (BaseTool) as a run's environment: created, executed and released for
+each tool call.
 
-With `instance: conversation` one instance of each tool lives as long as the conversation, and `calc_reward` of all is
-its reward. Rewards that `execute` returns are the number `tool_reward`; `rewarded: true` adds them to the reward.
+With `instance: conversation` one instance of each tool lives as long as the conversation, and
+`calc_reward` of all is its reward. Rewards that `execute` returns are the number `tool_reward`;
+`rewarded: true` adds them to the reward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +14,28 @@ from megatron_rl.rewards.functions import for_metrics, imported
 
 
 class Environment:
-    """A conversation with verl's tools: each as a tool_config_path has it (class_name, config, tool_schema)."""
+    """A conversation with verl's tools: each as a tool_config_path has it (class_name, config,
+    tool_schema).
+    """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], instance: str = "call", rewarded: bool = False) -> None:
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]], instance: str = "call", rewarded: bool = False
+    ) -> None:
         if instance not in ("call", "conversation"):
             raise ValueError(f"instance is call or conversation, not {instance!r}")
-        self._lasting, self._rewarded = instance == "conversation", rewarded
+        self._lasting = instance == "conversation"
+        self._rewarded = rewarded
         self._tools = {tool.name: tool for tool in map(_made, tools)}
         self._instances: dict[str, str] = {}
         self._kwargs: Mapping[str, Any] = {}
-        self._rewards, self._numbers = list[float](), dict[str, float]()
+        self._rewards = list[float]()
+        self._numbers = dict[str, float]()
         self.tools = [self._tool(name) for name in self._tools]
 
     async def reset(self, row: Mapping[str, Any]) -> Any:
-        self._kwargs = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
+        self._kwargs = (
+            row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
+        )
         if self._lasting:
             self._instances = {name: await self._created(name) for name in self._tools}
         return row["prompt"]

@@ -1,4 +1,6 @@
-"""Commands about a stored model, with their arguments: eval, chat, mismatch; and rerun-step, about a dumped update."""
+"""Commands about a stored model, with their arguments: eval, chat, mismatch; and rerun-step, about
+a dumped update.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ if TYPE_CHECKING:
 
 
 LONGEST_TEXT = 1 << 20  # of a text to answer, in characters: more than a context holds
-UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
+# files and functions that need not be here
+UNUSED = (
+    "data.eval=null",
+    "eval.sets=null",
+    "reward.name=exact_match",
+)
 
 
 def note(line: str) -> None:
@@ -29,25 +36,38 @@ def note(line: str) -> None:
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run, one of its checkpoints, a torch_dist checkpoint, a Hugging "
         "Face folder, or a recipe, for the model that it begins with",
-    )  # fmt: skip
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval.samples=8 data.template={}")
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as eval.samples=8 data.template={}"
+    )
     formats = ("bf16", "int8", "int4", "fp8", "fp8_block")
-    parser.add_argument("--format", choices=formats, default="bf16", help="of the weights in the engine")
-    parser.add_argument("--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a bare checkpoint")
+    parser.add_argument(
+        "--format", choices=formats, default="bf16", help="of the weights in the engine"
+    )
+    parser.add_argument(
+        "--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a bare checkpoint"
+    )
 
 
 @contextmanager
 def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config, StoredModel]]:
-    """The model that MODEL names, and how it is to be sampled, `without` what the run had; what fails is one line."""
+    """The model that MODEL names, and how it is to be sampled, `without` what the run had; what
+    fails is one line.
+    """
     from megatron_rl.checkpoint.torch_dist.index import CheckpointError
     from megatron_rl.rewards.pool import RewardsHang
     from megatron_rl.sampler.client.interface import SamplerError
     from megatron_rl.weight_sync.manifest import WeightSyncError
     from megatron_rl.workshop.evaluation.stored_model import find, run_of, settings
 
-    path, run, recipe = options.model, run_of(options.model), None
+    path = options.model
+    run = run_of(options.model)
+    recipe = None
     if path.suffix == ".yaml":
         rewards_beside(path)
         recipe = load(path, options.overrides)
@@ -69,37 +89,84 @@ def _row(text: str) -> dict[str, Any]:
 
 
 def add(commands: Any) -> None:
-    evaluate = commands.add_parser("eval", help="avg@k, pass@k and maj@k of a model on held-out sets")
+    evaluate = commands.add_parser(
+        "eval", help="avg@k, pass@k and maj@k of a model on held-out sets"
+    )
     model_arguments(evaluate)
     evaluate.add_argument(
-        "--set", action="append", default=[], metavar="SET", dest="sets",
+        "--set",
+        action="append",
+        default=[],
+        metavar="SET",
+        dest="sets",
         help="a file, NAME=FILE, a preset of conf/data, or a set of the run; several times for several (default: all)",
-    )  # fmt: skip
-    evaluate.add_argument("-o", "--output", type=folder_name, metavar="FOLDER", help="default: evals/MODEL-FORMAT")
+    )
+    evaluate.add_argument(
+        "-o", "--output", type=folder_name, metavar="FOLDER", help="default: evals/MODEL-FORMAT"
+    )
     evaluate.set_defaults(run=_eval)
 
     chat = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
     model_arguments(chat)
-    chat.add_argument("-p", "--prompt", metavar="TEXT", help="answer this once; without it, standard input is asked")
-    chat.add_argument("--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset")
+    chat.add_argument(
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        help="answer this once; without it, standard input is asked",
+    )
+    chat.add_argument(
+        "--row", type=_row, default={}, metavar="JSON", help="columns for an environment's reset"
+    )
     chat.set_defaults(run=_chat)
 
-    walk = commands.add_parser("mismatch", help="where learner and sampler differ, point by point of a forward pass")
-    model_arguments(walk)
-    walk.add_argument("--forward", choices=("bf16", "as_sampler"), help="the learner's (default: the run's, or bf16)")
-    walk.add_argument("--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)")
-    walk.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="for the engine to answer (default: the run's recorded rollouts, "
-        "or random tokens)",
-    )  # fmt: skip
-    walk.add_argument("-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s")
-    walk.add_argument("--tokens", type=int, default=128, metavar="N", help="of each at most (default: %(default)s)")
-    walk.add_argument("-o", "--out", type=folder_name, metavar="FOLDER", help="default: mismatch/MODEL-FORMAT-FORWARD")
-    walk.set_defaults(run=_mismatch, format=None)
+    _add_mismatch(commands)
 
-    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
-    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
+    repeat = commands.add_parser(
+        "rerun-step", help="repeats an update that was not finite, and says where it began"
+    )
+    repeat.add_argument(
+        "dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12"
+    )
     repeat.set_defaults(run=_rerun_step)
+
+
+def _add_mismatch(commands: Any) -> None:
+    walk = commands.add_parser(
+        "mismatch", help="where learner and sampler differ, point by point of a forward pass"
+    )
+    model_arguments(walk)
+    walk.add_argument(
+        "--forward",
+        choices=("bf16", "as_sampler"),
+        help="the learner's (default: the run's, or bf16)",
+    )
+    walk.add_argument(
+        "--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)"
+    )
+    walk.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="for the engine to answer (default: the run's recorded rollouts, or random tokens)",
+    )
+    walk.add_argument(
+        "-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s"
+    )
+    walk.add_argument(
+        "--tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="of each at most (default: %(default)s)",
+    )
+    walk.add_argument(
+        "-o",
+        "--out",
+        type=folder_name,
+        metavar="FOLDER",
+        help="default: mismatch/MODEL-FORMAT-FORWARD",
+    )
+    walk.set_defaults(run=_mismatch, format=None)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -141,7 +208,9 @@ def _chat(options: argparse.Namespace) -> int:
 def _piped() -> str:
     """The text that a pipe or a file gives as standard input, which may be closed."""
     try:
-        return sys.stdin.read(LONGEST_TEXT + 1).rstrip("\n") if sys.stdin else ""
+        if sys.stdin:
+            return sys.stdin.read(LONGEST_TEXT + 1).rstrip("\n")
+        return ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"standard input: {error}; give a text in UTF-8") from None
 
@@ -161,7 +230,11 @@ def _talk(chat: Any) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited
 
-    print("a conversation; Ctrl-D ends it" if chat.talks else "no chat template: each line is continued; Ctrl-D ends")
+    print(
+        "a conversation; Ctrl-D ends it"
+        if chat.talks
+        else "no chat template: each line is continued; Ctrl-D ends"
+    )
     while True:
         try:
             text = input("> ")
@@ -192,7 +265,10 @@ def _mismatch(options: argparse.Namespace) -> int:
 
         check_alone(config, stored.base)
         check_watched(config)
-        folder = options.out or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
+        folder = (
+            options.out
+            or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
+        )
         with alone():
             from megatron_rl.workshop.mismatch.mismatch import Wanted, measure
 

@@ -1,5 +1,6 @@
-"""Commands about recipes, with their arguments and output: plan, translate (another project's), toy (model and data of
-a small task), quickstart (makes one of five small tasks and runs it)."""
+"""Commands about recipes, with their arguments and output: plan, translate (another project's), toy
+(model and data of a small task), quickstart (makes one of five small tasks and runs it).
+"""
 
 import argparse
 from dataclasses import fields
@@ -11,40 +12,16 @@ from megatron_rl.config import ConfigError
 
 
 def add(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="ranks, memory, time and the sync of a recipe; starts nothing")
-    plan.add_argument("target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
-    plan.add_argument(
-        "--on",
-        metavar="NODESxGPUSxNAME-GIB-HOST",
-        help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
-    )
-    plan.add_argument("--assume", action="append", default=[], metavar="name=value", help="such as response=0.2")
-    plan.add_argument("--json", action="store_true", dest="as_json", help="the plan as JSON, in bytes and seconds")
-    plan.add_argument("--suggest", action="store_true", help="the fastest layouts that fit, as overrides")
-    plan.add_argument("--precision", action="store_true", help="seconds of a step by the sampler's format; what pays")
-    of_run = "take the costs for --precision from this run's first steps; one of each format is best"
-    plan.add_argument("--fit", action="append", default=[], type=Path, metavar="RUN", help=of_run)
-    plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
-    plan.add_argument("--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)")
-    plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
-    plan.add_argument("--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)")
-    plan.set_defaults(run=_plan)
-
-    translate = commands.add_parser("translate", help="another project's recipe, or its correction alone, as ours")
-    translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
-    translate.add_argument(
-        "file", type=Path, help="their YAML, TOML, script or Python file; - for YAML on standard input"
-    )
-    translate.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="variables of a script, and keys of theirs"
-    )
-    translate.add_argument("-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output")
-    translate.set_defaults(run=_translate)
+    _add_plan(commands)
+    _add_translate(commands)
 
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=folder_name, default=Path("data/toy"))
-    toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
+    toy.add_argument(
+        "--like",
+        metavar="MODEL",
+        help="of the family of this model of conf/model, such as Qwen3-30B-A3B",
+    )
     own = "model/ alone, for a task of one's own: a folder with tokenizer and chat template, or rows to make one of"
     toy.add_argument("--tokenizer", type=Path, metavar="FOLDER|ROWS", help=own)
     toy.set_defaults(run=_toy)
@@ -57,11 +34,81 @@ def add(commands: Any) -> None:
     quickstart.set_defaults(run=_quickstart)
 
 
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan", help="ranks, memory, time and the sync of a recipe; starts nothing"
+    )
+    plan.add_argument(
+        "target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json"
+    )
+    plan.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8"
+    )
+    plan.add_argument(
+        "--on",
+        metavar="NODESxGPUSxNAME-GIB-HOST",
+        help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
+    )
+    plan.add_argument(
+        "--assume", action="append", default=[], metavar="name=value", help="such as response=0.2"
+    )
+    plan.add_argument(
+        "--json", action="store_true", dest="as_json", help="the plan as JSON, in bytes and seconds"
+    )
+    plan.add_argument(
+        "--suggest", action="store_true", help="the fastest layouts that fit, as overrides"
+    )
+    plan.add_argument(
+        "--precision",
+        action="store_true",
+        help="seconds of a step by the sampler's format; what pays",
+    )
+    of_run = (
+        "take the costs for --precision from this run's first steps; one of each format is best"
+    )
+    plan.add_argument("--fit", action="append", default=[], type=Path, metavar="RUN", help=of_run)
+    plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
+    plan.add_argument(
+        "--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)"
+    )
+    plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
+    plan.add_argument(
+        "--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)"
+    )
+    plan.set_defaults(run=_plan)
+
+
+def _add_translate(commands: Any) -> None:
+    translate = commands.add_parser(
+        "translate", help="another project's recipe, or its correction alone, as ours"
+    )
+    translate.add_argument(
+        "framework", help="such as verl, skyrl or trl; an unknown one lists them all"
+    )
+    translate.add_argument(
+        "file",
+        type=Path,
+        help="their YAML, TOML, script or Python file; - for YAML on standard input",
+    )
+    translate.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="variables of a script, and keys of theirs",
+    )
+    translate.add_argument(
+        "-o", type=Path, metavar="FILE", help="write the whole recipe there; - for standard output"
+    )
+    translate.set_defaults(run=_translate)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.planner.command import Request, answer
 
     rewards_beside(options.target)
-    said, problems = answer(Request(**{field.name: getattr(options, field.name) for field in fields(Request)}))
+    said, problems = answer(
+        Request(**{field.name: getattr(options, field.name) for field in fields(Request)})
+    )
     if said:
         print(said)
     if problems:
@@ -74,14 +121,18 @@ def _translate(options: argparse.Namespace) -> int:
     from megatron_rl.workshop.translation.translate import translate_file
 
     if str(options.file) != "-" and not options.file.exists():
-        raise ConfigError(f"{options.file}: no such file; name a file that holds the other project's keys")
+        raise ConfigError(
+            f"{options.file}: no such file; name a file that holds the other project's keys"
+        )
     given: dict[str, str] = {}
     for item in options.overrides:
         name, sign, value = item.partition("=")
         if not sign:
             raise ConfigError(f"{item!r}: a variable or a key is given as name=value")
         if given.setdefault(name, value) != value:
-            raise ConfigError(f"{item!r}: {name} is given as {given[name]} too; leave one of the two out")
+            raise ConfigError(
+                f"{item!r}: {name} is given as {given[name]} too; leave one of the two out"
+            )
     if options.o is None:
         print(translate_file(options.framework, options.file, given), end="")
     else:
@@ -99,7 +150,10 @@ def _toy(options: argparse.Namespace) -> int:
         print(write_own(options.folder, options.tokenizer, like))
         return 0
     counts = toy.write_toy(options.folder, like=like)
-    print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
+    print(
+        f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and "
+        "model/"
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Commands about runs, with their arguments: report, status, watch, replay, done elsewhere; checkpoints, done here."""
+"""Commands about runs, with their arguments: report, status, watch, replay, done elsewhere;
+checkpoints, done here.
+"""
 
 import argparse
 from pathlib import Path
@@ -10,10 +12,14 @@ from megatron_rl.config import ConfigError
 def add(commands: Any) -> None:
     report = commands.add_parser("report", help="one HTML page from one or several run directories")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
+    report.add_argument(
+        "-o", "--output", type=Path, help="default: report.html in the (first) run directory"
+    )
     report.set_defaults(run=_report)
 
-    status = commands.add_parser("status", help="how runs stand: state, step, rate, scores, alarms, checkpoint")
+    status = commands.add_parser(
+        "status", help="how runs stand: state, step, rate, scores, alarms, checkpoint"
+    )
     status.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     status.set_defaults(run=_status)
 
@@ -22,16 +28,26 @@ def add(commands: Any) -> None:
     watch.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default: 2")
     watch.set_defaults(run=_watch)
 
-    kept = commands.add_parser("checkpoints", help="what a run can go on from, and whether it is whole")
+    kept = commands.add_parser(
+        "checkpoints", help="what a run can go on from, and whether it is whole"
+    )
     kept.add_argument("folder", type=Path, metavar="RUN")
     kept.set_defaults(run=_checkpoints)
 
-    replay = commands.add_parser("replay", help="other corrections on the batches that a run recorded")
+    replay = commands.add_parser(
+        "replay", help="other corrections on the batches that a run recorded"
+    )
     replay.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
-    replay.description = "Applies other corrections to the batches that a run recorded. Nothing is trained."
+    replay.description = (
+        "Applies other corrections to the batches that a run recorded. Nothing is trained."
+    )
     replay.add_argument("folder", type=Path, metavar="RUN")
-    replay.add_argument("--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction")
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4")
+    replay.add_argument(
+        "--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction"
+    )
+    replay.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4"
+    )
     replay.set_defaults(run=_replay)
 
 
@@ -42,7 +58,9 @@ def _report(options: argparse.Namespace) -> int:
     try:
         unread = write_report(options.runs, output)
     except OSError as error:
-        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
+        raise ConfigError(
+            f"{output}: cannot be written: {error.strerror}; name another file with --output"
+        ) from None
     print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
     return 0
 
@@ -67,7 +85,9 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from megatron_rl.runs.run_dir import RunDir
 
     if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
+        raise ConfigError(
+            f"{options.folder}: no such folder; name a run directory such as runs/quickstart"
+        )
     print(_describe(RunDir(options.folder).checkpoints))
     return 0
 
@@ -80,13 +100,19 @@ def _describe(root: Path) -> str:
     rows = []
     for step in checkpoints.steps(root):
         try:
-            found, verdict = checkpoints.verify(checkpoints.path_of(root, step)), "whole"
+            found = checkpoints.verify(checkpoints.path_of(root, step))
+            verdict = "whole"
         except checkpoints.TornCheckpoint as error:
             rows.append((str(step), "", "", "", f"torn: {error}"))
             continue
-        best = "" if found.best is None else f"{found.best[0]} {found.best[1]:.4g}"
+        if found.best is None:
+            best = ""
+        else:
+            best = f"{found.best[0]} {found.best[1]:.4g}"
         rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
-    return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows)) if rows else f"{root}: no checkpoints"
+    if rows:
+        return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows))
+    return f"{root}: no checkpoints"
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
-"""Results of a grid of runs, by cell and seed: numbers, curves, a table, JSON, and which cell is better beyond noise.
+"""Results of a grid of runs, by cell and seed: numbers, curves, a table, JSON, and which cell is
+better beyond noise.
 
-A cell is a choice of one label on each axis; its runs differ in their seed alone. The labels of the last axis are what
-is compared, for each choice on the axes before it.
+A cell is a choice of one label on each axis; its runs differ in their seed alone. The labels of the
+last axis are what is compared, for each choice on the axes before it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE, Series, numbers
+from megatron_rl.runs.metrics_file import (
+    ACCURACY,
+    AREA,
+    MISMATCH,
+    NUMBERS,
+    SAMPLE_SIZE,
+    Series,
+    numbers,
+)
 from megatron_rl.workshop.reports.run_data import RunData
 
 CURVES = (ACCURACY, MISMATCH, SAMPLE_SIZE)
@@ -30,14 +39,22 @@ class Result:
     state: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     curves: Mapping[str, Series] = field(default_factory=dict)
-    ratios: tuple[float, float] | None = None  # of learner and sampler: the smallest and the largest of all tokens
+    # of learner and sampler: the smallest and the largest of all tokens
+    ratios: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, run: RunData, seed: int | None) -> Result:
-        curves = {name: series for name in CURVES if (series := run.series(name, 0 if name == ACCURACY else 1))}
-        low, high = run.series("rollout_corr/rho_min").finite, run.series("rollout_corr/rho_max").finite
+        curves = {
+            name: series
+            for name in CURVES
+            if (series := run.series(name, 0 if name == ACCURACY else 1))
+        }
+        low = run.series("rollout_corr/rho_min").finite
+        high = run.series("rollout_corr/rho_max").finite
         ratios = (min(low), max(high)) if low and high else None
-        return cls(run.name, seed, str(run.status.get("state", "unknown")), numbers(run), curves, ratios)
+        return cls(
+            run.name, seed, str(run.status.get("state", "unknown")), numbers(run), curves, ratios
+        )
 
 
 @dataclass(frozen=True)
@@ -62,30 +79,47 @@ class Cell:
         return {one.seed: one.numbers[number] for one in self.finished if number in one.numbers}
 
     def outcome(self) -> tuple[object, ...]:
-        """What each run came to, but for the time it took: equal in two cells that nothing told apart."""
+        """What each run came to, but for the time it took: equal in two cells that nothing told
+        apart.
+        """
         return tuple(
-            (one.seed, sorted((name, value) for name, value in one.numbers.items() if name != "step_s"), *curve)
+            (
+                one.seed,
+                sorted((name, value) for name, value in one.numbers.items() if name != "step_s"),
+                *curve,
+            )
             for one in self.results
             for curve in [(tuple(one.curves[ACCURACY].values),) if ACCURACY in one.curves else ()]
         )
 
     def mean(self, number: str) -> float | None:
         values = self.by_seed(number).values()
-        return statistics.fmean(values) if values else None
+        if values:
+            return statistics.fmean(values)
+        return None
 
     def written(self, number: str) -> str:
         """The mean over seeds, and from where to where they reach."""
-        values, form = list(self.by_seed(number).values()), NUMBERS[number].form
+        values = list(self.by_seed(number).values())
+        form = NUMBERS[number].form
         if not values:
             return ""
         shown = f"{statistics.fmean(values):{form}}"
-        return f"{shown} ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else shown
+        if len(values) > 1:
+            return f"{shown} ({min(values):{form}} to {max(values):{form}})"
+        return shown
 
     def curve(self, metric: str) -> tuple[Series, Series, Series]:
         """The lowest, the mean and the highest of the seeds, at each step that all have."""
-        held = [dict(zip(one.curves[metric].steps, one.curves[metric].values, strict=True))
-                for one in self.results if metric in one.curves]  # fmt: skip
-        steps = sorted(set.intersection(*(set(one) for one in held))) if held else []
+        held = [
+            dict(zip(one.curves[metric].steps, one.curves[metric].values, strict=True))
+            for one in self.results
+            if metric in one.curves
+        ]
+        if held:
+            steps = sorted(set.intersection(*(set(one) for one in held)))
+        else:
+            steps = []
         at = [[one[step] for one in held if math.isfinite(one[step])] for step in steps]
         kept = [(step, values) for step, values in zip(steps, at, strict=True) if values]
         low, mean, high = (
@@ -100,12 +134,15 @@ class Comparison:
     name: str
     axes: tuple[str, ...]
     cells: tuple[Cell, ...]
-    reference: tuple[str, ...] | None = None  # the labels of the cell that all others are seen beside
+    # the labels of the cell that all others are seen beside
+    reference: tuple[str, ...] | None = None
 
     @property
     def compared(self) -> tuple[str, ...]:
         """The labels of the last axis, in their order."""
-        return tuple(dict.fromkeys(cell.labels[-1] for cell in self.cells if cell.labels != self.reference))
+        return tuple(
+            dict.fromkeys(cell.labels[-1] for cell in self.cells if cell.labels != self.reference)
+        )
 
     def beside(self) -> Cell | None:
         return next((cell for cell in self.cells if cell.labels == self.reference), None)
@@ -125,7 +162,11 @@ class Comparison:
     def table(self, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
         """A row for each cell: its labels, how many runs have finished, and these numbers."""
         rows = [
-            [*cell.labels, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in names)]
+            [
+                *cell.labels,
+                f"{len(cell.finished)} of {len(cell.results)}",
+                *(cell.written(name) for name in names),
+            ]
             for cell in self.cells
         ]
         return [*self.axes, "finished", *(NUMBERS[name].title for name in names)], rows
@@ -136,7 +177,10 @@ class Comparison:
             "name": self.name,
             "axes": list(self.axes),
             "reference": None if self.reference is None else list(self.reference),
-            "cells": [{"labels": list(cell.labels), "runs": list(map(_as_json, cell.results))} for cell in self.cells],
+            "cells": [
+                {"labels": list(cell.labels), "runs": list(map(_as_json, cell.results))}
+                for cell in self.cells
+            ],
         }
 
     @classmethod
@@ -145,7 +189,10 @@ class Comparison:
         return cls(
             stored["name"],
             tuple(stored["axes"]),
-            tuple(Cell(tuple(one["labels"]), tuple(map(_from_json, one["runs"]))) for one in stored["cells"]),
+            tuple(
+                Cell(tuple(one["labels"]), tuple(map(_from_json, one["runs"])))
+                for one in stored["cells"]
+            ),
             None if reference is None else tuple(reference),
         )
 
@@ -153,13 +200,19 @@ class Comparison:
 def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
     """Whether `a` is above `b` by more than seeds explain: a paired t-test, two-sided at 95 %.
 
-    The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None: one seed, or none.
+    The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None: one
+    seed, or none.
     """
-    above, below = a.by_seed(number), b.by_seed(number)
+    above = a.by_seed(number)
+    below = b.by_seed(number)
     pairs = [above[seed] - below[seed] for seed in above if seed in below]
     if len(pairs) < 2:
         return None
-    least = STUDENT[min(len(pairs) - 1, len(STUDENT)) - 1] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    least = (
+        STUDENT[min(len(pairs) - 1, len(STUDENT)) - 1]
+        * statistics.stdev(pairs)
+        / math.sqrt(len(pairs))
+    )
     return statistics.fmean(pairs) > least
 
 

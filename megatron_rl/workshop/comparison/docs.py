@@ -1,10 +1,12 @@
-"""Writes a comparison's table, findings and figure (SVG) between markers in Markdown pages, and its numbers as JSON.
+"""Writes a comparison's table, findings and figure (SVG) between markers in Markdown pages, and its
+numbers as JSON.
 
     <!-- NAME: table -->
     ...
     <!-- /NAME -->
 
-NAME is the comparison's; beside `table` there are `findings` and `figure`. A test makes them again from the JSON.
+NAME is the comparison's; beside `table` there are `findings` and `figure`. A test makes them again
+from the JSON.
 """
 
 import json
@@ -30,7 +32,10 @@ def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[
     """The blocks of these pages, the figure and the numbers; returns what was written."""
     stored = comparison.as_json()
     comparison = Comparison.from_json(stored)  # numbers as they are stored: rounded
-    texts = {page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, folder) for page in pages}
+    texts = {
+        page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, folder)
+        for page in pages
+    }
     texts[folder / f"{comparison.name}.svg"] = comparison_svg(comparison)
     texts[folder / f"{comparison.name}.json"] = json.dumps(stored, indent=1) + "\n"
     for path, text in texts.items():
@@ -60,7 +65,9 @@ def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> 
         "figure": figure.replace("(./", "("),
     }
     _check_blocks(text, comparison.name, page)
-    return _found(comparison.name).sub(lambda match: f"{match[1]}{blocks[match[2]]}\n{match[3]}", text)
+    return _found(comparison.name).sub(
+        lambda match: f"{match[1]}{blocks[match[2]]}\n{match[3]}", text
+    )
 
 
 def _found(name: str) -> re.Pattern[str]:
@@ -71,8 +78,13 @@ def _found(name: str) -> re.Pattern[str]:
 def _check_blocks(text: str, name: str, page: Path) -> None:
     kinds = [match[2] for match in _found(name).finditer(text)]
     if not kinds or (wrong := [kind for kind in kinds if kind not in BLOCKS]):
-        what = f"a block of kind {wrong[0]}" if kinds else f"no block such as <!-- {name}: table -->"
-        raise ConfigError(f"{page}: {what}, expected {', '.join(BLOCKS)}, closed by <!-- /{name} -->")
+        if kinds:
+            what = f"a block of kind {wrong[0]}"
+        else:
+            what = f"no block such as <!-- {name}: table -->"
+        raise ConfigError(
+            f"{page}: {what}, expected {', '.join(BLOCKS)}, closed by <!-- /{name} -->"
+        )
 
 
 def _table(comparison: Comparison) -> str:
@@ -80,21 +92,29 @@ def _table(comparison: Comparison) -> str:
     head, rows = comparison.table(shown)
     about = "; ".join(f"*{NUMBERS[name].title}*: {NUMBERS[name].about}" for name in shown)
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join([*lines, "", f"Means over seeds, and from the lowest to the highest. {about}."])
+    return "\n".join(
+        [*lines, "", f"Means over seeds, and from the lowest to the highest. {about}."]
+    )
 
 
 def comparison_svg(comparison: Comparison) -> str:
     """A panel for each place: the mean of the seeds, in a band from the lowest to the highest."""
     beside = comparison.beside()
     drawn = [
-        (place, cells) for place, cells in comparison.places().items() if any(cell.curve(ACCURACY)[1] for cell in cells)
+        (place, cells)
+        for place, cells in comparison.places().items()
+        if any(cell.curve(ACCURACY)[1] for cell in cells)
     ]
     ranges = [cell.curve(ACCURACY) for _, cells in drawn for cell in cells]
     if beside is not None:
         ranges.append(beside.curve(ACCURACY))
-    heights = [value for low, _, high in ranges for value in (*low.values, *high.values)] or [0.0, 1.0]
+    heights = [value for low, _, high in ranges for value in (*low.values, *high.values)] or [
+        0.0,
+        1.0,
+    ]
     lengths = [step for _, mean, _ in ranges for step in mean.steps] or [0, 1]
-    ticks, steps = nice_ticks(min(heights), max(heights)), (min(lengths), max(max(lengths), min(lengths) + 1))
+    ticks = nice_ticks(min(heights), max(heights))
+    steps = (min(lengths), max(max(lengths), min(lengths) + 1))
     names = {cell.labels[-1]: colour_of(comparison, cell) for _, cells in drawn for cell in cells}
     entries = [*names.items(), *([(beside.name, INK)] if beside else [])]
     parts = list(legend(LEFT, entries))
@@ -105,7 +125,9 @@ def comparison_svg(comparison: Comparison) -> str:
     return panels_picture(len(drawn), parts)
 
 
-def _lines(comparison: Comparison, plot: Plot, cells: list[Cell], beside: Cell | None) -> Iterable[str]:
+def _lines(
+    comparison: Comparison, plot: Plot, cells: list[Cell], beside: Cell | None
+) -> Iterable[str]:
     for cell in cells:
         low, mean, high = cell.curve(ACCURACY)
         if mean:

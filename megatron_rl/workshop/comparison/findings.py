@@ -1,4 +1,6 @@
-"""Sentences on a comparison: which label to take, what is best where beyond noise, and how far from the reference."""
+"""Sentences on a comparison: which label to take, what is best where beyond noise, and how far from
+the reference.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,8 +10,8 @@ from megatron_rl.workshop.comparison.comparison import Cell, Comparison, beyond_
 
 CRITERION = "area under the accuracy curve"
 TEST = (
-    "Noise: a paired t-test over the seeds, two-sided at 95 %, each pair of cells by itself. The runs of one seed "
-    "begin with the same policy and see the same prompts in the same order."
+    "Noise: a paired t-test over the seeds, two-sided at 95 %, each pair of cells by itself. The "
+    "runs of one seed begin with the same policy and see the same prompts in the same order."
 )
 
 
@@ -34,7 +36,8 @@ class Finding:
     def __str__(self) -> str:
         where = f"{' / '.join(self.place)}: " if self.place else ""
         same = "".join(
-            f" No weight was changed by what tells {_names(cells)} apart: their runs are the same.{_differ(cells)}"
+            f" No weight was changed by what tells {_names(cells)} apart: their runs are the "
+            f"same.{_differ(cells)}"
             for cells in self.alike
         )
         return f"{where}{self._best()}{same}"
@@ -47,8 +50,13 @@ class Finding:
         elif not self.beaten:
             noise = f", but nothing is best there beyond the noise of {self.seeds} seeds"
         else:
-            level = f", and is not told apart from {_names(self.level)}" if self.level else ""
-            noise = f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}{level}"
+            if self.level:
+                level = f", and is not told apart from {_names(self.level)}"
+            else:
+                level = ""
+            noise = (
+                f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}{level}"
+            )
         largest = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
         return f"{largest}{noise}{_left_out(self.left_out)}."
 
@@ -83,10 +91,12 @@ def _differ(cells: Sequence[Cell]) -> str:
     further = "the smallest grid with a sampler that is further off is python tools/compare_corrections.py by itself"
     if not ratios:
         return f" {further[0].upper()}{further[1:]}."
-    low, high = min(low for low, _ in ratios), max(high for _, high in ratios)
+    low = min(low for low, _ in ratios)
+    high = max(high for _, high in ratios)
     return (
-        f" All ratios of learner and sampler lay in [{low:.3g}, {high:.3g}], and a bound acts inside of that, such as "
-        f"correction.weight.high={1 + (high - 1) / 2:.3g}; {further} (recipes/first_comparison.yaml)."
+        f" All ratios of learner and sampler lay in [{low:.3g}, {high:.3g}], and a bound acts "
+        f"inside of that, such as correction.weight.high={1 + (high - 1) / 2:.3g}; {further} "
+        "(recipes/first_comparison.yaml)."
     )
 
 
@@ -98,14 +108,24 @@ def recommendation(comparison: Comparison) -> str:
         return f"No recommendation: it takes two finished seeds of at least two choices of {axis}."
     if not any(one.beaten for one in judged):
         return f"No choice of {axis} is best anywhere beyond the noise of the seeds: take the cheapest."
-    everywhere = [label for label in judged[0].never_beaten() if all(label in one.never_beaten() for one in judged)]
+    everywhere = [
+        label
+        for label in judged[0].never_beaten()
+        if all(label in one.never_beaten() for one in judged)
+    ]
     if not everywhere:
-        best = "; ".join(f"{' / '.join(one.place)}: {one.best.labels[-1]}" for one in judged if one.beaten)
+        best = "; ".join(
+            f"{' / '.join(one.place)}: {one.best.labels[-1]}" for one in judged if one.beaten
+        )
         return f"No choice of {axis} holds everywhere. Beyond the noise of the seeds: {best}."
     if len(everywhere) == 1:
         return f"Take {everywhere[0]}: no other choice of {axis} is above it anywhere beyond the noise of the seeds."
     times = {cell.labels: cell.mean("step_s") or 0.0 for cell in comparison.cells}
-    timed = {tuple(place) for *place, _ in times if all(times.get((*place, label)) for label in everywhere)}
+    timed = {
+        tuple(place)
+        for *place, _ in times
+        if all(times.get((*place, label)) for label in everywhere)
+    }
     fastest = min(everywhere, key=lambda label: sum(times[*place, label] for place in timed))
     shortest = f" {fastest} has the shortest steps." if timed else ""
     best = f"Take one of {_listed(everywhere)}: nothing is above them anywhere beyond the noise of the seeds."
@@ -120,21 +140,29 @@ def beside_reference(comparison: Comparison) -> Iterator[str]:
     yield f"{reference.name}, which has neither cause of a mismatch: {reference.written(AREA)}."
     for one in findings(comparison):
         difference = (one.best.mean(AREA) or 0.0) - (reference.mean(AREA) or 0.0)
-        above, below = beyond_noise(one.best, reference), beyond_noise(reference, one.best)
-        noise = "one seed" if above is None else "beyond noise" if above or below else "within noise"
+        above = beyond_noise(one.best, reference)
+        below = beyond_noise(reference, one.best)
+        noise = (
+            "one seed" if above is None else "beyond noise" if above or below else "within noise"
+        )
         yield f"{one.best.name} is {difference:+.3f} from it, {noise}."
 
 
 def said(comparison: Comparison) -> list[str]:
     """All of it, the recommendation first."""
-    return [recommendation(comparison), *map(str, findings(comparison)), *beside_reference(comparison)]
+    return [
+        recommendation(comparison),
+        *map(str, findings(comparison)),
+        *beside_reference(comparison),
+    ]
 
 
 def _left_out(cells: Sequence[Cell]) -> str:
     if not cells:
         return ""
     return "; not judged: " + ", ".join(
-        f"{cell.labels[-1]} ({len(cell.finished)} of {len(cell.results)} runs finished)" for cell in cells
+        f"{cell.labels[-1]} ({len(cell.finished)} of {len(cell.results)} runs finished)"
+        for cell in cells
     )
 
 

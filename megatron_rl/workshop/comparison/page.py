@@ -1,4 +1,6 @@
-"""HTML page of tools/compare_corrections.py: a comparison's findings, cells, curves and runs; W&B gets its figures."""
+"""HTML page of tools/compare_corrections.py: a comparison's findings, cells, curves and runs; W&B
+gets its figures.
+"""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +13,16 @@ from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAM
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, said
 from megatron_rl.workshop.reports import pages
-from megatron_rl.workshop.reports.charts import INK, PALETTE, UNIT, add_band, add_bars, add_line, colour, layout
+from megatron_rl.workshop.reports.charts import (
+    INK,
+    PALETTE,
+    UNIT,
+    add_band,
+    add_bars,
+    add_line,
+    colour,
+    layout,
+)
 from megatron_rl.workshop.reports.pages import Named
 from megatron_rl.workshop.reports.report import about
 from megatron_rl.workshop.reports.run_data import RunData
@@ -22,7 +33,9 @@ Table = tuple[list[str], list[list[str | Named]]]
 
 
 def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Path) -> None:
-    """`runs`: those of its cells that can be read. A few are shown beside each other too, as any runs are."""
+    """`runs`: those of its cells that can be read. A few are shown beside each other too, as any
+    runs are.
+    """
     shown = comparison.held(NUMBERS)
     recommended, *findings = said(comparison)
     html = pages.page(
@@ -34,7 +47,9 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
         test=TEST,
         seeds=SEEDS,
         cells=_cells(comparison, shown),
-        numbers=[(NUMBERS[name].title, NUMBERS[name].about) for name in shown if NUMBERS[name].about],
+        numbers=[
+            (NUMBERS[name].title, NUMBERS[name].about) for name in shown if NUMBERS[name].about
+        ],
         sections={heading: found for heading, found in _figures(comparison).items() if found},
         each=_runs(comparison, {run.name: run for run in runs}, output),
         beside=about(runs) if 0 < len(runs) <= len(PALETTE) else None,
@@ -47,7 +62,8 @@ def _cells(comparison: Comparison, shown: Sequence[str]) -> Table:
     last = len(comparison.axes) - 1  # the axis that is compared: its labels have colours
     paints = [colour_of(comparison, cell) for cell in comparison.cells]
     return head, [
-        [*row[:last], Named(row[last], paint), *row[last + 1 :]] for row, paint in zip(rows, paints, strict=True)
+        [*row[:last], Named(row[last], paint), *row[last + 1 :]]
+        for row, paint in zip(rows, paints, strict=True)
     ]
 
 
@@ -56,8 +72,14 @@ def _runs(comparison: Comparison, runs: dict[str, RunData], output: Path) -> Tab
     for one in (one for cell in comparison.cells for one in cell.results):
         run = runs.get(one.name)
         page = run.path / "report.html" if run else None
-        href = os.path.relpath(page, output.parent) if page is not None and page.is_file() else ""
-        values = [f"{one.numbers[key]:{NUMBERS[key].form}}" if key in one.numbers else "" for key in NUMBERS]
+        if page is not None and page.is_file():
+            href = os.path.relpath(page, output.parent)
+        else:
+            href = ""
+        values = [
+            f"{one.numbers[key]:{NUMBERS[key].form}}" if key in one.numbers else ""
+            for key in NUMBERS
+        ]
         rows.append([Named(one.name, href=href), one.state, *values])
     return ["run", "state", *(number.title for number in NUMBERS.values())], rows
 
@@ -67,11 +89,16 @@ def _figures(comparison: Comparison) -> dict[str, list[Panel]]:
     words = f"{SEEDS.capitalize()}{f'; dashed: {beside.name}' if beside else ''}."
     return {
         "Held-out accuracy": panels(comparison, ACCURACY, words, y_range=UNIT),
-        "Mismatch of sampler and learner, k3 KL in nats a token": panels(comparison, MISMATCH, words, log=True),
+        "Mismatch of sampler and learner, k3 KL in nats a token": panels(
+            comparison, MISMATCH, words, log=True
+        ),
         "Effective sample size": panels(comparison, SAMPLE_SIZE, words),
         "What it comes to": [
             Panel(title, f"{SEEDS.capitalize()}.", figure, wide=True)
-            for name, title in ((AREA, "Area under the accuracy curve"), ("step_s", "Time of a step"))
+            for name, title in (
+                (AREA, "Area under the accuracy curve"),
+                ("step_s", "Time of a step"),
+            )
             if (figure := bars(comparison, name))
         ],
     }
@@ -79,11 +106,18 @@ def _figures(comparison: Comparison) -> dict[str, list[Panel]]:
 
 def colour_of(comparison: Comparison, cell: Cell) -> str:
     """A label's colour, the same wherever it is drawn."""
-    return INK if cell.labels == comparison.reference else colour(comparison.compared.index(cell.labels[-1]))
+    if cell.labels == comparison.reference:
+        return INK
+    return colour(comparison.compared.index(cell.labels[-1]))
 
 
 def panels(
-    comparison: Comparison, metric: str, about: str, *, log: bool = False, y_range: tuple[float, float] | None = None
+    comparison: Comparison,
+    metric: str,
+    about: str,
+    *,
+    log: bool = False,
+    y_range: tuple[float, float] | None = None,
 ) -> list[Panel]:
     """One for each place, those of several without anything to draw left out."""
     found = []
@@ -126,7 +160,8 @@ def bars(comparison: Comparison, number: str) -> go.Figure | None:
         "arrayminus": [mean - min(one) for one, mean in zip(values, means, strict=True)],
     }
     figure = go.Figure()
-    paint, names = [colour_of(comparison, cell) for cell in cells], [cell.name for cell in cells]
+    paint = [colour_of(comparison, cell) for cell in cells]
+    names = [cell.name for cell in cells]
     error = {"type": "data", "symmetric": False, "thickness": 1.2, **whiskers}
     add_bars(figure, means, names, paint, "%{x:.3f}", orientation="h", error_x=error)
     layout(figure, hover="closest").update_layout(height=90 + 26 * len(cells), bargap=0.35)

@@ -1,5 +1,6 @@
-"""`megatron-rl replay`: a table of other corrections' metrics on the batches that a run recorded, then of its sessions'
-mismatch and of its busiest experts, where these were recorded; nothing is trained.
+"""`megatron-rl replay`: a table of other corrections' metrics on the batches that a run recorded,
+then of its sessions' mismatch and of its busiest experts, where these were recorded; nothing is
+trained.
 
 Shape suffixes: B sequences, T response positions (right-padded).
 """
@@ -32,21 +33,28 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> str:
-    """The run's own correction and the named presets, with overrides on top, on everything that it recorded."""
+    """The run's own correction and the named presets, with overrides on top, on everything that it
+    recorded.
+    """
     run = RunDir(folder)
     own = recorded_config(run.config)
-    presets = {name: recorded_config(run.config, [f"correction={name}", *overrides]).correction for name in names}
+    presets = {
+        name: recorded_config(run.config, [f"correction={name}", *overrides]).correction
+        for name in names
+    }
     files = recorded_steps(run.rollouts)
     if not files:
-        raise ConfigError(f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded")
+        raise ConfigError(
+            f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded"
+        )
     problems: list[str] = []
     recorded = [one for _, path in files if (one := readable(path, load_recorded, None, problems))]
     if not recorded:
         raise ConfigError("\n".join(problems))
     if any(one.prox_logprobs_BT is None for one in recorded):
         raise ConfigError(
-            f"{run.rollouts}: no learner logprobs were recorded; a run has them with correction.anchor=prox and a "
-            "policy loss"
+            f"{run.rollouts}: no learner logprobs were recorded; a run has them with "
+            "correction.anchor=prox and a policy loss"
         )
     tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
@@ -56,21 +64,29 @@ def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> 
 
 
 def replay(
-    recorded: Sequence[Recorded], corrections: Mapping[str, CorrectionConfig], advantage: AdvantageConfig
+    recorded: Sequence[Recorded],
+    corrections: Mapping[str, CorrectionConfig],
+    advantage: AdvantageConfig,
 ) -> dict[str, dict[str, float]]:
-    """Correction -> its metrics (names without their group), averaged over the steps; the largest weight of all."""
+    """Correction -> its metrics (names without their group), averaged over the steps; the largest
+    weight of all.
+    """
     replayed = {}
     for name, config in corrections.items():
         if config.anchor != Anchor.prox:
             way_out = f"anchor {config.anchor} has its weights only inside the loss; leave it out"
             raise ConfigError(f"correction {name}: {way_out}")
         found = [_metrics(one, config, advantage) for one in recorded]
-        replayed[name] = {key: math.fsum(one[key] for one in found) / len(found) for key in found[0]}
+        replayed[name] = {
+            key: math.fsum(one[key] for one in found) / len(found) for key in found[0]
+        }
         replayed[name]["rollout_is_max"] = max(one["rollout_is_max"] for one in found)
     return replayed
 
 
-def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig) -> dict[str, float]:
+def _metrics(
+    recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig
+) -> dict[str, float]:
     assert recorded.prox_logprobs_BT is not None
     batch, stale = without_stale(recorded.batch, config, recorded.version)
     correction, _ = correct(recorded.prox_logprobs_BT, batch, config, advantage)
@@ -78,7 +94,9 @@ def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageC
 
 
 def expert_table(recorded: Sequence[Recorded]) -> str:
-    """Where the sampler has sent the tokens, by layer, of steps that recorded it (log.record_experts)."""
+    """Where the sampler has sent the tokens, by layer, of steps that recorded it
+    (log.record_experts).
+    """
     told = [one.batch.experts_PLK for one in recorded if one.batch.experts_PLK is not None]
     if not told:
         return ""
@@ -87,14 +105,27 @@ def expert_table(recorded: Sequence[Recorded]) -> str:
         chosen = chosen_NK[chosen_NK[:, 0] != NO_EXPERT].flatten().long()
         if len(chosen):
             shares = chosen.bincount() / len(chosen)
-            rows.append([str(layer), f"{int((shares > 0).sum())}", f"{int(shares.argmax())}", f"{shares.max():.1%}"])
+            rows.append(
+                [
+                    str(layer),
+                    f"{int((shares > 0).sum())}",
+                    f"{int(shares.argmax())}",
+                    f"{shares.max():.1%}",
+                ]
+            )
     return "\n".join(["\n", *table(("layer", "experts used", "busiest", "its share"), rows)])
 
 
 def describe(replayed: Mapping[str, Mapping[str, float]]) -> str:
     head = ["correction", *(label for label, _ in COLUMNS.values())]
     rows = [
-        [name, *(format(metrics[key], form) if key in metrics else "" for key, (_, form) in COLUMNS.items())]
+        [
+            name,
+            *(
+                format(metrics[key], form) if key in metrics else ""
+                for key, (_, form) in COLUMNS.items()
+            ),
+        ]
         for name, metrics in replayed.items()
     ]
     return "\n".join(table(head, rows))

@@ -1,5 +1,6 @@
-"""Logs a comparison at W&B, where its runs were logged there, as one more run in their group: tables of runs and cells,
-curves, bars, and the findings."""
+"""Logs a comparison at W&B, where its runs were logged there, as one more run in their group:
+tables of runs and cells, curves, bars, and the findings.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,23 +22,33 @@ JOB_TYPE = "comparison"
 
 
 def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path) -> str:
-    """Log a comparison at W&B; returns where it is seen or how it is sent there, empty where runs were not logged."""
+    """Log a comparison at W&B; returns where it is seen or how it is sent there, empty where runs
+    were not logged.
+    """
     asked = {Wandb(run.setting("log.wandb", "none")) for run in runs} - {Wandb.none}
     if not asked:
         return ""
-    mode = Wandb.online if Wandb.online in asked else Wandb.auto if Wandb.auto in asked else Wandb.offline
+    mode = (
+        Wandb.online
+        if Wandb.online in asked
+        else Wandb.auto
+        if Wandb.auto in asked
+        else Wandb.offline
+    )
     folder.mkdir(parents=True, exist_ok=True)
     figure = folder / f"{comparison.name}.svg"
     write_whole(figure, comparison_svg(comparison))
     about = {"axes": list(comparison.axes), "reference": list(comparison.reference or ())}
     logged = WandbRun(about, folder, resolve_mode(mode), job_type=JOB_TYPE, group=comparison.name)
     wandb = logged.wandb
-    logged.run.log({
-        "runs": wandb.Table(*_runs(comparison, {run.name: run for run in runs})),
-        "cells": wandb.Table(*_cells(comparison)),
-        "learning curves": wandb.Html(figure.read_text(encoding="utf-8")),
-        **_figures(comparison),
-    })  # fmt: skip
+    logged.run.log(
+        {
+            "runs": wandb.Table(*_runs(comparison, {run.name: run for run in runs})),
+            "cells": wandb.Table(*_cells(comparison)),
+            "learning curves": wandb.Html(figure.read_text(encoding="utf-8")),
+            **_figures(comparison),
+        }
+    )
     logged.run.summary.update(_summary(comparison))
     where = logged.where
     logged.finish(0)
@@ -45,7 +56,9 @@ def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], list[list[Any]]]:
-    """One row for each run: its labels, its seed, how it ended, its numbers, and its correction key by key."""
+    """One row for each run: its labels, its seed, how it ended, its numbers, and its correction key
+    by key.
+    """
     corrections = {name: _correction(run) for name, run in runs.items()}
     keys = list(dict.fromkeys(key for one in corrections.values() for key in one))
     head = ["run", "id", *comparison.axes, "seed", "state", *NUMBERS, *keys]
@@ -53,8 +66,12 @@ def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], 
     for cell in comparison.cells:
         for one in cell.results:
             mine = corrections.get(one.name, {})
-            values = [one.numbers.get(name) for name in NUMBERS] + [_text(mine.get(key)) for key in keys]
-            rows.append([one.name, _id(runs.get(one.name)), *cell.labels, one.seed, one.state, *values])
+            values = [one.numbers.get(name) for name in NUMBERS] + [
+                _text(mine.get(key)) for key in keys
+            ]
+            rows.append(
+                [one.name, _id(runs.get(one.name)), *cell.labels, one.seed, one.state, *values]
+            )
     return head, rows
 
 
@@ -64,7 +81,10 @@ def _correction(run: RunData) -> dict[str, Any]:
 
 def _cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
     head = [*comparison.axes, "finished", *NUMBERS]
-    rows = [[*cell.labels, len(cell.finished), *(cell.mean(number) for number in NUMBERS)] for cell in comparison.cells]
+    rows = [
+        [*cell.labels, len(cell.finished), *(cell.mean(number) for number in NUMBERS)]
+        for cell in comparison.cells
+    ]
     return head, rows
 
 
@@ -72,7 +92,10 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
     shown = {
         f"accuracy/{panel.title}": panel.figure
         for panel in panels(comparison, ACCURACY, "", y_range=UNIT)
-    } | {f"mismatch/{panel.title}": panel.figure for panel in panels(comparison, MISMATCH, "", log=True)}  # fmt: skip
+    } | {
+        f"mismatch/{panel.title}": panel.figure
+        for panel in panels(comparison, MISMATCH, "", log=True)
+    }
     area = bars(comparison, AREA)
     return {**shown, **({"area": area} if area else {})}
 
@@ -91,7 +114,9 @@ def _summary(comparison: Comparison) -> dict[str, Any]:
 def _id(run: RunData | None) -> str:
     """The run's own id at W&B."""
     path = run.path / ID if run else None
-    return path.read_text(encoding="utf-8").strip() if path and path.is_file() else ""
+    if path and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    return ""
 
 
 def _text(value: Any) -> str:

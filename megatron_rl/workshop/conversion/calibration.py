@@ -1,7 +1,9 @@
-"""Calibration of `tools/convert.py quantize` on texts: maxima of activations by a learner, for smoothing; FP8 and NVFP4
-by modelopt. `verify` takes its texts from here, and the models that score them.
+"""Calibration of `tools/convert.py quantize` on texts: maxima of activations by a learner, for
+smoothing; FP8 and NVFP4 by modelopt. `verify` takes its texts from here, and the models that score
+them.
 
-modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form, without INT8.
+modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified
+form, without INT8.
 """
 
 from __future__ import annotations
@@ -37,15 +39,20 @@ MODELOPT = ("modelopt_fp8", "modelopt_fp8_kv", "modelopt_nvfp4")
 def token_rows(given: str, folder: Path) -> list[tuple[int, ...]]:
     """Token ids of texts, with the tokenizer of `folder`.
 
-    `given`: a file of texts, one a line (.txt), a data set as `data.train` takes it, or a preset of conf/data.
+    `given`: a file of texts, one a line (.txt), a data set as `data.train` takes it, or a preset of
+    conf/data.
     """
-    tokenizer, path = FolderTokenizer(folder), Path(given)
+    tokenizer = FolderTokenizer(folder)
+    path = Path(given)
     if path.suffix == ".txt" and path.is_file():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows = [tuple(ids) for ids in tokenizer.encode_texts(lines[:SAMPLES], LONGEST)]
     else:
         data = from_base({}, [f"data.train={path}"] if path.exists() else [f"data={given}"]).data
-        rows = [prompt.token_ids for prompt in load_dataset("train", data, tokenizer, LONGEST).prompts[:SAMPLES]]
+        rows = [
+            prompt.token_ids
+            for prompt in load_dataset("train", data, tokenizer, LONGEST).prompts[:SAMPLES]
+        ]
     rows = [row[:LONGEST] for row in rows if len(row) > 1]
     if not rows:
         raise ConfigError(f"{given} holds no text of two tokens or more")
@@ -56,7 +63,9 @@ def batch_of(rows: Rows) -> Batch:
     """Every token but the first is asked for."""
     parts = [(row[1:], [0.0] * (len(row) - 1), written(len(row) - 1)) for row in rows]
     prompts = [Prompt(number, row[:1], "", {}) for number, row in enumerate(rows)]
-    rollouts = [Rollout(one, one.id, 0, *part, "stop", 0) for one, part in zip(prompts, parts, strict=True)]
+    rollouts = [
+        Rollout(one, one.id, 0, *part, "stop", 0) for one, part in zip(prompts, parts, strict=True)
+    ]
     return collate([Scored(rollout, reward=0.0) for rollout in rollouts])
 
 
@@ -68,9 +77,14 @@ def coverage(given: str, rows: Rows, seen: float) -> str:
 
 
 @contextmanager
-def learner_at(source: Source, quantization: QuantizationSection | None = None) -> Iterator[Learner]:
+def learner_at(
+    source: Source, quantization: QuantizationSection | None = None
+) -> Iterator[Learner]:
     """The model in this process alone, with the weights of `source`."""
-    from megatron_rl.learner.learner import Learner  # megatron: seconds that other conversions need not wait for
+    # megatron: seconds that other conversions need not wait for
+    from megatron_rl.learner.learner import (
+        Learner,
+    )
     from megatron_rl.learner.policy import Sections
 
     config = Config(quantization=quantization or QuantizationSection())
@@ -83,9 +97,12 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
 
 
 def activation_amax(source: Source, given: str) -> tuple[torch.Tensor, str]:
-    """[layer, norm, channel]: the largest magnitude of each norm's output; and how much was looked at."""
+    """[layer, norm, channel]: the largest magnitude of each norm's output; and how much was looked
+    at.
+    """
     rows = token_rows(given, source.folder)
-    with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:  # any: it is what makes a learner look
+    # any: it is what makes a learner look
+    with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:
         learner.logprobs(batch_of(rows))
         amax_LNH = learner.take_activation_amax().cpu()
     return amax_LNH, coverage(given, rows, float((amax_LNH > 0).float().mean()))
@@ -99,7 +116,9 @@ def transformers_model(source: Source) -> Any:
     )
 
 
-def export_by_modelopt(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> float:
+def export_by_modelopt(
+    source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]
+) -> float:
     """The share of modelopt's input quantizers that saw data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,10 +127,14 @@ def export_by_modelopt(source: Source, folder: Path, format: str, rows: Rows, ig
         from modelopt.torch.quantization.nn import TensorQuantizer
         from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
 
-        wanted = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG if format == "modelopt_nvfp4" else mtq.FP8_DEFAULT_CFG)
+        wanted = copy.deepcopy(
+            mtq.NVFP4_DEFAULT_CFG if format == "modelopt_nvfp4" else mtq.FP8_DEFAULT_CFG
+        )
         if format == "modelopt_fp8_kv":
             wanted = update_quant_cfg_with_kv_cache_quant(wanted, mtq.FP8_KV_CFG["quant_cfg"])
-        wanted["quant_cfg"] += [{"quantizer_name": f"*{name}.*", "enable": False} for name in ignore]
+        wanted["quant_cfg"] += [
+            {"quantizer_name": f"*{name}.*", "enable": False} for name in ignore
+        ]
 
         def forward(model: Any) -> None:
             with torch.no_grad():
@@ -124,6 +147,8 @@ def export_by_modelopt(source: Source, folder: Path, format: str, rows: Rows, ig
     inputs = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, TensorQuantizer) and name.endswith("input_quantizer") and module.is_enabled
+        if isinstance(module, TensorQuantizer)
+        and name.endswith("input_quantizer")
+        and module.is_enabled
     ]
     return sum(module.amax is not None for module in inputs) / max(len(inputs), 1)

@@ -1,13 +1,17 @@
-"""`tools/convert.py dequantize`: quantized weights, whoever made them -> plain BF16 ones, which a learner can train;
-and, for `verify`, how far rounding may have moved each value.
+"""`tools/convert.py dequantize`: quantized weights, whoever made them -> plain BF16 ones, which a
+learner can train; and, for `verify`, how far rounding may have moved each value.
 
 A module's weight is one of
 
     weight, weight_scale [, weight_zero_point]          int8, float8: (weight - zero) * scale
-    weight, weight_scale_inv                            float8 of DeepSeek: weight * scale, in blocks
-    weight, weight_scale, weight_scale_2                two FP4 in a byte: weight * scale * scale_2 (modelopt)
-    weight_packed, weight_scale, weight_global_scale    two FP4 in a byte: weight * scale / global (llm-compressor)
-    weight_packed, weight_scale, weight_shape           integers of 4 or 8 bits in words of 32 (llm-compressor)
+    weight, weight_scale_inv                            float8 of DeepSeek: weight * scale, in
+    blocks
+    weight, weight_scale, weight_scale_2                two FP4 in a byte: weight * scale * scale_2
+    (modelopt)
+    weight_packed, weight_scale, weight_global_scale    two FP4 in a byte: weight * scale / global
+    (llm-compressor)
+    weight_packed, weight_scale, weight_shape           integers of 4 or 8 bits in words of 32
+    (llm-compressor)
 
 A scale is for the whole tensor, for each output row, for groups of a row's columns, or for blocks.
 O output features, I input features.
@@ -25,21 +29,45 @@ from torch import Tensor
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.quantization.formats import BLOCK
 from megatron_rl.workshop.conversion.exports import Beside, write_folder
-from megatron_rl.workshop.conversion.sources import QUANTIZATION_FILE, QUANTIZATION_KEYS, Get, Source, Weights
+from megatron_rl.workshop.conversion.sources import (
+    QUANTIZATION_FILE,
+    QUANTIZATION_KEYS,
+    Get,
+    Source,
+    Weights,
+)
 
 DTYPE = "bfloat16"
 ROWS_ELEMENTS = 1 << 17  # of FP32 values at once
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 QUANTIZED_DTYPES = frozenset({"int8", "uint8", "float8_e4m3fn"})
 PARTS = (
-    "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
-    "weight_zero_point", "weight_shape",
-)  # fmt: skip
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_shape",
+)
 # of activations and of a quantized cache: a plain model has none
 DROPPED = (
-    "input_scale", "input_scale_inv", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
-    "k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point", "activation_scale",
-)  # fmt: skip
+    "input_scale",
+    "input_scale_inv",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "kv_scale",
+    "prob_scale",
+    "k_zero_point",
+    "v_zero_point",
+    "activation_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -62,12 +90,15 @@ def dequantize_folder(source: Source, target: Path) -> None:
     key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
     changes = dict.fromkeys(QUANTIZATION_KEYS) | {key: DTYPE}
     beside = Beside(source.folder, changes, without=(QUANTIZATION_FILE,))
-    write_folder(dequantized(source.weights, source.quantization), target, beside, "dequantize", [source])
+    write_folder(
+        dequantized(source.weights, source.quantization), target, beside, "dequantize", [source]
+    )
 
 
 def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
     """`config`: what config.json says of the quantization."""
-    known, modules = meaning(config), modules_of(weights)
+    known = meaning(config)
+    modules = modules_of(weights)
     specs: dict[str, TensorSpec] = {}
     for name, spec in weights.specs.items():
         module, suffix = part_of(name)
@@ -108,7 +139,9 @@ def modules_of(weights: Weights) -> dict[str, list[str]]:
         if held.keys() == {"weight"} and weights.specs[name].dtype not in QUANTIZED_DTYPES:
             continue
         if not scaled & {"weight_scale", "weight_scale_inv"}:
-            raise ValueError(f"{name} is {weights.specs[name].dtype}, but there is no {module}.weight_scale")
+            raise ValueError(
+                f"{name} is {weights.specs[name].dtype}, but there is no {module}.weight_scale"
+            )
         found[module] = list(held.values())
     return found
 
@@ -116,20 +149,31 @@ def modules_of(weights: Weights) -> dict[str, list[str]]:
 def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...]:
     """The shape of the plain weight; ValueError where its scales are not for one."""
     stored = next((name for name in names if name.endswith(".weight_shape")), None)
-    given = tuple(map(int, weights.open()(stored).tolist())) if stored else None
+    if stored:
+        given = tuple(map(int, weights.open()(stored).tolist()))
+    else:
+        given = None
     parts = {part_of(name)[1]: weights.specs[name] for name in names}
-    stored_as = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+    if "weight_packed" in parts:
+        stored_as = parts["weight_packed"]
+    else:
+        stored_as = parts["weight"]
     rows, *columns = stored_as.shape
     shape = given or stored_as.shape
     if given is None and (stored_as.dtype == "uint8" or "weight_packed" in parts):  # two in a byte
         shape = (rows, *(2 * count for count in columns))
     if len(shape) != 2:
         raise ValueError(f"{names[0]} is quantized, but no matrix: its shape is {list(shape)}")
-    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    if "weight_scale" in parts:
+        scale = parts["weight_scale"]
+    else:
+        scale = parts["weight_scale_inv"]
     blocks = tuple(-(-length // size) for length, size in zip(shape, known.block, strict=True))
     in_groups = len(scale.shape) == 2 and scale.shape[0] == shape[0] and scale.shape[1] <= shape[1]
     if math.prod(scale.shape) != 1 and scale.shape not in (shape[:1], blocks) and not in_groups:
-        raise ValueError(f"{scale.name} is {list(scale.shape)}, which is no scale of a weight of {list(shape)}")
+        raise ValueError(
+            f"{scale.name} is {list(scale.shape)}, which is no scale of a weight of {list(shape)}"
+        )
     return shape
 
 
@@ -140,21 +184,33 @@ def portions(shape: tuple[int, ...], known: Meaning) -> Iterator[slice]:
 
 
 def meaning(config: Mapping[str, Any]) -> Meaning:
-    """Block sizes and bits; compressed-tensors has them in groups of layers, which have to agree on them."""
+    """Block sizes and bits; compressed-tensors has them in groups of layers, which have to agree on
+    them.
+    """
     groups = config.get("config_groups")
-    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+    if isinstance(groups, Mapping):
+        weights = [group.get("weights") or {} for group in groups.values()]
+    else:
+        weights = []
     given = [config.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
     blocks = {(int(high), int(wide)) for high, wide in filter(None, given)}
-    bits = {int(one["num_bits"]) for one in weights if one.get("type") == "int" and one.get("num_bits")}
+    bits = {
+        int(one["num_bits"]) for one in weights if one.get("type") == "int" and one.get("num_bits")
+    }
     if len(blocks) > 1 or len(bits) > 1:
-        raise ValueError(f"layers that are quantized in different ways are not read: blocks {blocks}, bits {bits}")
+        raise ValueError(
+            f"layers that are quantized in different ways are not read: blocks {blocks}, bits "
+            f"{bits}"
+        )
     return Meaning(next(iter(blocks), (BLOCK, BLOCK)), next(iter(bits), 8))
 
 
 def restore(
     parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """FP32 values of some rows of the weight, which begin with a block; how far rounding may have moved each."""
+    """FP32 values of some rows of the weight, which begin with a block; how far rounding may have
+    moved each.
+    """
     count = len(range(*rows.indices(shape[0])))
     codes_OI, kind = _codes(parts, rows, shape, meaning)
 
@@ -174,7 +230,9 @@ def restore(
     return codes_OI * scale, lambda: _half_steps(codes_OI, kind) * scale
 
 
-def _codes(parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning) -> tuple[Tensor, str]:
+def _codes(
+    parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning
+) -> tuple[Tensor, str]:
     if "weight_packed" in parts and "weight_shape" in parts:
         return _integers(parts["weight_packed"][rows], shape[1], meaning.bits), "integer"
     stored_OI = (parts["weight_packed"] if "weight_packed" in parts else parts["weight"])[rows]
@@ -192,14 +250,18 @@ def _half_steps(codes_OI: Tensor, kind: str) -> Tensor:
     return (codes_OI.abs() / 4).clamp(min=0.25)
 
 
-def _spread(scale: Tensor, rows: slice, shape: tuple[int, ...], count: int, block: tuple[int, int]) -> Tensor:
+def _spread(
+    scale: Tensor, rows: slice, shape: tuple[int, ...], count: int, block: tuple[int, int]
+) -> Tensor:
     """A scale for every element of these rows, or one that is broadcast over them."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     if scale.shape[0] == shape[0]:
         some = scale[rows].reshape(count, -1)
         groups = some.shape[1]
-        return some if groups == 1 else some.repeat_interleave(-(-shape[1] // groups), 1)[:, : shape[1]]
+        if groups == 1:
+            return some
+        return some.repeat_interleave(-(-shape[1] // groups), 1)[:, : shape[1]]
     high, wide = block
     some = scale[rows.start // high : -(-(rows.start + count) // high)]
     spread = some[:, None, :, None].expand(-1, high, -1, wide)
@@ -214,7 +276,9 @@ def _fp4(packed_OJ: Tensor) -> Tensor:
 
 
 def _integers(packed_OJ: Tensor, columns: int, bits: int) -> Tensor:
-    """Words of 32 bits hold the columns in turn, the first in the lowest bits, each as its distance from the least."""
+    """Words of 32 bits hold the columns in turn, the first in the lowest bits, each as its distance
+    from the least.
+    """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (packed_OJ.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(1)[:, :columns].float() - (1 << (bits - 1))

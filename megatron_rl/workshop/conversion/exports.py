@@ -1,5 +1,7 @@
-"""`tools/convert.py export` (plain weights -> a Hugging Face folder, an import's as it was to the byte), and the writer
-of the folders that dequantize and quantize make, too: safetensors files, their index, config, tokenizer."""
+"""`tools/convert.py export` (plain weights -> a Hugging Face folder, an import's as it was to the
+byte), and the writer of the folders that dequantize and quantize make, too: safetensors files,
+their index, config, tokenizer.
+"""
 
 import json
 import shutil
@@ -12,7 +14,13 @@ from torch import Tensor
 
 from megatron_rl.config.schema import KEPT
 from megatron_rl.files import write_whole
-from megatron_rl.models.hf_folder import FILE_BYTES, SafetensorsWriter, index_of, make_header, packed
+from megatron_rl.models.hf_folder import (
+    FILE_BYTES,
+    SafetensorsWriter,
+    index_of,
+    make_header,
+    packed,
+)
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import (
     EMBEDDING,
@@ -27,7 +35,9 @@ from megatron_rl.models.weight_files import (
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_folder
 from megatron_rl.workshop.conversion.work import Done, begun, shared_out, side_by_side
 
-HEADERS, EXTRAS = "headers", "extras"  # of what an import keeps: imports.py
+# of what an import keeps: imports.py
+HEADERS = "headers"
+EXTRAS = "extras"
 
 
 @dataclass(frozen=True)
@@ -37,12 +47,14 @@ class Beside:
     folder: Path  # of config.json, tokenizer, chat template, generation defaults
     changes: Mapping[str, Any] = field(default_factory=dict)
     without: Sequence[str] = ()  # files of it that do not belong to what is made
-    headers: Mapping[str, bytes] = field(default_factory=dict)  # of the files as they stood: they are made again
+    # of the files as they stood: they are made again
+    headers: Mapping[str, bytes] = field(default_factory=dict)
     index: Path | None = None
 
 
 def export_folder(source: Source, target: Path) -> None:
-    weights, beside = source.plain, Beside(source.folder)
+    weights = source.plain
+    beside = Beside(source.folder)
     if source.folder == source.path / KEPT:
         beside = _as_it_stood(source.folder)
     if beside.headers:
@@ -74,7 +86,10 @@ def write_folder(
             write_whole(work.path / "config.json", json.dumps(left, indent=2) + "\n")
         if beside.index is not None:
             shutil.copyfile(beside.index, work.path / INDEX)
-        elif not beside.headers and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None:
+        elif (
+            not beside.headers
+            and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None
+        ):
             write_whole(work.path / INDEX, json.dumps(index, indent=2) + "\n")
         work.publish(of_folder(work.path), **about)
 
@@ -82,20 +97,28 @@ def write_folder(
 def _headers(weights: Weights, beside: Beside) -> dict[str, bytes]:
     """File -> header; ValueError where the files as they stood do not fit these weights."""
     if not beside.headers:
-        return {file: make_header(specs) for file, specs in packed(weights.specs.values(), FILE_BYTES).items()}
+        return {
+            file: make_header(specs)
+            for file, specs in packed(weights.specs.values(), FILE_BYTES).items()
+        }
     placed: set[str] = set()
     for file, raw in beside.headers.items():
         for name, entry in header_entries(raw, Path(file)).items():
             spec = weights.specs.get(name)
             if spec is None or (entry.dtype, entry.shape) != (DTYPES[spec.dtype][0], spec.shape):
-                held = "nothing of that name" if spec is None else f"{DTYPES[spec.dtype][0]} {list(spec.shape)}"
+                if spec is None:
+                    held = "nothing of that name"
+                else:
+                    held = f"{DTYPES[spec.dtype][0]} {list(spec.shape)}"
                 raise ValueError(
-                    f"the header of {file} has a place for {name} as {entry.dtype} {list(entry.shape)}, the weights "
-                    f"hold {held}; import the model again"
+                    f"the header of {file} has a place for {name} as {entry.dtype} "
+                    f"{list(entry.shape)}, the weights hold {held}; import the model again"
                 )
             placed.add(name)
     if lost := sorted(weights.specs.keys() - placed):
-        raise ValueError(f"{lost[0]} has no place in the files as they stood; import the model again")
+        raise ValueError(
+            f"{lost[0]} has no place in the files as they stood; import the model again"
+        )
     return dict(beside.headers)
 
 
@@ -112,7 +135,9 @@ def _write_file(path: Path, raw: bytes, weights: Weights, verb: str) -> dict[str
                 try:
                     writer.add(name, tensor)
                 except OSError as error:
-                    raise OSError(error.errno, f"{error.strerror}, at the tensor {name}", str(path)) from error
+                    raise OSError(
+                        error.errno, f"{error.strerror}, at the tensor {name}", str(path)
+                    ) from error
                 digests[name] = digest(tensor)
                 del tensor  # before the next one is read
                 done(held[name])
@@ -127,24 +152,44 @@ def _as_it_stood(kept: Path) -> Beside:
     files = sorted((kept / HEADERS).glob("*.header"))
     refuse_links_out(kept, [f"{HEADERS}/{file.name}" for file in files])
     for file in files:
-        if not is_plain_name(file.name.removesuffix(".header")) or file.stat().st_size > LARGEST_HEADER:
-            raise ValueError(f"{file} is not the header of a file of weights; import the model again")
+        if (
+            not is_plain_name(file.name.removesuffix(".header"))
+            or file.stat().st_size > LARGEST_HEADER
+        ):
+            raise ValueError(
+                f"{file} is not the header of a file of weights; import the model again"
+            )
     headers = {file.name.removesuffix(".header"): file.read_bytes() for file in files}
-    return Beside(kept, headers=headers, index=kept / INDEX if headers and (kept / INDEX).is_file() else None)
+    return Beside(
+        kept, headers=headers, index=kept / INDEX if headers and (kept / INDEX).is_file() else None
+    )
 
 
 def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
-    """Adds tensors that the checkpoint itself has no place for: extras, and a second copy of tied embeddings."""
-    specs, same = dict(weights.specs), dict[str, str]()
-    if tied and any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
-        specs[TIED_COPY], same[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY), EMBEDDING
+    """Adds tensors that the checkpoint itself has no place for: extras, and a second copy of tied
+    embeddings.
+    """
+    specs = dict(weights.specs)
+    same = dict[str, str]()
+    if tied and any(
+        TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()
+    ):
+        specs[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY)
+        same[TIED_COPY] = EMBEDDING
     kept = beside.folder / EXTRAS
-    extras = of_folder(kept) if kept.is_dir() else Weights({}, weights.open)
+    if kept.is_dir():
+        extras = of_folder(kept)
+    else:
+        extras = Weights({}, weights.open)
     if both := extras.specs.keys() & specs.keys():
-        raise ValueError(f"{kept} holds {min(both)}, which the checkpoint has itself; import the model again")
+        raise ValueError(
+            f"{kept} holds {min(both)}, which the checkpoint has itself; import the model again"
+        )
     extra = extras.open()
 
     def made(name: str, get: Get) -> Tensor:
-        return extra(name) if name in extras.specs else get(same.get(name, name))
+        if name in extras.specs:
+            return extra(name)
+        return get(same.get(name, name))
 
     return weights.made_into({**specs, **extras.specs}, made)

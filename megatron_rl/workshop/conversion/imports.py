@@ -1,6 +1,8 @@
-"""`tools/convert.py import`: a Hugging Face folder -> a torch_dist checkpoint, which learners of every layout load.
+"""`tools/convert.py import`: a Hugging Face folder -> a torch_dist checkpoint, which learners of
+every layout load.
 
-Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an export needs to give the folder back:
+Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an export needs to give
+the folder back:
   config.json, tokenizer, ...    as they were
   model.safetensors.index.json   where there was one
   headers/                       of each file of weights: which tensor lies where in it
@@ -23,7 +25,14 @@ from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
 from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import reuse_memory
-from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
+from megatron_rl.models.weight_files import (
+    EMBEDDING,
+    HARMLESS,
+    INDEX,
+    TIED_COPY,
+    companions,
+    refuse_links_out,
+)
 from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
 from megatron_rl.workshop.conversion.sources import Source, Weights, digest, of_checkpoint
 from megatron_rl.workshop.conversion.work import Done, begun, side_by_side
@@ -33,14 +42,21 @@ FILE_BYTES = 1 << 28  # what each thread of an interrupted conversion does again
 
 def import_folder(source: Source, target: Path) -> None:
     if not source.is_folder:
-        raise ValueError(f"{source.path} is a checkpoint already; import takes a Hugging Face folder")
-    weights, shape = source.plain, source.shape
+        raise ValueError(
+            f"{source.path} is a checkpoint already; import takes a Hugging Face folder"
+        )
+    weights = source.plain
+    shape = source.shape
     folder = HfFolder(source.path)
     refuse_links_out(folder.path, [*companions(folder.path), INDEX])
     source.refuse_misfits()
-    get, twice = weights.open(), shape.tied and TIED_COPY in weights.specs
+    get = weights.open()
+    twice = shape.tied and TIED_COPY in weights.specs
     if twice and digest(get(TIED_COPY)) != digest(get(EMBEDDING)):
-        raise ValueError(f"{folder.path}: config.json ties the embeddings, but {TIED_COPY} differs from {EMBEDDING}")
+        raise ValueError(
+            f"{folder.path}: config.json ties the embeddings, but {TIED_COPY} differs from "
+            f"{EMBEDDING}"
+        )
     extras = [name for name in weights.specs if name.endswith(HARMLESS)]
     files = _files(weights, shape)
     sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
@@ -57,7 +73,9 @@ def import_folder(source: Source, target: Path) -> None:
                 done(tensor.nbytes)
                 return tensor
 
-            blocks = (torch_dist.blocks(param, shape, map(taken, param.hf)) for param in files[file])
+            blocks = (
+                torch_dist.blocks(param, shape, map(taken, param.hf)) for param in files[file]
+            )
             written[file] = write_blocks(work.path / file, chain.from_iterable(blocks))
             work.digests.update(digests)
 
@@ -74,7 +92,9 @@ def _files(weights: Weights, shape: ModelShape) -> dict[str, list[Param]]:
     size = 0
     for param in stored_params(shape):
         if len({weights.specs[name].dtype for name in param.hf}) > 1:
-            raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
+            raise CheckpointError(
+                f"{', '.join(param.hf)} have different dtypes but share one megatron parameter"
+            )
         size += _nbytes(param, weights)
         if not groups or size > FILE_BYTES:
             groups.append([])

@@ -1,4 +1,6 @@
-"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, misfits, and the next command."""
+"""`tools/convert.py inspect`: kind, model, precision, quantization of stored weights, misfits, and
+the next command.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -31,7 +33,8 @@ def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspe
     if (Path(given) / LOCK).is_file():
         raise ConfigError(f"{given} is incomplete; give the command that began it again")
     source = find(given, hf)
-    weights, quantized = source.weights, source.quantization is not None
+    weights = source.weights
+    quantized = source.quantization is not None
     rows = [("kind", _kind(source)), ("weights", str(source.path))]
     if source.folder != source.path:
         rows.append(("config.json", str(source.folder)))
@@ -44,19 +47,26 @@ def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspe
     sizes = Counter[str]()
     for spec in weights.specs.values():
         sizes[DTYPES[spec.dtype][0]] += spec.nbytes
-    shares = (f"{dtype} {nbytes / max(weights.nbytes, 1):.1%}" for dtype, nbytes in sizes.most_common())
+    shares = (
+        f"{dtype} {nbytes / max(weights.nbytes, 1):.1%}" for dtype, nbytes in sizes.most_common()
+    )
     rows += [
         ("precision", ", ".join(shares)),
         ("quantization", _quantization(source)),
         ("size", f"{weights.nbytes / 1e9:.3g} GB in {len(weights.specs)} tensors"),
         ("checksum", _checksum(source, checksum)),
     ]
-    step = f"import {given} CHECKPOINT" if known else f"verify {given} OTHER_FOLDER"
+    if known:
+        step = f"import {given} CHECKPOINT"
+    else:
+        step = f"verify {given} OTHER_FOLDER"
     if quantized:
         step = f"dequantize {given} PLAIN_FOLDER"
     elif not source.is_folder:
         step = f"export {given} HF_FOLDER"
-    return Inspection(rows, source.misfits if known and not quantized else [], f"python tools/convert.py {step}")
+    return Inspection(
+        rows, source.misfits if known and not quantized else [], f"python tools/convert.py {step}"
+    )
 
 
 def _kind(source: Source) -> str:
@@ -66,23 +76,36 @@ def _kind(source: Source) -> str:
         return f"PEFT's adapters, of the model {source.folder}"
     if source.path.name == checkpoints.POLICY and source.run:
         found = checkpoints.read(source.path.parent)
-        layout = " ".join(f"{name}={size}" for name, size in found.layout.items() if size and size != 1)
+        layout = " ".join(
+            f"{name}={size}" for name, size in found.layout.items() if size and size != 1
+        )
         return f"checkpoint of step {found.step} of the run {source.run.name}, saved under {layout or 'one rank'}"
     imported = (source.path / KEPT).is_dir()
-    return "torch_dist checkpoint, " + ("an import: any layout loads it" if imported else "of megatron-core")
+    return "torch_dist checkpoint, " + (
+        "an import: any layout loads it" if imported else "of megatron-core"
+    )
 
 
 def _model(source: Source, shape: ModelShape) -> Rows:
     heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
-    experts = f", {shape.experts} experts of width {shape.expert_ffn}" if shape.experts else ""
+    if shape.experts:
+        experts = f", {shape.experts} experts of width {shape.expert_ffn}"
+    else:
+        experts = ""
     vocabulary = f"{shape.vocab}, embeddings {'tied' if shape.tied else 'not tied'}"
     if not source.is_folder and source.adapters is None:
         tensors = read_index(source.path)
         name = f"{prefix(tensors)}embedding.word_embeddings.weight"
-        vocabulary += f", stored in {tensors[name].size[0] if name in tensors else shape.vocab} rows"
+        vocabulary += (
+            f", stored in {tensors[name].size[0] if name in tensors else shape.vocab} rows"
+        )
     return [
         ("family", f"{shape.family}, {parameters(shape) / 1e9:.3g} billion parameters"),
-        ("sizes", f"{shape.layers} layers, hidden {shape.hidden}, {heads}, intermediate {shape.ffn}{experts}"),
+        (
+            "sizes",
+            f"{shape.layers} layers, hidden {shape.hidden}, {heads}, intermediate "
+            f"{shape.ffn}{experts}",
+        ),
         ("vocabulary", vocabulary),
     ]
 
@@ -94,12 +117,19 @@ def _quantization(source: Source) -> str:
     method = str(config.get("quant_method", "unknown"))
     if method == "compressed-tensors":
         makers = {PARITY: "this project", "recipe.yaml": "llm-compressor"}
-        by = next((maker for file, maker in makers.items() if (source.folder / file).is_file()), "an unknown tool")
+        by = next(
+            (maker for file, maker in makers.items() if (source.folder / file).is_file()),
+            "an unknown tool",
+        )
         return f"{config.get('format', method)}, by {by}"
     if method == "fp8":
         block = str(config.get("weight_block_size") or "").strip("[]").replace(", ", "x")
-        return f"fp8 in blocks of {block}, as DeepSeek's" if block else "fp8 per tensor"
-    return f"{config.get('quant_algo', method)}, by modelopt" if method.startswith("modelopt") else method
+        if block:
+            return f"fp8 in blocks of {block}, as DeepSeek's"
+        return "fp8 per tensor"
+    if method.startswith("modelopt"):
+        return f"{config.get('quant_algo', method)}, by modelopt"
+    return method
 
 
 def _checksum(source: Source, wanted: bool) -> str:

@@ -1,4 +1,6 @@
-"""`tools/convert.py quantize`: plain weights -> those that a sync would send an engine, bit for bit, or modelopt's."""
+"""`tools/convert.py quantize`: plain weights -> those that a sync would send an engine, bit for
+bit, or modelopt's.
+"""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -31,9 +33,16 @@ from megatron_rl.workshop.conversion.sources import Get, Source, Weights, of_fol
 from megatron_rl.workshop.conversion.verification import compare
 from megatron_rl.workshop.conversion.work import begun, refuse_target
 
-DTYPE = "bfloat16"  # of what stays unquantized; what a learner in BF16 quantizes is rounded to it before
+# of what stays unquantized; what a learner in BF16 quantizes is rounded to it before
+DTYPE = "bfloat16"
 AS_SAMPLER = "as_sampler"  # whatever the run's sampler had
-FORMATS = (Format.int8.value, Format.fp8.value, Format.fp8_block.value, AS_SAMPLER, *calibration.MODELOPT)
+FORMATS = (
+    Format.int8.value,
+    Format.fp8.value,
+    Format.fp8_block.value,
+    AS_SAMPLER,
+    *calibration.MODELOPT,
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,16 @@ class Recipe:
     ignore: Sequence[str] = ()
     rounds_first: bool = True  # False: a learner that holds its weights in FP32 quantizes those
     smoothing: Smoothing | None = None
-    cache: Mapping[str, torch.Tensor] = field(default_factory=dict)  # scales of an FP8 cache, by name
+    # scales of an FP8 cache, by name
+    cache: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def quantizes(self, name: str) -> bool:
         return formats.is_quantized(name, self.format, self.ignore)
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(torch_dtype(DTYPE)) if self.rounds_first else tensor
+        if self.rounds_first:
+            return tensor.to(torch_dtype(DTYPE))
+        return tensor
 
 
 def quantize_as_asked(
@@ -65,13 +77,20 @@ def quantize_as_asked(
     """`format`: a weight format, AS_SAMPLER, or one of modelopt's."""
     refuse_target(target, [source])
     if format not in FORMATS:
-        why = "modelopt's export has no INT8; int8 is made here" if format == "modelopt_int8" else "there is none"
+        if format == "modelopt_int8":
+            why = "modelopt's export has no INT8; int8 is made here"
+        else:
+            why = "there is none"
         raise ConfigError(f"--format {format}: {why}; take one of {', '.join(FORMATS)}")
     if not are_modules(ignore or ()):
-        raise ConfigError(f"--ignore {' '.join(ignore or ())}: no regular expression stands after re:")
+        raise ConfigError(
+            f"--ignore {' '.join(ignore or ())}: no regular expression stands after re:"
+        )
     if format == AS_SAMPLER:
         if smooth is not None or calibrate or ignore:
-            raise ConfigError(f"--format {AS_SAMPLER}: the run has chosen the rest; leave the other options out")
+            raise ConfigError(
+                f"--format {AS_SAMPLER}: the run has chosen the rest; leave the other options out"
+            )
         _quantize_folder(source, target, _recipe_of_run(source))
         return
     if format in calibration.MODELOPT:
@@ -81,9 +100,14 @@ def quantize_as_asked(
         return
     kind = Format(format)
     if (smooth is None) != (calibrate is None):
-        raise ConfigError("--smooth ALPHA and --calibrate FILE belong together: smoothing follows what activations do")
+        raise ConfigError(
+            "--smooth ALPHA and --calibrate FILE belong together: smoothing follows what "
+            "activations do"
+        )
     if smooth is not None and (kind != Format.int8 or not 0 < smooth < 1):
-        raise ConfigError(f"--smooth {smooth} --format {kind.value}: smoothing is for int8, with 0 < ALPHA < 1")
+        raise ConfigError(
+            f"--smooth {smooth} --format {kind.value}: smoothing is for int8, with 0 < ALPHA < 1"
+        )
     recipe = Recipe(kind, QuantizationSection().ignore if ignore is None else ignore)
     if smooth is None or calibrate is None:
         _quantize_folder(source, target, recipe)
@@ -94,10 +118,17 @@ def quantize_as_asked(
     _quantize_folder(source, target, replace(recipe, smoothing=smoothing), calibration=coverage)
 
 
-def _modelopt_folder(source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]) -> None:
-    """ValueError where a tensor of the result is further from the plain one than the format's rounding."""
+def _modelopt_folder(
+    source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]
+) -> None:
+    """ValueError where a tensor of the result is further from the plain one than the format's
+    rounding.
+    """
     if not source.is_folder or source.quantization is not None:
-        raise ConfigError(f"{source.path}: modelopt runs the model with transformers, from a plain Hugging Face folder")
+        raise ConfigError(
+            f"{source.path}: modelopt runs the model with transformers, from a plain Hugging Face "
+            "folder"
+        )
     if patterns := [entry for entry in ignore if entry.startswith("re:")]:
         raise ConfigError(f"--ignore {patterns[0]}: modelopt takes names of layers")
     rows = calibration.token_rows(calibrate, source.folder)
@@ -109,28 +140,39 @@ def _modelopt_folder(source: Source, target: Path, format: str, calibrate: str, 
                 shutil.copyfile(source.folder / name, work.path / name)
         for one in compare(source, Source(work.path, work.path, read_hf_config(work.path))):
             if not one.ok:
-                raise ValueError(f"modelopt's export of {one.name} is not the weight that went in: {one.said}")
+                raise ValueError(
+                    f"modelopt's export of {one.name} is not the weight that went in: {one.said}"
+                )
         work.publish(of_folder(work.path), format=format, calibration=coverage)
 
 
 def _recipe_of_run(source: Source) -> Recipe:
-    """The way in which a run's sampler held a checkpoint's policy: its format, the scales of its last sync.
+    """The way in which a run's sampler held a checkpoint's policy: its format, the scales of its
+    last sync.
 
-    ConfigError where the run's sampler held no quantized weights, or the checkpoint does not say what it had.
+    ConfigError where the run's sampler held no quantized weights, or the checkpoint does not say
+    what it had.
     """
     if source.run is None:
         raise ConfigError(f"{source.path} belongs to no run")
     config = recorded_config(RunDir(source.run).config)
     quantization = config.quantization
     if quantization.format == Format.none:
-        raise ConfigError(f"{source.run}: its sampler held BF16 weights (quantization.format: none); use export")
+        raise ConfigError(
+            f"{source.run}: its sampler held BF16 weights (quantization.format: none); use export"
+        )
     state = source.path.parent / SYNC
     if source.path.name != POLICY or not state.is_file():
-        raise ConfigError(f"{source.path} is no checkpoint of a run, which alone knows its sampler: name RUN@STEP")
+        raise ConfigError(
+            f"{source.path} is no checkpoint of a run, which alone knows its sampler: name RUN@STEP"
+        )
     held = {name: read_stored(name, stored) for name, stored in stored_tensors(state).items()}
-    smoothing, cache = None, dict[str, torch.Tensor]()
+    smoothing = None
+    cache = dict[str, torch.Tensor]()
     if quantization.smoothing and quantization.format == Format.int8:
-        smoothing = Smoothing(source.shape, quantization.smoothing, SCALES_STAY, TorchGroup(), _nothing_new)
+        smoothing = Smoothing(
+            source.shape, quantization.smoothing, SCALES_STAY, TorchGroup(), _nothing_new
+        )
         smoothing.restore(held, repeats=False)
     if quantization.kv_cache != KvCache.none:
         scales = CacheScales(source.shape.layers, TorchGroup(), _nothing_new)
@@ -146,9 +188,12 @@ def _nothing_new() -> torch.Tensor:
 
 def _quantize_folder(source: Source, target: Path, recipe: Recipe, **about: Any) -> None:
     """Write the quantized folder. `about`: for parity.json."""
-    plain, shape = source.plain, source.shape
+    plain = source.plain
+    shape = source.shape
     source.refuse_misfits()
-    layout = formats.quantization_config(recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none)
+    layout = formats.quantization_config(
+        recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none
+    )
     key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
     beside = Beside(source.folder, {"quantization_config": layout, key: DTYPE})
     made = _quantized(plain, shape, recipe)
@@ -167,7 +212,8 @@ def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
     specs |= {name: TensorSpec.of(name, scale) for name, scale in recipe.cache.items()}
 
     def opened() -> Get:
-        get, held = weights.open(), dict[str, torch.Tensor]()
+        get = weights.open()
+        held = dict[str, torch.Tensor]()
 
         def made(name: str) -> torch.Tensor:
             if name in recipe.cache:
@@ -187,8 +233,12 @@ def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:
         return [TensorSpec(spec.name, DTYPE, spec.shape)]
     kind = formats.QUANTIZED[recipe.format]
     rows, columns = spec.shape
-    name, shape = formats.scale_name(spec.name), formats.scale_shape(rows, columns, kind.blocks)
-    return [TensorSpec(spec.name, kind.dtype, spec.shape), TensorSpec(name, formats.SCALE_DTYPE, shape)]
+    name = formats.scale_name(spec.name)
+    shape = formats.scale_shape(rows, columns, kind.blocks)
+    return [
+        TensorSpec(spec.name, kind.dtype, spec.shape),
+        TensorSpec(name, formats.SCALE_DTYPE, shape),
+    ]
 
 
 def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -205,8 +255,11 @@ def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict
 
 
 def _weight_amax(weights: Weights, shape: ModelShape, recipe: Recipe) -> torch.Tensor:
-    """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm."""
-    amax_LNH, get = torch.zeros(shape.layers, len(Norm), shape.hidden), weights.open()
+    """[layer, norm, channel]: the largest weight of each column over the quantized readers of a
+    norm.
+    """
+    amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden)
+    get = weights.open()
     for param in params(shape):
         if param.row.norm is None or param.layer is None or len(param.shapes[0]) == 1:
             continue

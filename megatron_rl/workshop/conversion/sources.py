@@ -1,4 +1,6 @@
-"""Weights to convert, of a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder: found, read lazily, digested."""
+"""Weights to convert, of a run, RUN@STEP, a checkpoint, a Hugging Face or PEFT folder: found, read
+lazily, digested.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ Get = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """Names, dtypes and shapes of all tensors, in the order in which reading them is cheap; nothing is read yet."""
+    """Names, dtypes and shapes of all tensors, in the order in which reading them is cheap; nothing
+    is read yet.
+    """
 
     specs: Mapping[str, TensorSpec]
     open: Callable[[], Get]  # each gives its own `get`, which may hold on to what it has read last
@@ -45,7 +49,9 @@ class Weights:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs.values())
 
-    def made_into(self, specs: Mapping[str, TensorSpec], made: Callable[[str, Get], torch.Tensor]) -> Weights:
+    def made_into(
+        self, specs: Mapping[str, TensorSpec], made: Callable[[str, Get], torch.Tensor]
+    ) -> Weights:
         """Other weights, each of which is `made(name, get)` of these."""
 
         def opened() -> Get:
@@ -93,7 +99,9 @@ class Source:
         given = next((value for value in found if value), None)
         if given is None and (self.folder / QUANTIZATION_FILE).is_file() and self.is_folder:
             return {"quant_method": "modelopt"}
-        return given if isinstance(given, dict) or given is None else {"quant_method": str(given)}
+        if isinstance(given, dict) or given is None:
+            return given
+        return {"quant_method": str(given)}
 
     @property
     def weights(self) -> Weights:
@@ -102,21 +110,28 @@ class Source:
             return of_folder(self.path)
         if (held := self.adapters) is not None:
             base = HfFolder(self.folder)
-            return Weights({name: base.spec(name) for name in base.names}, lambda: merged(base, held))
+            return Weights(
+                {name: base.spec(name) for name in base.names}, lambda: merged(base, held)
+            )
         return of_checkpoint(self.path, self.shape)
 
     @cached_property
     def adapters(self) -> Adapters | None:
-        """None where the weights are a whole model's; otherwise `folder` is the model that they change."""
-        return None if self.is_folder else read(self.path, self.shape, self.lora)
+        """None where the weights are a whole model's; otherwise `folder` is the model that they
+        change.
+        """
+        if self.is_folder:
+            return None
+        return read(self.path, self.shape, self.lora)
 
     @property
     def plain(self) -> Weights:
         """ValueError where they are quantized."""
         if self.quantization is not None:
             raise ValueError(
-                f"{self.folder} holds quantized weights ({self.quantization.get('quant_method')}), plain ones are "
-                f"needed here: make them with `python tools/convert.py dequantize {self.folder} FOLDER`"
+                f"{self.folder} holds quantized weights ({self.quantization.get('quant_method')}), "
+                "plain ones are needed here: make them with `python tools/convert.py dequantize "
+                f"{self.folder} FOLDER`"
             )
         return self.weights
 
@@ -134,14 +149,17 @@ class Source:
 
 def find(given: str, hf: Path | None = None) -> Source:
     """`given`: a folder, or RUN@STEP. ConfigError and CheckpointError say what is wrong with it."""
-    path, at = Path(given), AT_STEP.fullmatch(given)
+    path = Path(given)
+    at = AT_STEP.fullmatch(given)
     if at is not None and not path.exists():
         path = _of_step(Path(at[1]), int(at[2]))
     run = stored_model.run_of(path)
     stored = stored_model.find(path, recorded_config(RunDir(run).config) if run else None, hf)
     if stored.note:
         note(stored.note)
-    return Source(stored.weights, stored.folder, read_hf_config(stored.folder, key=given), run, stored.lora)
+    return Source(
+        stored.weights, stored.folder, read_hf_config(stored.folder, key=given), run, stored.lora
+    )
 
 
 def _of_step(run: Path, step: int) -> Path:
@@ -149,7 +167,9 @@ def _of_step(run: Path, step: int) -> Path:
     present = checkpoints.steps(root)
     if step not in present:
         there = ", ".join(map(str, sorted(present))) or "none"
-        raise ConfigError(f"{run}@{step}: no checkpoint of step {step} in {root} (there are: {there})")
+        raise ConfigError(
+            f"{run}@{step}: no checkpoint of step {step} in {root} (there are: {there})"
+        )
     return checkpoints.verify(checkpoints.path_of(root, step)).path
 
 
@@ -165,6 +185,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def content_digest(digests: Mapping[str, str]) -> str:
-    """A digest of a whole model: the same for every folder that holds the same numbers, in however many files."""
+    """A digest of a whole model: the same for every folder that holds the same numbers, in however
+    many files.
+    """
     lines = (f"{name} {digests[name]}\n" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())

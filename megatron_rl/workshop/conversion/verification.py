@@ -1,10 +1,11 @@
-"""`tools/convert.py verify`: whether two models on disk, each a checkpoint or a folder, are one, by every tensor and,
-on texts, by their logprobs; `quantize` judges modelopt's export by its tensors.
+"""`tools/convert.py verify`: whether two models on disk, each a checkpoint or a folder, are one, by
+every tensor and, on texts, by their logprobs; `quantize` judges modelopt's export by its tensors.
 
-A tensor is equal, equal but for the dtype, within a format's rounding or the bound asked for, different, or missing.
-A quantized weight is held against the plain one element by element: rounding moves a number by half a step at the most,
-so that one swapped row, one lost scale or one stale expert shows, however small the mean error. Smoothing, which
-divides norms by powers of two and multiplies what reads them, is read off the norms, and done to the plain side first.
+A tensor is equal, equal but for the dtype, within a format's rounding or the bound asked for,
+different, or missing. A quantized weight is held against the plain one element by element: rounding
+moves a number by half a step at the most, so that one swapped row, one lost scale or one stale
+expert shows, however small the mean error. Smoothing, which divides norms by powers of two and
+multiplies what reads them, is read off the norms, and done to the plain side first.
 """
 
 from __future__ import annotations
@@ -31,11 +32,19 @@ from megatron_rl.runs.console import table
 from megatron_rl.weight_sync.probe import ProbeResult
 from megatron_rl.weight_sync.probe import compare as compare_logprobs
 from megatron_rl.workshop.conversion import dequantized
-from megatron_rl.workshop.conversion.calibration import Rows, batch_of, learner_at, token_rows, transformers_model
+from megatron_rl.workshop.conversion.calibration import (
+    Rows,
+    batch_of,
+    learner_at,
+    token_rows,
+    transformers_model,
+)
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, note
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
-PLAIN_GATE, QUANTIZED_GATE = 0.02, 0.08  # nats, mean |d|
+# nats, mean |d|
+PLAIN_GATE = 0.02
+QUANTIZED_GATE = 0.08
 WORST = 10
 Scores = list[torch.Tensor]  # of each row, its first token left out
 
@@ -66,25 +75,45 @@ class Model:
 
     def __init__(self, source: Source) -> None:
         config = source.quantization
-        self.source, self.stored = source, source.weights
-        self.quantized = {} if config is None else dequantized.modules_of(self.stored)  # by module
-        self.meaning = dequantized.Meaning() if config is None else dequantized.meaning(config)
-        self.plain = self.stored if config is None else dequantized.dequantized(self.stored, config)
+        self.source = source
+        self.stored = source.weights
+        # by module
+        if config is None:
+            self.quantized = {}
+        else:
+            self.quantized = dequantized.modules_of(self.stored)
+        if config is None:
+            self.meaning = dequantized.Meaning()
+        else:
+            self.meaning = dequantized.meaning(config)
+        if config is None:
+            self.plain = self.stored
+        else:
+            self.plain = dequantized.dequantized(self.stored, config)
 
     def smooth_as(self, other: Model) -> None:
-        """Fold a plain model that is held against a quantized one of a family that is smoothed here."""
-        if not self.quantized and other.quantized and self.source.hf_config.get("model_type") in FAMILIES:
+        """Fold a plain model that is held against a quantized one of a family that is smoothed
+        here.
+        """
+        if (
+            not self.quantized
+            and other.quantized
+            and self.source.hf_config.get("model_type") in FAMILIES
+        ):
             self.plain = _smoothed_as(self.plain, other.stored, self.source.shape)
 
 
 def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared]:
     """`bound`: of the relative error of what is neither equal nor explained by a format."""
-    a, b = Model(one), Model(other)
+    a = Model(one)
+    b = Model(other)
     a.smooth_as(b)
     b.smooth_as(a)
     tied = all(source.hf_config.get("tie_word_embeddings") for source in (one, other))
     for name in sorted(a.plain.specs.keys() ^ b.plain.specs.keys()):
-        if not name.endswith(HARMLESS) and not (tied and name == TIED_COPY and EMBEDDING in a.plain.specs):
+        if not name.endswith(HARMLESS) and not (
+            tied and name == TIED_COPY and EMBEDDING in a.plain.specs
+        ):
             where = other.path if name in a.plain.specs else one.path
             yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
     gets = [(model.stored.open(), model.plain.open()) for model in (a, b)]
@@ -98,7 +127,9 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
         elif held[0] == held[1]:
             yield _plain(name, gets[0][1](name), gets[1][1](name), bound)
         else:
-            model, (get, _), (_, other_get) = (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
+            model, (get, _), (_, other_get) = (
+                (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
+            )
             parts = {dequantized.part_of(part)[1]: get(part) for part in model.quantized[module]}
             yield _within(name, other_get(name), parts, model.meaning, bound)
 
@@ -110,11 +141,17 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
         narrow = min((one.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).bits)
         if torch.equal(one.to(narrow), other.to(narrow)):
             return Compared(name, Verdict.rounded, said=f"{one.dtype} and {other.dtype}")
-    return _by_error(name, (one.float() - other.float()).square().sum(), one.float().square().sum(), bound)
+    return _by_error(
+        name, (one.float() - other.float()).square().sum(), one.float().square().sum(), bound
+    )
 
 
 def _within(
-    name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: dequantized.Meaning, bound: float
+    name: str,
+    plain_OI: torch.Tensor,
+    parts: Mapping[str, torch.Tensor],
+    known: dequantized.Meaning,
+    bound: float,
 ) -> Compared:
     squared = whole = torch.zeros(())
     beyond = 0
@@ -124,26 +161,38 @@ def _within(
         distance_OI = (values_OI - original_OI).abs()
         allowed_OI = half_steps() * 1.0001 + original_OI.abs() * ROUNDING
         beyond += int((~(distance_OI <= allowed_OI)).sum())  # a NaN is beyond
-        squared, whole = squared + distance_OI.square().sum(), whole + original_OI.square().sum()
-    said = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them" if beyond else ""
+        squared = squared + distance_OI.square().sum()
+        whole = whole + original_OI.square().sum()
+    if beyond:
+        said = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them"
+    else:
+        said = ""
     found = _by_error(name, squared, whole, bound, said)
-    return found if beyond else replace(found, verdict=Verdict.within_a_step)
+    if beyond:
+        return found
+    return replace(found, verdict=Verdict.within_a_step)
 
 
-def _by_error(name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, said: str = "") -> Compared:
+def _by_error(
+    name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, said: str = ""
+) -> Compared:
     error = float((squared / whole.clamp(min=1e-24)).sqrt())
-    return Compared(name, Verdict.within_the_bound if error <= bound else Verdict.differs, error, said)
+    return Compared(
+        name, Verdict.within_the_bound if error <= bound else Verdict.differs, error, said
+    )
 
 
 def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:
     """`plain`, folded as `quantized` was; as it is where that was not, or is of another model."""
     scales: dict[tuple[int, Norm], torch.Tensor] = {}
-    get, other = plain.open(), quantized.open()
+    get = plain.open()
+    other = quantized.open()
     readers: dict[str, tuple[int, Norm]] = {}
     for param in params(shape):
         if param.row.norm is None or param.layer is None:
             continue
-        place, name = (param.layer, param.row.norm), param.hf[0]
+        place = (param.layer, param.row.norm)
+        name = param.hf[0]
         readers |= dict.fromkeys(param.hf, place)
         if len(param.shapes[0]) == 1 and name in plain.specs and name in quantized.specs:
             scale_H = _scale(get(name), other(name))
@@ -154,18 +203,24 @@ def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weigh
 
     def made(name: str, get: Get) -> torch.Tensor:
         scale_H = scales.get(readers[name]) if name in readers else None
-        return get(name) if scale_H is None else folded(get(name), scale_H)
+        if scale_H is None:
+            return get(name)
+        return folded(get(name), scale_H)
 
     return plain.made_into(plain.specs, made)
 
 
 def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | None:
-    """Powers of two between the two; None where they are equal, or anything else is between them."""
+    """Powers of two between the two; None where they are equal, or anything else is between
+    them.
+    """
     if plain_H.shape != smoothed_H.shape or torch.equal(plain_H, smoothed_H.to(plain_H.dtype)):
         return None
     ratio_H = torch.where(plain_H == smoothed_H, 1.0, plain_H.float() / smoothed_H.float())
     exponent_H = ratio_H.log2()
-    exact = bool((exponent_H == exponent_H.round()).all()) and bool((exponent_H.abs() <= LARGEST_EXPONENT).all())
+    exact = bool((exponent_H == exponent_H.round()).all()) and bool(
+        (exponent_H.abs() <= LARGEST_EXPONENT).all()
+    )
     return ratio_H if exact else None
 
 
@@ -180,12 +235,17 @@ class Verified:
 
     def text(self) -> str:
         counts = Counter(one.verdict for one in self.tensors)
-        lines = [f"{len(self.tensors)} tensors: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())]
+        lines = [
+            f"{len(self.tensors)} tensors: "
+            + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+        ]
         if worst := self.worst():
             rows = [(one.name, one.verdict.value, f"{one.error:.4g}", one.said) for one in worst]
             lines += ["", *table(("tensor", "verdict", "relative error", ""), rows)]
         if found := self.logprobs:
-            far = f"mean |d| {found.mean_abs:.5f}, largest {found.max_abs:.4f}, gate {found.budget:g}"
+            far = (
+                f"mean |d| {found.mean_abs:.5f}, largest {found.max_abs:.4f}, gate {found.budget:g}"
+            )
             lines += ["", f"logprobs: {far}: {'ok' if found.ok else 'TOO FAR'}"]
         return "\n".join([*lines, "", "verified" if self.ok else "NOT VERIFIED"])
 
@@ -198,10 +258,15 @@ class Verified:
         said = {
             "verdict": "verified" if self.ok else "not verified",
             "asked": asked,
-            "models": [{"path": str(source.path), "quantization": source.quantization} for source in sources],
+            "models": [
+                {"path": str(source.path), "quantization": source.quantization}
+                for source in sources
+            ],
             "tensors": Counter(one.verdict.value for one in self.tensors),
             "worst": [asdict(one) for one in self.worst()],
-            "logprobs": None if self.logprobs is None else {"ok": self.logprobs.ok, **vars(self.logprobs)},
+            "logprobs": None
+            if self.logprobs is None
+            else {"ok": self.logprobs.ok, **vars(self.logprobs)},
         }
         write_whole(path, json.dumps(said, indent=1) + "\n")
 
@@ -212,25 +277,39 @@ def verify(one: Source, other: Source, prompts: str | None, bound: float) -> Ver
         return Verified(list(compare(one, other, bound)))
     for source in (one, other):
         refuse_unscored(source)
-    rows, tensors = token_rows(prompts, one.folder), list(compare(one, other, bound))
+    rows = token_rows(prompts, one.folder)
+    tensors = list(compare(one, other, bound))
     note(f"{prompts}: {len(rows)} texts, {sum(map(len, rows))} tokens")
     one_1T, other_1T = (torch.cat(score(source, rows))[None] for source in (one, other))
-    gate = PLAIN_GATE if one.quantization is None and other.quantization is None else QUANTIZED_GATE
-    return Verified(tensors, compare_logprobs(one_1T, other_1T, torch.ones_like(one_1T, dtype=torch.bool), gate))
+    if one.quantization is None and other.quantization is None:
+        gate = PLAIN_GATE
+    else:
+        gate = QUANTIZED_GATE
+    return Verified(
+        tensors, compare_logprobs(one_1T, other_1T, torch.ones_like(one_1T, dtype=torch.bool), gate)
+    )
 
 
 def refuse_unscored(source: Source) -> None:
-    """Refuses what transformers cannot load: it joins experts as it loads them, and expects those in INT8 packed."""
+    """Refuses what transformers cannot load: it joins experts as it loads them, and expects those
+    in INT8 packed.
+    """
     if (quantization := source.quantization) is None:
         return
-    joined = quantization.get("format") == "int-quantized" and any(".experts." in name for name in source.weights.specs)
+    joined = quantization.get("format") == "int-quantized" and any(
+        ".experts." in name for name in source.weights.specs
+    )
     if quantization.get("quant_method") != "compressed-tensors" or joined:
-        raise ValueError(f"{source.path}: transformers runs no weights of this form; leave out --logprobs")
+        raise ValueError(
+            f"{source.path}: transformers runs no weights of this form; leave out --logprobs"
+        )
 
 
 def score(source: Source, rows: Rows) -> Scores:
     """Logprobs by transformers of a folder, by the learner of a checkpoint."""
-    return by_transformers(source, rows) if source.is_folder else by_learner(source, rows)
+    if source.is_folder:
+        return by_transformers(source, rows)
+    return by_learner(source, rows)
 
 
 def by_learner(source: Source, rows: Rows) -> Scores:
@@ -240,7 +319,8 @@ def by_learner(source: Source, rows: Rows) -> Scores:
 
 
 def by_transformers(source: Source, rows: Rows) -> Scores:
-    model, found = transformers_model(source), []
+    model = transformers_model(source)
+    found = []
     with torch.no_grad():
         for row in rows:
             ids = torch.tensor([row])

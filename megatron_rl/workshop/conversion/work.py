@@ -1,5 +1,6 @@
-"""Output folder of a conversion, called .TARGET.partial until all of its tensors have been read back; threads of
-conversions and their progress bar."""
+"""Output folder of a conversion, called .TARGET.partial until all of its tensors have been read
+back; threads of conversions and their progress bar.
+"""
 
 import errno
 import fcntl
@@ -17,7 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megatron_rl.files import fsync, remove, write_whole
 from megatron_rl.models.tensors import reuse_memory
@@ -25,7 +33,14 @@ from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest
 
 LOCK = ".lock"
-PACKAGES = ("megatron-rl", "torch", "megatron-core", "safetensors", "transformers", "nvidia-modelopt")
+PACKAGES = (
+    "megatron-rl",
+    "torch",
+    "megatron-core",
+    "safetensors",
+    "transformers",
+    "nvidia-modelopt",
+)
 THREADS = 2  # at most: each holds what belongs to one parameter, and a disk is busy with two
 Task = TypeVar("Task")
 Done = Callable[[int], None]
@@ -41,7 +56,9 @@ class Work:
     digests: dict[str, str] = field(default_factory=dict)  # of the tensors written
 
     def publish(self, output: Weights, **about: Any) -> None:
-        """Reads every tensor once more, by the way that its readers go, and gives the folder its name."""
+        """Reads every tensor once more, by the way that its readers go, and gives the folder its
+        name.
+        """
         read = _read_back(output, self.digests, self.path)
         versions = {name: metadata.version(name) for name in PACKAGES}
         made = {"content": content_digest(read), "tensors": len(read)}
@@ -59,10 +76,14 @@ def partial_of(target: Path) -> Path:
 
 
 @contextmanager
-def begun(target: Path, command: str, sources: Sequence[Source], sizes: Mapping[str, int]) -> Iterator[Work]:
-    """Yield the work on a target that nobody else writes; its folder is removed where the block raises.
+def begun(
+    target: Path, command: str, sources: Sequence[Source], sizes: Mapping[str, int]
+) -> Iterator[Work]:
+    """Yield the work on a target that nobody else writes; its folder is removed where the block
+    raises.
 
-    `sizes`: bytes that the files will have at least, as far as known; OSError where there is no room for them.
+    `sizes`: bytes that the files will have at least, as far as known; OSError where there is no
+    room for them.
     """
     refuse_target(target, sources)
     path = partial_of(target)
@@ -73,7 +94,9 @@ def begun(target: Path, command: str, sources: Sequence[Source], sizes: Mapping[
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"{target} is being written by another process; name another target") from None
+            raise ValueError(
+                f"{target} is being written by another process; name another target"
+            ) from None
         try:
             # what a killed conversion has left
             for entry in path.iterdir():
@@ -88,12 +111,16 @@ def begun(target: Path, command: str, sources: Sequence[Source], sizes: Mapping[
 
 
 def refuse_target(target: Path, sources: Sequence[Source]) -> None:
-    """Refuses what exists, and what lies in a folder that is only read: before anything expensive."""
+    """Refuses what exists, and what lies in a folder that is only read: before anything
+    expensive.
+    """
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already: name another target, or remove it first")
     for folder in (folder for source in sources for folder in (source.path, source.folder)):
         if target.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"{target} lies inside {folder}, which is only read: name a target elsewhere")
+            raise ValueError(
+                f"{target} lies inside {folder}, which is only read: name a target elsewhere"
+            )
 
 
 def _refuse_full_disk(path: Path, needed: int) -> None:
@@ -105,7 +132,8 @@ def _refuse_full_disk(path: Path, needed: int) -> None:
 
 def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[str, str]:
     """Digests of all tensors; ValueError names the first that is not what was written."""
-    missing, read = sorted(known.keys() - output.specs.keys()), dict[str, str]()
+    missing = sorted(known.keys() - output.specs.keys())
+    read = dict[str, str]()
     if missing:
         raise ValueError(f"{where} lacks {missing[0]} after it was written")
 
@@ -115,10 +143,17 @@ def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[s
         for name in names:
             read[name] = digest(get(name))
             if read[name] != known.get(name, read[name]):
-                raise ValueError(f"{where}: {name} reads otherwise than it was written; is the disk sound?")
+                raise ValueError(
+                    f"{where}: {name} reads otherwise than it was written; is the disk sound?"
+                )
             done(output.specs[name].nbytes)
 
-    side_by_side("check", check, shared_out({name: spec.nbytes for name, spec in output.specs.items()}), output.nbytes)
+    side_by_side(
+        "check",
+        check,
+        shared_out({name: spec.nbytes for name, spec in output.specs.items()}),
+        output.nbytes,
+    )
     return read
 
 
@@ -126,13 +161,23 @@ class Stopped(Exception):
     """Another thread has failed, or all are to end."""
 
 
-def side_by_side(verb: str, work: Callable[[Task, Done], None], tasks: Sequence[Task], nbytes: int) -> None:
-    """Calls `work(task, done)` for each task in a few threads: reading, rounding, hashing, writing leave Python free.
+def side_by_side(
+    verb: str, work: Callable[[Task, Done], None], tasks: Sequence[Task], nbytes: int
+) -> None:
+    """Calls `work(task, done)` for each task in a few threads: reading, rounding, hashing, writing
+    leave Python free.
 
-    `done(bytes)` moves a bar of `nbytes`, and raises when another one has failed, or all are to end.
+    `done(bytes)` moves a bar of `nbytes`, and raises when another one has failed, or all are to
+    end.
     """
-    stop, threads = Event(), torch.get_num_threads()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    stop = Event()
+    threads = torch.get_num_threads()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task(verb, total=nbytes)
 
@@ -143,7 +188,9 @@ def side_by_side(verb: str, work: Callable[[Task, Done], None], tasks: Sequence[
 
         try:
             share = max(1, threads // _count())
-            with ThreadPoolExecutor(_count(), "conversion", torch.set_num_threads, (share,)) as pool:
+            with ThreadPoolExecutor(
+                _count(), "conversion", torch.set_num_threads, (share,)
+            ) as pool:
                 running = [pool.submit(work, task, done) for task in tasks]
                 try:
                     for one in as_completed(running):
@@ -159,7 +206,8 @@ def side_by_side(verb: str, work: Callable[[Task, Done], None], tasks: Sequence[
 def shared_out(sizes: Mapping[str, int]) -> list[list[str]]:
     """Names that follow on each other, about as many bytes for each thread."""
     runs: list[list[str]] = [[] for _ in range(_count())]
-    total, before = max(sum(sizes.values()), 1), 0
+    total = max(sum(sizes.values()), 1)
+    before = 0
     for name, nbytes in sizes.items():
         middle = before + nbytes / 2
         runs[min(int(middle * len(runs) / total), len(runs) - 1)].append(name)

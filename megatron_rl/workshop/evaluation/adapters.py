@@ -1,4 +1,6 @@
-"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into the model's weights, written as PEFT's."""
+"""LoRA adapters on disk, a run's (learner.lora) or PEFT's: read, merged into the model's weights,
+written as PEFT's.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +19,13 @@ from megatron_rl.models.shape import Lora, ModelShape
 from megatron_rl.models.shards import merge
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.weight_files import is_checkpoint
-from megatron_rl.workshop.evaluation.peft_folder import CONFIG, PREFIX, WEIGHTS, names_of, read_folder
+from megatron_rl.workshop.evaluation.peft_folder import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    names_of,
+    read_folder,
+)
 
 LARGEST_CHANGE = torch.finfo(torch.float16).max  # of a weight: more ends as infinity
 Get = Callable[[str], torch.Tensor]
@@ -25,7 +33,9 @@ Get = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Adapters:
-    """`get` knows them by Hugging Face's names with lora_A or lora_B, as PEFT's are without its prefix."""
+    """`get` knows them by Hugging Face's names with lora_A or lora_B, as PEFT's are without its
+    prefix.
+    """
 
     alphas: Mapping[str, float]  # of the weights that have one
     get: Get
@@ -59,14 +69,17 @@ def alone(path: Path) -> bool:
 
 
 def read(path: Path, shape: ModelShape, lora: Lora | None) -> Adapters | None:
-    """Of a torch_dist checkpoint, with its run's `lora`, or of PEFT's folder; None where a whole model is there."""
+    """Of a torch_dist checkpoint, with its run's `lora`, or of PEFT's folder; None where a whole
+    model is there.
+    """
     if is_peft(path):
         return _of_peft(path, shape)
     if not alone(path):
         return None
     if lora is None:
         raise ConfigError(
-            f"{path} holds adapters alone, and what they belong to is in their run's config.yaml: name it"
+            f"{path} holds adapters alone, and what they belong to is in their run's config.yaml: "
+            "name it"
         )
     get = torch_dist.getter(torch_dist.Reader(path), replace(shape, lora=lora))
     return Adapters(dict.fromkeys(_linear(shape, lora), lora.alpha), get)
@@ -87,7 +100,9 @@ def _of_peft(path: Path, shape: ModelShape) -> Adapters:
 
 
 def merged(base: HfFolder, held: Adapters) -> Get:
-    """`get_hf` over the model with its adapters, as the run's sampler had it. Each weight keeps its own dtype."""
+    """`get_hf` over the model with its adapters, as the run's sampler had it. Each weight keeps its
+    own dtype.
+    """
 
     def get(name: str) -> torch.Tensor:
         weight = base.read(name)
@@ -106,10 +121,16 @@ def write_peft(held: Adapters, lora: Lora, base: Path, target: Path) -> None:
     names = [one for name in held.alphas for one in names_of(name)]
     tensors = {f"{PREFIX}{name}": held.get(name).contiguous() for name in names}
     about = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": lora.rank,
-        "lora_alpha": lora.alpha, "target_modules": sorted({name.split(".")[-2] for name in held.alphas}),
-        "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({name.split(".")[-2] for name in held.alphas}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
     with replacing(target) as partial:
         partial.mkdir(parents=True)
         write_tensors(tensors, partial / WEIGHTS, metadata={"format": "pt"})

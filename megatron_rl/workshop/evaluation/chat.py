@@ -1,5 +1,7 @@
-"""Chat with a stored model in an engine, for `megatron-rl chat`, which reads what is typed: a conversation where it has
-a template, else texts continued; the tools of an environment answer its calls, as in training."""
+"""Chat with a stored model in an engine, for `megatron-rl chat`, which reads what is typed: a
+conversation where it has a template, else texts continued; the tools of an environment answer its
+calls, as in training.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import FolderTokenizer, has_template
 from megatron_rl.environments.pool import EnvironmentFailed, EnvironmentPool, EnvironmentProcess
-from megatron_rl.environments.session import Answered, ContextFull, EnvironmentSession, Policy, Rules, TemplateRefuses
+from megatron_rl.environments.session import (
+    Answered,
+    ContextFull,
+    EnvironmentSession,
+    Policy,
+    Rules,
+    TemplateRefuses,
+)
 from megatron_rl.environments.templates import parser_of, problems
 from megatron_rl.processes.threads import EventLoopThread
 from megatron_rl.sampler.sampler import Sampler
@@ -42,7 +51,9 @@ def sampling(config: Config, tokenizer: FolderTokenizer) -> SamplingParams:
 
 @dataclass
 class Chat:
-    """A conversation, where the model has a chat template; else each text is continued by itself."""
+    """A conversation, where the model has a chat template; else each text is continued by
+    itself.
+    """
 
     sampler: Sampler
     tokenizer: FolderTokenizer
@@ -59,7 +70,8 @@ class Chat:
                 self.messages.pop()
                 most = self.config.rollout.max_prompt_tokens
                 raise Unanswered(
-                    f"this has {len(ids)} tokens, the engine takes {most}: raise rollout.max_prompt_tokens"
+                    f"this has {len(ids)} tokens, the engine takes {most}: raise "
+                    "rollout.max_prompt_tokens"
                 )
             del self.messages[:2]
         self.turns += 1
@@ -82,7 +94,9 @@ class Chat:
 def begun(
     config: Config, stored: StoredModel, row: Mapping[str, Any], note: Callable[[str], None]
 ) -> Iterator[Chat | ToolChat]:
-    """A chat with the model, served as `config` says, and with the tools of its environment, which starts first."""
+    """A chat with the model, served as `config` says, and with the tools of its environment, which
+    starts first.
+    """
     with _environment(config, stored.folder, note) as pool, served(config, stored, note) as sampler:
         tokenizer = FolderTokenizer(stored.folder)
         if pool is None:
@@ -93,8 +107,12 @@ def begun(
 
 
 @contextmanager
-def _environment(config: Config, folder: Path, note: Callable[[str], None]) -> Iterator[EnvironmentPool | None]:
-    """Its processes, once it is known to go with the model; None: there is none that a person could talk beside."""
+def _environment(
+    config: Config, folder: Path, note: Callable[[str], None]
+) -> Iterator[EnvironmentPool | None]:
+    """Its processes, once it is known to go with the model; None: there is none that a person could
+    talk beside.
+    """
     section = config.environment
     if section.name is None:
         yield None
@@ -105,17 +123,24 @@ def _environment(config: Config, folder: Path, note: Callable[[str], None]) -> I
         except ConfigError as error:
             raise ConfigError(f"{error} (environment.name=null chats without it)") from None
         if pool.about.agent:
-            note(f"note: environment.name: {section.name} is an agent, the user itself: the chat goes without it")
+            note(
+                f"note: environment.name: {section.name} is an agent, the user itself: the chat "
+                "goes without it"
+            )
             yield None
             return
-        if found := list(problems(section, folder, config.data.template or {}, pool.about.tools, agent=False)):
+        if found := list(
+            problems(section, folder, config.data.template or {}, pool.about.tools, agent=False)
+        ):
             raise ConfigError("\n".join(found))
         yield pool
 
 
 @dataclass(eq=False)
 class LastingProcess:
-    """A process of the environment: where a tool ends it, another one begins with the same row in its place."""
+    """A process of the environment: where a tool ends it, another one begins with the same row in
+    its place.
+    """
 
     pool: EnvironmentPool
     row: Mapping[str, Any]
@@ -153,9 +178,13 @@ class ToolChat:
     def __post_init__(self) -> None:
         config, params = self.config, sampling(self.config, self.tokenizer)
         self._rules = Rules(
-            config.environment, params.max_tokens, config.rollout.context_tokens, config.data.template or {},
-            parser_of(config.environment, self.tokenizer) if self.pool.about.tools else None, config.data.system_prompt,
-        )  # fmt: skip
+            config.environment,
+            params.max_tokens,
+            config.rollout.context_tokens,
+            config.data.template or {},
+            parser_of(config.environment, self.tokenizer) if self.pool.about.tools else None,
+            config.data.system_prompt,
+        )
         self._engines = self.sampler.turns(params, patient=False)
         self._loop = EventLoopThread("chat", lambda: EnvironmentFailed("the chat has ended"))
         self._session: EnvironmentSession | None = None
@@ -172,7 +201,8 @@ class ToolChat:
         self._session = None  # unless it can go on
         for _ in range(self._rules.section.turns):
             answered = await self._asked(session)
-            said, calls = answered.message["content"], answered.message.get("tool_calls", [])
+            said = answered.message["content"]
+            calls = answered.message.get("tool_calls", [])
             if calls and said:
                 self.show(said)
             for one in calls:
@@ -185,7 +215,9 @@ class ToolChat:
             if not more:
                 self._session = session
                 cut = answered.completion.finish_reason == "length"
-                return f"{said}\n[cut: {len(answered.completion.token_ids)} tokens]" if cut else said
+                if cut:
+                    return f"{said}\n[cut: {len(answered.completion.token_ids)} tokens]"
+                return said
             if not calls:
                 self.show(said)
             for message in session.add(more):
@@ -203,7 +235,9 @@ class ToolChat:
         try:
             await session.begin(row)
         except EnvironmentFailed as error:
-            raise Unanswered(f"environment.name: {error}; --row gives reset the columns that it reads") from None
+            raise Unanswered(
+                f"environment.name: {error}; --row gives reset the columns that it reads"
+            ) from None
         return session
 
     async def _asked(self, session: EnvironmentSession) -> Answered:
@@ -211,7 +245,9 @@ class ToolChat:
             return await session.answer()
         except ContextFull:
             most = self._rules.context_tokens
-            raise Unanswered(f"rollout.max_context_tokens: {most} are reached; raise it ({AGAIN})") from None
+            raise Unanswered(
+                f"rollout.max_context_tokens: {most} are reached; raise it ({AGAIN})"
+            ) from None
         except TemplateRefuses as error:
             raise Unanswered(f"{error}; {AGAIN}") from None
 

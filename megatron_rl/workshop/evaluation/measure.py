@@ -1,4 +1,6 @@
-"""`megatron-rl eval`: a stored model on held-out sets (--set): a table, and files with pass rates prompt by prompt."""
+"""`megatron-rl eval`: a stored model on held-out sets (--set): a table, and files with pass rates
+prompt by prompt.
+"""
 
 import json
 import re
@@ -31,12 +33,19 @@ SUMMARY = "summary.json"
 
 
 def with_sets(config: Config, words: Sequence[str]) -> Config:
-    """Only the sets that --set names: one of the configuration, a file, NAME=FILE, or a preset of conf/data."""
+    """Only the sets that --set names: one of the configuration, a file, NAME=FILE, or a preset of
+    conf/data.
+    """
     if not words:
         if held_out(config):
             return config
-        raise ConfigError("--set: nothing to evaluate on; name a file of prompts, such as --set data/math500.parquet")
-    known, chosen, plain = config.eval.sets or {}, dict[str, EvalSet](), None
+        raise ConfigError(
+            "--set: nothing to evaluate on; name a file of prompts, such as --set "
+            "data/math500.parquet"
+        )
+    known = config.eval.sets or {}
+    chosen = dict[str, EvalSet]()
+    plain = None
     for word in dict.fromkeys(words):
         name, _, file = word.rpartition("=")
         name = name or re.sub(r"[^A-Za-z0-9-]", "_", Path(file).stem).lstrip("_-")
@@ -45,10 +54,14 @@ def with_sets(config: Config, words: Sequence[str]) -> Config:
         elif word == "eval" and config.data.eval:
             plain = config.data.eval
         elif name in chosen or not SET_NAME.fullmatch(name):
-            raise ConfigError(f"--set {word}: {name!r} is no name for it, or that of another; write NAME=FILE")
+            raise ConfigError(
+                f"--set {word}: {name!r} is no name for it, or that of another; write NAME=FILE"
+            )
         else:
             chosen[name] = EvalSet(path=file)
-    return replace(config, data=replace(config.data, eval=plain), eval=replace(config.eval, sets=chosen))
+    return replace(
+        config, data=replace(config.data, eval=plain), eval=replace(config.eval, sets=chosen)
+    )
 
 
 def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[str], None]) -> str:
@@ -67,18 +80,33 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
         folder.mkdir(parents=True, exist_ok=True)
         sampler = stack.enter_context(served(config, stored, note, folder))
         with_tools = config.environment.name is not None
-        answers = stack.enter_context(sessions.opened(config, tokenizer, sampler)) if with_tools else sampler
-        rows, metrics = [], dict[str, float]()
+        answers = (
+            stack.enter_context(sessions.opened(config, tokenizer, sampler))
+            if with_tools
+            else sampler
+        )
+        rows = []
+        metrics = dict[str, float]()
         for one, found, scorer in opened:
             evaluator = Evaluator(one, found.prompts, answers, scorer)
-            groups = evaluator.in_parts(AT_ONCE * max_sequences(config.sampler), _progress(one, evaluator))
+            groups = evaluator.in_parts(
+                AT_ONCE * max_sequences(config.sampler), _progress(one, evaluator)
+            )
             metrics |= (own := evaluator.metrics(groups))
             lines = [json.dumps(pass_rate(group)) for group in groups]
             write_whole(folder / f"{_name(one)}.jsonl", "\n".join([*lines, ""]))
             rows.append(_row(one, own))
     names = ("path", "samples", "temperature", "top_p", "max_tokens")
-    asked = {_name(one): {name: getattr(one, name) for name in names} | {"reward": one.reward.name} for one in sets}
-    about = {"model": str(stored.weights), "format": config.quantization.format, "metrics": metrics, "sets": asked}
+    asked = {
+        _name(one): {name: getattr(one, name) for name in names} | {"reward": one.reward.name}
+        for one in sets
+    }
+    about = {
+        "model": str(stored.weights),
+        "format": config.quantization.format,
+        "metrics": metrics,
+        "sets": asked,
+    }
     write_whole(folder / SUMMARY, json.dumps(about, indent=1) + "\n")
     head = ("set", "prompts", "k", "avg@k", "pass@k", "maj@k", "tokens", "truncated")
     return "\n".join(table(head, rows))
@@ -105,8 +133,11 @@ def _name(one: HeldOut) -> str:
 
 def _row(one: HeldOut, metrics: dict[str, float]) -> tuple[str, ...]:
     def value(name: str, form: str = ".3f") -> str:
-        found, error = metrics.get(one.prefix + name), metrics.get(f"{one.prefix}{name}_stderr")
-        return "-" if found is None else f"{found:{form}}" + ("" if error is None else f" ± {error:{form}}")
+        found = metrics.get(one.prefix + name)
+        error = metrics.get(f"{one.prefix}{name}_stderr")
+        if found is None:
+            return "-"
+        return f"{found:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
     k = one.samples
     estimates = (value("accuracy"), value(f"pass@{k}"), value(f"maj@{k}"))

@@ -18,7 +18,9 @@ from megatron_rl.config import ConfigError
 from megatron_rl.files import read_json
 from megatron_rl.models.weight_files import FLOATS, Stored, refuse_links_out, stored_tensors
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT calls them
+# as PEFT calls them
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of its names
 LARGEST_CONFIG = 1 << 20
 LARGEST_NUMBER = 1 << 30  # a larger rank or alpha is a mistake
@@ -93,7 +95,9 @@ def _check_keys(about: Mapping[str, Any]) -> None:
             known = False
         if not known:
             given = f"{key[:100]!r} is {shortened(value)}"
-            raise ValueError(f"{given}, which is not understood; merge the adapters with PEFT itself")
+            raise ValueError(
+                f"{given}, which is not understood; merge the adapters with PEFT itself"
+            )
 
 
 def _targets(given: Any, linear: Shapes) -> list[str]:
@@ -109,9 +113,12 @@ def _targets(given: Any, linear: Shapes) -> list[str]:
     return [name for name in linear if hits[name]]
 
 
-def _numbers(about: Mapping[str, Any], key: str, pattern_key: str, names: list[str], kind: type) -> dict[str, Any]:
+def _numbers(
+    about: Mapping[str, Any], key: str, pattern_key: str, names: list[str], kind: type
+) -> dict[str, Any]:
     """Return each weight's rank or alpha: the first pattern's that fits its layer, else `key`'s."""
-    whole, patterns = about.get(key), about.get(pattern_key) or {}
+    whole = about.get(key)
+    patterns = about.get(pattern_key) or {}
     values = [whole, *(patterns.values() if isinstance(patterns, dict) else [patterns])]
     if not all(type(one) in (int, kind) and 0 < one < LARGEST_NUMBER for one in values):
         given = f"{key} is {shortened(whole)}, {pattern_key} {shortened(patterns)}"
@@ -155,7 +162,8 @@ def _tensors(file: Path, sizes: Shapes) -> dict[str, Stored]:
         wanted[PREFIX + a] = (rank, inputs)
         wanted[PREFIX + b] = (outputs, rank)
     for name in sorted(found.keys() | wanted.keys()):
-        held, expected = found.get(name, "missing"), wanted.get(name, "no such tensor")
+        held = found.get(name, "missing")
+        expected = wanted.get(name, "no such tensor")
         if held != expected:
             raise ValueError(
                 f"{name[:200]!r} is {shortened(held)}, expected {expected} by target_modules, the "

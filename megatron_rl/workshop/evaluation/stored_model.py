@@ -1,5 +1,6 @@
-"""Finds a stored model (a run's, a checkpoint, a Hugging Face folder, LoRA adapters), settles the configuration that it
-is sampled with, and serves it by engines without a learner."""
+"""Finds a stored model (a run's, a checkpoint, a Hugging Face folder, LoRA adapters), settles the
+configuration that it is sampled with, and serves it by engines without a learner.
+"""
 
 import signal
 import tempfile
@@ -38,12 +39,17 @@ class StoredModel:
     weights: Path  # a Hugging Face folder, which is then the same, or a torch_dist checkpoint
     label: str  # for file names
     note: str = ""  # what is not obvious about it
-    lora: Lora | None = None  # of its run: the weights may be adapters alone, the model that they change is `folder`
+    lora: Lora | None = (
+        # of its run: the weights may be adapters alone, the model that they change is `folder`
+        None
+    )
 
     @property
     def base(self) -> Path:
         """A whole model's weights."""
-        return self.folder if alone(self.weights) else self.weights
+        if alone(self.weights):
+            return self.folder
+        return self.weights
 
 
 def run_of(path: Path) -> Path | None:
@@ -52,23 +58,31 @@ def run_of(path: Path) -> Path | None:
     path = path.parent if path.name == checkpoints.POLICY else path
     for place in (path, *path.parents[:2]):
         run = RunDir(place)
-        if run.config.is_file() and (path in (place, run.model, run.best_model) or path.parent == run.checkpoints):
+        if run.config.is_file() and (
+            path in (place, run.model, run.best_model) or path.parent == run.checkpoints
+        ):
             return place
     return None
 
 
 def find(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
-    """`config`: of the run it belongs to. `hf`: config.json and tokenizer, where they are not beside the weights."""
+    """`config`: of the run it belongs to. `hf`: config.json and tokenizer, where they are not
+    beside the weights.
+    """
     return replace(_found(path, config, hf), lora=Lora.of(config.learner.lora) if config else None)
 
 
 def _found(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; name a run, a checkpoint or a Hugging Face model folder")
+        raise ConfigError(
+            f"{path}: no such folder; name a run, a checkpoint or a Hugging Face model folder"
+        )
     if RunDir(path).config.is_file():
         return _of_run(path, config, hf)
     if is_checkpoint(path / checkpoints.POLICY):  # a run's runs/NAME/checkpoints/step_N
-        return StoredModel(_companions(path, config, hf), path / checkpoints.POLICY, f"{_of(path)}{path.name}")
+        return StoredModel(
+            _companions(path, config, hf), path / checkpoints.POLICY, f"{_of(path)}{path.name}"
+        )
     if is_checkpoint(path):
         kept = hf or (path / KEPT if (path / KEPT / "config.json").is_file() else None)
         return StoredModel(_companions(path, config, kept), path, path.name)
@@ -76,38 +90,55 @@ def _found(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
         return StoredModel(_companions(path, config, hf), path, path.name)
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{path}: neither a run (config.yaml), nor a checkpoint (metadata.json), nor a Hugging Face model "
-            "(config.json); name one of these"
+            f"{path}: neither a run (config.yaml), nor a checkpoint (metadata.json), nor a Hugging "
+            "Face model (config.json); name one of these"
         )
     return StoredModel(path, path, f"{_of(path)}{path.name}")
 
 
 def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
-    model, root = RunDir(path).model, RunDir(path).checkpoints
+    model = RunDir(path).model
+    root = RunDir(path).checkpoints
     if (model / "config.json").is_file():
-        written = {step: checkpoints.path_of(root, step).stat().st_mtime for step in checkpoints.steps(root)}
+        written = {
+            step: checkpoints.path_of(root, step).stat().st_mtime
+            for step in checkpoints.steps(root)
+        }
         newer = [step for step, moment in written.items() if moment > model.stat().st_mtime]
-        note = f"{model} is older than the checkpoint of step {newer[0]}, which can be named too" if newer else ""
+        if newer:
+            note = (
+                f"{model} is older than the checkpoint of step {newer[0]}, which can be named too"
+            )
+        else:
+            note = ""
         return StoredModel(model, model, path.name, note)
     newest = next(checkpoints.whole_ones(root, lambda line: None), None)
     if newest is None:
         raise ConfigError(
-            f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with log.export=true, and "
-            "checkpoints with checkpoint.every or checkpoint.minutes"
+            f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with "
+            "log.export=true, and checkpoints with checkpoint.every or checkpoint.minutes"
         )
     policy = newest.path / checkpoints.POLICY
     note = (
-        f"{path} has no model/ yet, so that its newest checkpoint is taken (step {newest.step}); `python "
-        f"tools/convert.py export {policy} FOLDER` makes a model of it"
+        f"{path} has no model/ yet, so that its newest checkpoint is taken (step {newest.step}); "
+        f"`python tools/convert.py export {policy} FOLDER` makes a model of it"
     )
-    return StoredModel(_companions(path, config, hf), policy, f"{path.name}-step_{newest.step}", note)
+    return StoredModel(
+        _companions(path, config, hf), policy, f"{path.name}-step_{newest.step}", note
+    )
 
 
 def _companions(path: Path, config: Config | None, hf: Path | None) -> Path:
     folder = hf or (config.model.folder if config else None)
     if folder is None or not (folder / "config.json").is_file():
-        where = f"{folder} has none" if folder else "nobody says where they are"
-        raise ConfigError(f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf FOLDER")
+        if folder:
+            where = f"{folder} has none"
+        else:
+            where = "nobody says where they are"
+        raise ConfigError(
+            f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf "
+            "FOLDER"
+        )
     return folder
 
 
@@ -126,18 +157,24 @@ class StoredWeights:
         except ValueError as error:
             raise ConfigError(f"{stored.folder}: {error}") from None
         whole = stored.weights == stored.folder
-        self._adapters = None if whole else read(stored.weights, self.model.shape, stored.lora)
+        if whole:
+            self._adapters = None
+        else:
+            self._adapters = read(stored.weights, self.model.shape, stored.lora)
         self.groups = ShardGroups()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters in BF16, from which live updates are quantized too."""
-        shape, layout, get = self.model.shape, self.model.layout, self._getter()
+        shape = self.model.shape
+        layout = self.model.layout
+        get = self._getter()
         for param in stored_params(shape):
             shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
             yield param.megatron, shard.to(torch.bfloat16)
 
     def _getter(self) -> Callable[[str], torch.Tensor]:
-        stored, shape = self._stored, self.model.shape
+        stored = self._stored
+        shape = self.model.shape
         if stored.weights == stored.folder:
             return HfFolder(stored.weights).get
         if self._adapters is not None:
@@ -151,22 +188,38 @@ class StoredWeights:
         raise NotImplementedError("scales of an FP8 cache are measured by a learner")
 
 
-FORMATS = {"bf16": Format.none} | {format.value: format for format in Format if format != Format.none}
-PROMPT_TOKENS, ANSWER_TOKENS = 2048, 8192  # of a model that comes from no run, where its context is long enough
+FORMATS = {"bf16": Format.none} | {
+    format.value: format for format in Format if format != Format.none
+}
+# of a model that comes from no run, where its context is long enough
+PROMPT_TOKENS = 2048
+ANSWER_TOKENS = 8192
 # what a run shares with other processes and machines, or measures in its learner
 ALONE = (
-    "run.stop=null", "checkpoint.best=null", "model.init=pretrained", "reward.overlong_buffer=0",
+    "run.stop=null",
+    "checkpoint.best=null",
+    "model.init=pretrained",
+    "reward.overlong_buffer=0",
     "rollout={source: sampler, samples_per_prompt: 2, dynamic_sampling: false}",
-    "sampler.fleet={replicas: 0, servers: 0, addresses: [], formats: []}", "sampler.devices=null", "sampler.sleep=none",
-    "sync={transport: file, dir: null, every: 1, full_every: 1}", "eval.every=1",
+    "sampler.fleet={replicas: 0, servers: 0, addresses: [], formats: []}",
+    "sampler.devices=null",
+    "sampler.sleep=none",
+    "sync={transport: file, dir: null, every: 1, full_every: 1}",
+    "eval.every=1",
     "quantization={smoothing: null, kv_cache: none}",
-)  # fmt: skip
+)
 
 
 def settings(
-    run: Path | None, stored: StoredModel, format: str, overrides: Sequence[str] = (), recipe: Config | None = None
+    run: Path | None,
+    stored: StoredModel,
+    format: str,
+    overrides: Sequence[str] = (),
+    recipe: Config | None = None,
 ) -> Config:
-    """Configuration of the run, or the recipe, or the defaults, as far as it says how to sample and to score."""
+    """Configuration of the run, or the recipe, or the defaults, as far as it says how to sample and
+    to score.
+    """
     base: dict[str, Any] = asdict(recipe) if recipe else {"rollout": _lengths(stored.folder)}
     base = recorded(RunDir(run).config) if run else base
     for unused in ("correction", "advantage", "loss", "learner", "optim"):
@@ -176,9 +229,15 @@ def settings(
 
 
 def _lengths(folder: Path) -> dict[str, int]:
-    context = int(read_hf_config(folder, key="MODEL").get("max_position_embeddings") or PROMPT_TOKENS + ANSWER_TOKENS)
+    context = int(
+        read_hf_config(folder, key="MODEL").get("max_position_embeddings")
+        or PROMPT_TOKENS + ANSWER_TOKENS
+    )
     prompt = min(PROMPT_TOKENS, context // 4)
-    return {"max_prompt_tokens": prompt, "max_response_tokens": min(ANSWER_TOKENS, context - prompt)}
+    return {
+        "max_prompt_tokens": prompt,
+        "max_response_tokens": min(ANSWER_TOKENS, context - prompt),
+    }
 
 
 @contextmanager
@@ -186,7 +245,8 @@ def served(
     config: Config, stored: StoredModel, note: Callable[[str], None], log_dir: Path | None = None
 ) -> Iterator[Sampler]:
     """An engine, or a fleet, that holds the model's weights in the format of the configuration."""
-    signal.signal(signal.SIGTERM, raise_interrupt)  # so that what was started ends with its owner's last words
+    # so that what was started ends with its owner's last words
+    signal.signal(signal.SIGTERM, raise_interrupt)
     weights = StoredWeights(stored)
     with entered():
         logs = log_dir or Path(tempfile.gettempdir())

@@ -1,6 +1,8 @@
-"""`megatron-rl rerun-step`: repeats a dumped non-finite update in one rank, and says where the first odd value appears.
+"""`megatron-rl rerun-step`: repeats a dumped non-finite update in one rank, and says where the
+first odd value appears.
 
-Looked at in the order of the computation: weights, minibatch, outputs of modules, loss, gradients on their way back.
+Looked at in the order of the computation: weights, minibatch, outputs of modules, loss, gradients
+on their way back.
 
 S positions of a pack, N response tokens of a pack.
 """
@@ -50,21 +52,31 @@ def rerun(dump: Path) -> str:
         targets, random, about = read_minibatch(path)
         layout = Layout(**about["layout"])
     except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
-        raise ConfigError(f"{path}: no minibatch of a dump ({type(error).__name__}: {error})") from None
+        raise ConfigError(
+            f"{path}: no minibatch of a dump ({type(error).__name__}: {error})"
+        ) from None
     config = _one_rank(recorded_config(path.parent / CONFIG))
     model = Model.read(config.model.folder, config.learner, config.model.head_precision)
     learner = Learner(model, Sections.of(config))
     if model.shape.lora is not None:
-        load_policy(learner, config.model, config.run.seed, reference=False)  # what the adapters change
+        # what the adapters change
+        load_policy(learner, config.model, config.run.seed, reference=False)
     state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
     same = layout == learner.layout
     if random and same:
         learner.restore_random(random)
-    weights = ((name, parameter) for name, parameter in learner.named_parameters() if not parameter.isfinite().all())
-    found = [f"the weight {name} holds {_odd(parameter)}" for name, parameter in weights] + list(_values(targets))
+    weights = (
+        (name, parameter)
+        for name, parameter in learner.named_parameters()
+        if not parameter.isfinite().all()
+    )
+    found = [f"the weight {name} holds {_odd(parameter)}" for name, parameter in weights] + list(
+        _values(targets)
+    )
     look = _Look(learner, targets)
     metrics = learner.update(targets)
-    loss, norm = metrics.get("loss/total", 0.0), metrics["optim/grad_norm"]
+    loss = metrics.get("loss/total", 0.0)
+    norm = metrics["optim/grad_norm"]
     found += look.found
     if not look.found and not math.isfinite(loss):
         found.append(_loss(learner, targets))
@@ -74,12 +86,19 @@ def rerun(dump: Path) -> str:
 
 
 def _minibatch(dump: Path) -> Path:
-    found = sorted(dump.glob("minibatch_*.safetensors")) if dump.is_dir() else [dump]
+    if dump.is_dir():
+        found = sorted(dump.glob("minibatch_*.safetensors"))
+    else:
+        found = [dump]
     if not found or not found[0].is_file():
-        raise ConfigError(f"{dump}: no minibatch there; name a folder of a run's dumps, or a minibatch in it")
+        raise ConfigError(
+            f"{dump}: no minibatch there; name a folder of a run's dumps, or a minibatch in it"
+        )
     for name in (CONFIG, f"{POLICY}/metadata.json"):
         if not (found[0].parent / name).is_file():
-            raise ConfigError(f"{dump}: no {name} beside it: the dump is not whole, and cannot be repeated")
+            raise ConfigError(
+                f"{dump}: no {name} beside it: the dump is not whole, and cannot be repeated"
+            )
     return found[0]
 
 
@@ -92,7 +111,9 @@ def _one_rank(config: Config) -> Config:
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
         learner=replace(learner, **alone, on_nonfinite=OnNonFinite.skip, megatron=megatron),
-        quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),  # measured for the sampler
+        quantization=replace(
+            config.quantization, smoothing=None, kv_cache=KvCache.none
+        ),  # measured for the sampler
         sampler=SamplerSection(),
     )
 
@@ -102,7 +123,10 @@ def _values(targets: Targets) -> Iterator[str]:
         values = getattr(targets, name)
         if values is None:
             continue
-        looked_at = targets.denominator_mask_BT if values.dim() == 2 else targets.denominator_mask_BT.any(1)
+        if values.dim() == 2:
+            looked_at = targets.denominator_mask_BT
+        else:
+            looked_at = targets.denominator_mask_BT.any(1)
         for row, *token in (~values.isfinite() & looked_at).nonzero().tolist()[:1]:
             place = f", token {token[0]} of the response" if token else ""
             yield f"{what} of row {row}{place} is {float(values[row, *token])}"
@@ -122,7 +146,9 @@ def _loss(learner: Learner, targets: Targets) -> str:
 def _gradients(learner: Learner) -> str:
     """The last in the order of the model is the first in the order of the backward pass."""
     held: dict[str, Any] = {
-        name: vars(parameter)["main_grad"] for name, parameter in learner.named_parameters() if parameter.requires_grad
+        name: vars(parameter)["main_grad"]
+        for name, parameter in learner.named_parameters()
+        if parameter.requires_grad
     }
     odd = [name for name, gradient in held.items() if not bool(gradient.isfinite().all())]
     if odd:
@@ -132,7 +158,9 @@ def _gradients(learner: Learner) -> str:
 
 
 class _Look:
-    """The first output that is no number in the forward pass, and the first such gradient in the backward pass."""
+    """The first output that is no number in the forward pass, and the first such gradient in the
+    backward pass.
+    """
 
     def __init__(self, learner: Learner, targets: Targets) -> None:
         self._targets = targets
@@ -179,11 +207,18 @@ class _Look:
         first = (~tensor.isfinite()).nonzero()[0].tolist()
         for axis, size in enumerate(tensor.shape):
             if size == len(pack.logit_index_N) or size == len(pack.tokens_S):
-                at = first[axis] if size == len(pack.tokens_S) else int(pack.logit_index_N[first[axis]])
+                if size == len(pack.tokens_S):
+                    at = first[axis]
+                else:
+                    at = int(pack.logit_index_N[first[axis]])
                 sequence = int(torch.searchsorted(pack.starts, at, right=True)) - 1
-                row, token = pack.rows[sequence], at - int(pack.starts[sequence])
+                row = pack.rows[sequence]
+                token = at - int(pack.starts[sequence])
                 length = int(self._targets.batch.prompt_lengths_B[row])
-                part = f"token {token} of the prompt" if token < length else f"token {token - length} of the response"
+                if token < length:
+                    part = f"token {token} of the prompt"
+                else:
+                    part = f"token {token - length} of the response"
                 return f", first at row {row}, {part}"
         return ""
 
@@ -201,17 +236,33 @@ def _odd(tensor: Tensor) -> str:
 
 
 def _describe(
-    path: Path, targets: Targets, about: dict[str, Any], now: tuple[float, float], found: list[str], same: bool
+    path: Path,
+    targets: Targets,
+    about: dict[str, Any],
+    now: tuple[float, float],
+    found: list[str],
+    same: bool,
 ) -> str:
     recorded = about["metrics"]
     again = not all(map(math.isfinite, now))
-    sizes = " ".join(f"{name.upper()}{about['layout'][name]}" for name in ("tp", "pp", "ep", "dp", "cp"))
+    sizes = " ".join(
+        f"{name.upper()}{about['layout'][name]}" for name in ("tp", "pp", "ep", "dp", "cp")
+    )
     rows = [
         ("dump", f"{path}: after {about['steps']} optimizer steps, {len(targets.batch)} rows"),
-        ("then", f"loss {recorded.get('loss/total')}, gradient norm {recorded['optim/grad_norm']} ({sizes})"),
+        (
+            "then",
+            f"loss {recorded.get('loss/total')}, gradient norm {recorded['optim/grad_norm']} "
+            f"({sizes})",
+        ),
         ("now", f"loss {now[0]}, gradient norm {now[1]} (one rank)"),
         *(("first:" if not number else "after it:", text) for number, text in enumerate(found)),
-        ("repeats", "yes" if again else "no: what was found there depends on that machine, or on the layout"),
+        (
+            "repeats",
+            "yes"
+            if again
+            else "no: what was found there depends on that machine, or on the layout",
+        ),
     ]
     if not same:
         rows.append(("note:", "sums are rounded in another order than on the ranks that met it"))

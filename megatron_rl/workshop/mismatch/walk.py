@@ -1,9 +1,12 @@
-"""Walk through a forward pass point by point, learner beside engine: how far values differ, and what KL enters where.
+"""Walk through a forward pass point by point, learner beside engine: how far values differ, and
+what KL enters where.
 
 Three ways to look at a point (models/points.py), for each sequence:
 - apart: each side has computed by itself, from the tokens on;
-- own: the learner went on from the engine's values at every point before, so that only this one's arithmetic differs;
-- enters: KL(engine, learner) once everything before the point is the engine's, less once the point is too. These add
+- own: the learner went on from the engine's values at every point before, so that only this one's
+  arithmetic differs;
+- enters: KL(engine, learner) once everything before the point is the engine's, less once the point
+  is too. These add
   up to the whole (docs/one_arithmetic.md).
 
 N response tokens, S positions, H any width, V tokens of the vocabulary.
@@ -19,7 +22,8 @@ from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.models.points import Kind, Pair, Point, points
 
-LOGITS, LOGPROB = Point(Kind.lm_head), Point(Kind.logprob)
+LOGITS = Point(Kind.lm_head)
+LOGPROB = Point(Kind.logprob)
 
 
 @dataclass
@@ -68,7 +72,9 @@ class Walk:
         for replace in (False, True):
             with self._activations.beside(values, replace) as seen:
                 logprobs_N = self.learner.logprobs(batch)[0, : len(engine_N)]
-            side = {point: found.own if replace else found.apart for point, found in self.points.items()}
+            side = {
+                point: found.own if replace else found.apart for point, found in self.points.items()
+            }
             for point, pairs in seen.items():
                 for pair in pairs:
                     side[point].add(pair.learner_SH.double() - pair.engine_SH.double())
@@ -80,7 +86,9 @@ class Walk:
         self._go_over(batch, values)
 
     def _go_over(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
-        """Point by point, from the learner's values to the engine's. What is the engine's need not be computed."""
+        """Point by point, from the learner's values to the engine's. What is the engine's need not
+        be computed.
+        """
         try:
             for point, found in self.points.items():
                 if point == LOGITS:
@@ -94,7 +102,8 @@ class Walk:
 
     def entered(self) -> dict[Point, float]:
         """The KL per token that enters at each point; the sum is that of the two as they are."""
-        before, entered = self.kl, {}
+        before = self.kl
+        entered = {}
         for point, found in self.points.items():
             entered[point] = (before - found.kl) / max(1, self.tokens)
             before = found.kl
@@ -105,7 +114,9 @@ def kl(logits: Sequence[Pair]) -> float:
     """KL(engine, learner) at temperature 1, summed over positions."""
     (pair,) = logits
     total = 0.0
-    for learner_NV, engine_NV in zip(pair.learner_SH.split(64), pair.engine_SH.split(64), strict=True):
+    for learner_NV, engine_NV in zip(
+        pair.learner_SH.split(64), pair.engine_SH.split(64), strict=True
+    ):
         ours, theirs = (logits_NV.double().log_softmax(1) for logits_NV in (learner_NV, engine_NV))
         total += float((theirs.exp() * (theirs - ours)).sum())
     return total

@@ -1,8 +1,10 @@
-"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders, joins an all-reduce
-(its processes are this module as a program); and the board, in a torch store, over which nodes talk.
+"""Part of one node in the check of a job's nodes: reports facts, tests connections and folders,
+joins an all-reduce (its processes are this module as a program); and the board, in a torch store,
+over which nodes talk.
 
-python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum; cuda: an end where torch sees no GPU
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of such a process come from the environment.
+python -m megatron_rl.workshop.nodes.attend [cuda]     one process of the sum; cuda: an end where
+torch sees no GPU RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of such a process come
+from the environment.
 """
 
 import json
@@ -20,7 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would say of a node that leaves is no news
+# what torch would say of a node that leaves is no news
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 import torch
 import torch.distributed as dist
 from torch.distributed import DistError, TCPStore
@@ -40,7 +43,9 @@ NO_RESULT = f"no result within {RING_S:.0f} s"
 
 
 class Board:
-    """JSON by name, in the first node's store: what it says to all, and what each node says to it."""
+    """JSON by name, in the first node's store: what it says to all, and what each node says to
+    it.
+    """
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store
@@ -49,8 +54,11 @@ class Board:
     def open(cls, address: str, port: int) -> Self:
         """The first node's, whose clock is on it from now on. It listens at this address alone."""
         place = socket.create_server((address, port))
-        held = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=place.detach())
-        clock = cls.reach(address, port)  # another client: one that waits keeps its other threads from talking
+        held = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=place.detach()
+        )
+        # another client: one that waits keeps its other threads from talking
+        clock = cls.reach(address, port)
         threading.Thread(target=clock._tell_time, daemon=True).start()
         return cls(held)
 
@@ -91,7 +99,8 @@ def attend(node: str, nodes: Mapping[str, str], port: int) -> None:
     except DistError:
         print(f"nodes: {node} does not reach {first} at {nodes[first]}:{port}", file=sys.stderr)
         return
-    clock, mark = board.hear("clock", ANSWER_S), board.hear("mark", ANSWER_S)
+    clock = board.hear("clock", ANSWER_S)
+    mark = board.hear("mark", ANSWER_S)
     if clock is None or mark is None:
         return
     ahead = time.time() - clock
@@ -103,8 +112,12 @@ def attend(node: str, nodes: Mapping[str, str], port: int) -> None:
             return
         others = [name for name in said["ports"] if name != node]
         with ThreadPoolExecutor(max(len(others), 1)) as pool:
-            reached = list(pool.map(lambda name: _connects(nodes[name], said["ports"][name]), others))
-        problems = {f"{key}={path}": _look(Path(path), mark, node, first) for key, path in said["folders"]}
+            reached = list(
+                pool.map(lambda name: _connects(nodes[name], said["ports"][name]), others)
+            )
+        problems = {
+            f"{key}={path}": _look(Path(path), mark, node, first) for key, path in said["folders"]
+        }
         looked = {
             "unreached": [name for name, there in zip(others, reached, strict=True) if not there],
             "folders": {name: problem for name, problem in problems.items() if problem},
@@ -119,10 +132,14 @@ def attend(node: str, nodes: Mapping[str, str], port: int) -> None:
 def _look(path: Path, mark: str, node: str, first: str) -> tuple[str, bool] | None:
     """What is wrong with a folder. A file system that is gone may never answer."""
     found: list[tuple[str, bool] | None] = []
-    look = threading.Thread(target=lambda: found.append(facts.folder_problem(path, mark, node, first)), daemon=True)
+    look = threading.Thread(
+        target=lambda: found.append(facts.folder_problem(path, mark, node, first)), daemon=True
+    )
     look.start()
     look.join(ANSWER_S / 4)
-    return found[0] if found else (f"does not answer within {ANSWER_S / 4:.0f} s", False)
+    if found:
+        return found[0]
+    return (f"does not answer within {ANSWER_S / 4:.0f} s", False)
 
 
 def _connects(host: str, port: int) -> bool:
@@ -133,15 +150,29 @@ def _connects(host: str, port: int) -> bool:
 
 def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda: bool) -> str:
     """Runs the processes of this node, one for each GPU; empty, or why the sum failed."""
-    command, started = [sys.executable, "-m", "megatron_rl.workshop.nodes.attend", *["cuda"] * cuda], []
+    command = [sys.executable, "-m", "megatron_rl.workshop.nodes.attend", *["cuda"] * cuda]
+    started = []
     for local in range(count):
-        place = {"RANK": rank + local, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_ADDR": address}
-        own = os.environ | {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
-        started.append(subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        place = {
+            "RANK": rank + local,
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": address,
+        }
+        own = os.environ | {
+            name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()
+        }
+        started.append(
+            subprocess.Popen(
+                command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        )
     end = time.monotonic() + RING_S
     try:
         with ThreadPoolExecutor(count) as pool:
-            texts = list(pool.map(lambda one: one.communicate(timeout=end - time.monotonic())[1], started))
+            texts = list(
+                pool.map(lambda one: one.communicate(timeout=end - time.monotonic())[1], started)
+            )
     except subprocess.TimeoutExpired:
         return NO_RESULT
     finally:
@@ -155,8 +186,11 @@ def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda:
 
 
 def take_sums() -> None:
-    """Sum a tensor over all (NCCL or gloo) for seconds, to see that nodes reach each other as a learner needs."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Sum a tensor over all (NCCL or gloo) for seconds, to see that nodes reach each other as a
+    learner needs.
+    """
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "cuda" in sys.argv[1:] and device != "cuda":
         sys.exit(gpu_driver.unseen())
@@ -169,7 +203,9 @@ def take_sums() -> None:
         values = torch.full((ELEMENTS[device],), float(rank + 1), device=device)
         dist.all_reduce(values)
         if not bool((values == world * (world + 1) / 2).all()):
-            sys.exit(f"a sum over {world} processes came out wrong on GPU {os.environ['LOCAL_RANK']}")
+            sys.exit(
+                f"a sum over {world} processes came out wrong on GPU {os.environ['LOCAL_RANK']}"
+            )
         going.fill_(float(time.monotonic() - begun < SECONDS[device]))
         dist.all_reduce(going, dist.ReduceOp.MIN)  # all stop at the same time
     dist.destroy_process_group()

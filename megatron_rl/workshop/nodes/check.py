@@ -1,13 +1,17 @@
-"""Check of each node of a job against the recipe, before models load: slurm/prologue.sh runs it on each by srun.
+"""Check of each node of a job against the recipe, before models load: slurm/prologue.sh runs it on
+each by srun.
 
-python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that hold the learner
+python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that
+hold the learner
 
-Nodes talk through a torch store that the first one holds. Each says what it has, tries to reach every other one, and
-reads and writes the folders that they share; then the learner's nodes sum a tensor over all. The first one prints what
-is wrong, a sentence for each node; on its stdout are the names of the bad ones, unless all are.
+Nodes talk through a torch store that the first one holds. Each says what it has, tries to reach
+every other one, and reads and writes the folders that they share; then the learner's nodes sum a
+tensor over all. The first one prints what is wrong, a sentence for each node; on its stdout are the
+names of the bad ones, unless all are.
 
-exit status of the first: 0 all is well; 2 a node is not what it should be; 75 it may be the next time
-Environment, from slurm/prologue.sh: MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and Slurm's own.
+exit status of the first: 0 all is well; 2 a node is not what it should be; 75 it may be the next
+time Environment, from slurm/prologue.sh: MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and
+Slurm's own.
 """
 
 import os
@@ -28,7 +32,8 @@ from megatron_rl.workshop.nodes import facts
 from megatron_rl.workshop.nodes.attend import ANSWER_S, ARRIVE_S, NO_RESULT, RING_S, Board, attend
 from megatron_rl.workshop.nodes.facts import Facts, Needs, Problem
 
-REFUSED, PASSING = 2, 75
+REFUSED = 2
+PASSING = 75
 Folders = Sequence[tuple[str, Path]]  # a key of the recipe, and its folder
 
 
@@ -36,7 +41,8 @@ def needs(config: Config, machine: str | None, nodes: Sequence[str], learning: i
     """GPUs of the learner's nodes, those of the engines on the first one, those of the servers."""
     if config.run.device == Device.cpu or (config.run.device == Device.auto and not facts.gpus()):
         return Needs()
-    world, width = Layout.from_config(config.learner).world, config.sampler.tensor_parallel
+    world = Layout.from_config(config.learner).world
+    width = config.sampler.tensor_parallel
     gpus = dict.fromkeys(nodes[:learning], -(-world // learning))
     gpus[nodes[0]] = max(gpus[nodes[0]], max(gpus_of_engines(config.sampler), default=0) + 1)
     serving = nodes[learning:]
@@ -45,13 +51,19 @@ def needs(config: Config, machine: str | None, nodes: Sequence[str], learning: i
     return Needs(gpus, named(machine).gib if machine else 0.0, config.run.device == Device.cuda)
 
 
-def lead(nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, learning: int) -> list[Problem]:
+def lead(
+    nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, learning: int
+) -> list[Problem]:
     """The first node: hears every node, itself included, and judges."""
     first, address = next(iter(nodes.items()))
     try:
         board = Board.open(address, port)
     except OSError as error:
-        return [Problem(first, f"cannot listen at {address}:{port}: {os.strerror(error.errno or 0)}", False)]
+        return [
+            Problem(
+                first, f"cannot listen at {address}:{port}: {os.strerror(error.errno or 0)}", False
+            )
+        ]
     attending = threading.Thread(target=attend, args=(first, nodes, port), daemon=True)
     attending.start()
     try:
@@ -61,9 +73,13 @@ def lead(nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, l
         attending.join(ANSWER_S)
 
 
-def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Folders) -> list[Problem]:
+def _compared(
+    board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Folders
+) -> list[Problem]:
     """Problems of the nodes that have spoken, and the nodes that have not."""
-    first, mark = next(iter(nodes)), f".nodes-{secrets.token_hex(8)}"  # a folder in each of those that are shared
+    # a folder in each of those that are shared
+    first = next(iter(nodes))
+    mark = f".nodes-{secrets.token_hex(8)}"
     board.say("mark", mark)
     about = board.hear_all("about", nodes, ARRIVE_S)
     missing = [
@@ -74,7 +90,10 @@ def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Fo
     mine = {f"{key}={path}": facts.leave(path, mark) for key, path in folders}
     shared = [(key, str(path)) for key, path in folders if mine[f"{key}={path}"] is None]
     try:
-        board.say("peers", {"ports": {node: said.pop("port") for node, said in about.items()}, "folders": shared})
+        board.say(
+            "peers",
+            {"ports": {node: said.pop("port") for node, said in about.items()}, "folders": shared},
+        )
         looked = board.hear_all("looked", about, ANSWER_S)
         for node, said in looked.items():
             problems = said["folders"]
@@ -82,24 +101,36 @@ def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Fo
                 problems |= {key: problem for key, problem in mine.items() if problem}
             for key, path in shared:
                 name = f"{key}={path}"
-                if name not in problems and (problem := facts.arrived(Path(path), mark, node, first)):
+                if name not in problems and (
+                    problem := facts.arrived(Path(path), mark, node, first)
+                ):
                     problems[name] = problem
     finally:
         for _, folder in folders:
             shutil.rmtree(folder / mark, ignore_errors=True)
-    silent = [Problem(node, "it went away during the check", False) for node in about if node not in looked]
-    heard = [Facts.read({**about[node], **looked[node], "node": node}) for node in nodes if node in looked]
+    silent = [
+        Problem(node, "it went away during the check", False)
+        for node in about
+        if node not in looked
+    ]
+    heard = [
+        Facts.read({**about[node], **looked[node], "node": node})
+        for node in nodes
+        if node in looked
+    ]
     return [*missing, *silent, *facts.judge(heard, wanted)]
 
 
 def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -> list[Problem]:
     """The learner's nodes, and all their GPUs, sum a tensor, again and again."""
     each = {node: max(1, wanted.gpus.get(node, 0)) for node in list(nodes)[:learning]}
-    world, address = sum(each.values()), next(iter(nodes.values()))
+    world = sum(each.values())
+    address = next(iter(nodes.values()))
     if world == 1:
         return []
     meeting = {"address": address, "port": free_port(address), "world": world, "cuda": wanted.cuda}
-    places, rank = {}, 0
+    places = {}
+    rank = 0
     for node, count in each.items():
         places[node] = {**meeting, "rank": rank, "count": count}
         rank += count
@@ -109,16 +140,23 @@ def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -
     failed |= {node: (0.0, "nothing heard of it") for node in each if node not in said}
     # whoever fails first pulls the others with it; where nobody knows why, it may be any of them
     known = {node: at for node, (at, why) in failed.items() if why != NO_RESULT}
-    names = [min(known, key=lambda node: known[node])] if known else list(failed)
+    if known:
+        names = [min(known, key=lambda node: known[node])]
+    else:
+        names = list(failed)
     over = ", ".join(each)
-    return [Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False) for node in names]
+    return [
+        Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False)
+        for node in names
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:
     learning, (recipe, *overrides) = int(arguments[0]), arguments[1:]
     known = (word.partition("=") for word in os.environ["MEGATRON_RL_NODES"].split(","))
     nodes = {name: address for name, _, address in known}
-    node, port = os.environ["SLURMD_NODENAME"], int(os.environ["MEGATRON_RL_PORT"])
+    node = os.environ["SLURMD_NODENAME"]
+    port = int(os.environ["MEGATRON_RL_PORT"])
     if node != next(iter(nodes)):
         attend(node, nodes, port)
         return 0
@@ -135,7 +173,9 @@ def main(arguments: Sequence[str]) -> int:
         print(",".join(bad))
     if not problems:
         return 0
-    return REFUSED if any(problem.lasting for problem in problems) else PASSING
+    if any(problem.lasting for problem in problems):
+        return REFUSED
+    return PASSING
 
 
 if __name__ == "__main__":

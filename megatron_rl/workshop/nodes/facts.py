@@ -1,6 +1,8 @@
-"""Facts that the nodes of a job tell of themselves (versions, GPUs, clock, folders), and what is wrong with which node.
+"""Facts that the nodes of a job tell of themselves (versions, GPUs, clock, folders), and what is
+wrong with which node.
 
-A problem is lasting where another try would find the same: a version, a folder that nobody may write.
+A problem is lasting where another try would find the same: a version, a folder that nobody may
+write.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ CLOCKS_S = 5.0  # signs of life of other nodes are read by their time
 USED_GIB = 4.0  # of a GPU, by somebody else; drivers and monitors take less
 NEARLY = 0.97  # of the memory that a kind of GPU is named after: an H100 of 80 GB shows 79.6
 # what a file system answers that may answer otherwise the next time
-PASSING = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.ENOTCONN}
+PASSING = {
+    errno.ESTALE,
+    errno.EIO,
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTCONN,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,8 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     gpus: Sequence[Gpu] = ()
     unreached: Sequence[str] = ()  # nodes
-    folders: Mapping[str, tuple[str, bool]] = field(default_factory=dict)  # key=path -> what is wrong, and for good
+    # key=path -> what is wrong, and for good
+    folders: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Facts:
@@ -69,23 +80,41 @@ def judge(nodes: Sequence[Facts], needs: Needs) -> list[Problem]:
     """`nodes`: those that have spoken, the first one first."""
     found = [*_unreached(nodes), *_unequal(nodes)]
     for one in nodes:
-        found += [Problem(one.node, f"{folder} {what}", lasting) for folder, (what, lasting) in one.folders.items()]
+        found += [
+            Problem(one.node, f"{folder} {what}", lasting)
+            for folder, (what, lasting) in one.folders.items()
+        ]
         found += _gpus(one, needs)
         if abs(one.ahead_s) > CLOCKS_S:
             side = "ahead of" if one.ahead_s > 0 else "behind"
-            found.append(Problem(one.node, f"its clock is {abs(one.ahead_s):.1f} s {side} {nodes[0].node}'s", False))
+            found.append(
+                Problem(
+                    one.node,
+                    f"its clock is {abs(one.ahead_s):.1f} s {side} {nodes[0].node}'s",
+                    False,
+                )
+            )
     return found
 
 
 def _unreached(nodes: Sequence[Facts]) -> Iterator[Problem]:
-    """Each broken connection is laid to the node that has the most of them; of equals, to the later one."""
+    """Each broken connection is laid to the node that has the most of them; of equals, to the later
+    one.
+    """
     broken = {(one.node, other) for one in nodes for other in one.unreached}
     order = [one.node for one in nodes]
     while broken:
         counts = Counter(node for pair in broken for node in pair)
-        worst = max(counts, key=lambda node: (counts[node], order.index(node) if node in order else len(order)))
+        worst = max(
+            counts,
+            key=lambda node: (counts[node], order.index(node) if node in order else len(order)),
+        )
         others = sorted({node for pair in broken if worst in pair for node in pair} - {worst})
-        yield Problem(worst, f"no TCP connection between it and {', '.join(others)} (slurm/network.env)", False)
+        yield Problem(
+            worst,
+            f"no TCP connection between it and {', '.join(others)} (slurm/network.env)",
+            False,
+        )
         broken = {pair for pair in broken if worst not in pair}
 
 
@@ -110,7 +139,11 @@ def _gpus(one: Facts, needs: Needs) -> Iterator[Problem]:
             what = f"GPU {number} ({gpu.name}) has {gpu.gib:.0f} GiB, the recipe's cluster {needs.gib:.0f}"
             yield Problem(one.node, what, True)
         elif gpu.used_gib > USED_GIB:
-            yield Problem(one.node, f"GPU {number} has {gpu.used_gib:.0f} GiB in use by another process", False)
+            yield Problem(
+                one.node,
+                f"GPU {number} has {gpu.used_gib:.0f} GiB in use by another process",
+                False,
+            )
 
 
 def versions() -> dict[str, str]:
@@ -132,7 +165,9 @@ def gpus() -> list[Gpu]:
     try:
         return [
             Gpu(name, float(total) / 1024, float(used) / 1024, gpu_driver.too_old(driver) or "")
-            for name, total, used, driver in gpu_driver.ask("name", "memory.total", "memory.used", "driver_version")
+            for name, total, used, driver in gpu_driver.ask(
+                "name", "memory.total", "memory.used", "driver_version"
+            )
         ]
     except ValueError:
         return []
@@ -143,7 +178,10 @@ def folder_problem(path: Path, mark: str, node: str, first: str) -> tuple[str, b
     place = path / mark
     try:
         if not place.is_dir():
-            there = "is another folder than" if path.is_dir() else "is not there, as it is"
+            if path.is_dir():
+                there = "is another folder than"
+            else:
+                there = "is not there, as it is"
             return f"{there} on {first}: it has to be shared", True
         (place / node).write_text(mark)
     except OSError as error:
@@ -166,4 +204,6 @@ def arrived(path: Path, mark: str, node: str, first: str) -> tuple[str, bool] | 
         same = (path / mark / node).read_text() == mark
     except OSError:
         same = False
-    return None if same else (f"is another folder than on {first}: it has to be shared", True)
+    if same:
+        return None
+    return (f"is another folder than on {first}: it has to be shared", True)

@@ -1,4 +1,6 @@
-"""Case of a plan: recipe, config.json, machine, assumptions; a step's workload, roles and memory computed from them."""
+"""Case of a plan: recipe, config.json, machine, assumptions; a step's workload, roles and memory
+computed from them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from megatron_rl.preflight.machine import Gpu, Machine
 from megatron_rl.preflight.roles import Roles, roles
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 from megatron_rl.workshop.planner.memory.activations import Pack, Training
-from megatron_rl.workshop.planner.memory.engine import GIB, EngineMemory, EngineWeights, engine_weights, of_engine
+from megatron_rl.workshop.planner.memory.engine import (
+    GIB,
+    EngineMemory,
+    EngineWeights,
+    engine_weights,
+    of_engine,
+)
 from megatron_rl.workshop.planner.memory.learner import LearnerMemory, of_stage
 
 USABLE = 0.99  # of the memory that a GPU is sold with
@@ -27,7 +35,9 @@ WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no recipe says. Lengths are shares of their limits in the recipe; efficiencies are of the maker's peak."""
+    """What no recipe says. Lengths are shares of their limits in the recipe; efficiencies are of
+    the maker's peak.
+    """
 
     response: float = 0.4  # mean length of an answer
     prompt: float = 0.25
@@ -46,11 +56,13 @@ class Assumptions:
     quantizing: float = 0.1  # of memory bandwidth, while the learner quantizes its shards
     link: float = 0.6
     host_ms: float = 4.0  # of an engine, for every token of its sequences
-    rounding_us: float = 5.0  # of an engine, for each layer of a step whose matrices are quantized: activations
+    # of an engine, for each layer of a step whose matrices are quantized: activations
+    rounding_us: float = 5.0
     hop_us: float = 15.0  # of an all-reduce between ranks of an engine
     far_hop_us: float = 50.0  # the same, between nodes
     file_gbs: float = 2.0  # weights through files: written, checked, read
-    loading: float = 3.0  # times that weights pass through a GPU's memory while an engine loads them from there
+    # times that weights pass through a GPU's memory while an engine loads them from there
+    loading: float = 3.0
     host_gbs: float = 25.0  # from the host's memory into a GPU's, pages as they are
     keep_gbs: float = 10.0  # a rank's state into the host's memory
 
@@ -91,9 +103,13 @@ class Workload:
         return self.prompt + self.response / 2
 
     def prefilled(self, kept: bool) -> float:
-        """Tokens that engines prefill for a session behind its prompt; without kept prefixes all for each turn anew."""
+        """Tokens that engines prefill for a session behind its prompt; without kept prefixes all
+        for each turn anew.
+        """
         more = self.turns - 1
-        return self.read if kept else more * self.prompt + (self.response * more + self.read) / 2
+        if kept:
+            return self.read
+        return more * self.prompt + (self.response * more + self.read) / 2
 
     @property
     def length(self) -> float:
@@ -107,13 +123,18 @@ class Workload:
     def of(cls, config: Config, assumed: Assumptions) -> Workload:
         rollout = config.rollout
         prompt = max(assumed.prompt * rollout.max_prompt_tokens, 1)
-        turns, sampled, read = 1.0, max(assumed.response * rollout.max_response_tokens, 1), 0.0
+        turns = 1.0
+        sampled = max(assumed.response * rollout.max_response_tokens, 1)
+        read = 0.0
         sessions = 0
         if config.environment.name is not None:
-            sessions, turns = config.environment.sessions, min(assumed.turns, config.environment.turns)
-            sampled, read = sampled * turns, assumed.observation * config.environment.observation_tokens * (turns - 1)
+            sessions = config.environment.sessions
+            turns = min(assumed.turns, config.environment.turns)
+            sampled = sampled * turns
+            read = assumed.observation * config.environment.observation_tokens * (turns - 1)
             fits = min(1.0, (rollout.context_tokens - prompt) / (sampled + read))
-            sampled, read = sampled * fits, read * fits
+            sampled = sampled * fits
+            read = read * fits
         return cls(
             sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
             prompt=prompt,
@@ -143,7 +164,8 @@ class Case:
 
     @cached_property
     def model(self) -> Model:
-        learner, head = self.config.learner, self.config.model.head_precision
+        learner = self.config.learner
+        head = self.config.model.head_precision
         return Model.of(self.hf_config, Layout.from_config(learner), head, Lora.of(learner.lora))
 
     @cached_property
@@ -172,9 +194,13 @@ class Case:
     @property
     def packs(self) -> int:
         """Micro-batches of an update, of one replica."""
-        work, layout = self.work, self.model.layout
+        work = self.work
+        layout = self.model.layout
         of_replica = work.tokens / work.updates / layout.dp
-        count = max(-(-int(of_replica) // max(self.config.learner.tokens_per_microbatch, int(work.length))), 1)
+        count = max(
+            -(-int(of_replica) // max(self.config.learner.tokens_per_microbatch, int(work.length))),
+            1,
+        )
         return max(count, min(2 * layout.pp, max(work.sequences // work.updates // layout.dp, 1)))
 
     @property
@@ -189,7 +215,9 @@ class Case:
     @property
     def limit(self) -> float | None:
         """Bytes of a GPU; None: not known."""
-        return self.machine.gib * GIB * USABLE if self.machine.gib else None
+        if self.machine.gib:
+            return self.machine.gib * GIB * USABLE
+        return None
 
     @property
     def longest(self) -> int:
@@ -203,14 +231,25 @@ class Case:
 
     @cached_property
     def engine(self) -> EngineMemory:
-        sampler, quantization = self.config.sampler, self.config.quantization
-        return of_engine(self.model, sampler, quantization, self.weights, self.longest, self.limit, self.host)
+        sampler = self.config.sampler
+        quantization = self.config.quantization
+        return of_engine(
+            self.model, sampler, quantization, self.weights, self.longest, self.limit, self.host
+        )
 
     def _stages(self, pack: Pack, packs: int) -> list[LearnerMemory]:
         """The learner's memory by pipeline stage."""
         reference = bool(self.config.loss.kl_coef) and self.model.shape.lora is None
         return [
-            of_stage(self.model, self.config.learner, stage, pack, packs, host=self.host, reference=reference)
+            of_stage(
+                self.model,
+                self.config.learner,
+                stage,
+                pack,
+                packs,
+                host=self.host,
+                reference=reference,
+            )
             for stage in range(self.model.layout.pp)
         ]
 
@@ -230,9 +269,14 @@ class Case:
 
     @property
     def probe(self) -> float:
-        """Bytes that come and go in the fullest forward pass of a probe: short answers, to prompts of any length."""
+        """Bytes that come and go in the fullest forward pass of a probe: short answers, to prompts
+        of any length.
+        """
         response = min(PROBE_TOKENS, self.config.rollout.max_response_tokens)
         longest = self.config.rollout.max_prompt_tokens + response
         tokens = self._fullest(PROBE_PROMPTS, longest)
         rows = -(-PROBE_PROMPTS // self.model.layout.dp)
-        return max(one.forward for one in self._stages(Pack(tokens, min(tokens, rows * response), longest), 1))
+        return max(
+            one.forward
+            for one in self._stages(Pack(tokens, min(tokens, rows * response), longest), 1)
+        )

@@ -1,7 +1,9 @@
-"""Text or JSON of `megatron-rl plan`, and the problems found: a recipe's plan and weight sync, or in their place what
---suggest, --precision or --sbatch ask for. commands/recipes.py parses the command line, and prints.
+"""Text or JSON of `megatron-rl plan`, and the problems found: a recipe's plan and weight sync, or
+in their place what --suggest, --precision or --sbatch ask for. commands/recipes.py parses the
+command line, and prints.
 
-A model's config.json in place of a recipe stands for its sync alone; with --on, --suggest or --precision for the rest.
+A model's config.json in place of a recipe stands for its sync alone; with --on, --suggest or
+--precision for the rest.
 """
 
 import json
@@ -48,7 +50,9 @@ def answer(request: Request) -> tuple[str, list[str]]:
     if request.precision and hf_config is not None and not found:
         if problems := traffic.problems(config, hf_config, request):
             return "", problems
-        return _precision(request, Case(config, hf_config, machine or detect(config.run.device), assumed)), []
+        return _precision(
+            request, Case(config, hf_config, machine or detect(config.run.device), assumed)
+        ), []
     if request.suggest and hf_config is not None:
         base = Case(config, hf_config, machine or detect(config.run.device), assumed)
         said, fits = suggest.describe(str(request.target), base)
@@ -56,23 +60,38 @@ def answer(request: Request) -> tuple[str, list[str]]:
     problems = [*found, *(checks.problems(config, on=machine) if whole else [])]
     if hf_config is None:
         return "", problems
-    problems += [line for line in traffic.problems(config, hf_config, request) if line not in problems]
+    problems += [
+        line for line in traffic.problems(config, hf_config, request) if line not in problems
+    ]
     made = None
     if whole or machine:
-        made = _plan(Case(config, hf_config, machine or detect(config.run.device), assumed), problems)
+        made = _plan(
+            Case(config, hf_config, machine or detect(config.run.device), assumed), problems
+        )
     problems += made.problems if made else ()
     if request.sbatch:
-        return (slurm.sbatch(request.target, request.overrides, config, made) if made else ""), problems
+        return (
+            slurm.sbatch(request.target, request.overrides, config, made) if made else ""
+        ), problems
     if found or (made is None and problems):
         return "", problems
     moves = not problems or (made is not None and problems == list(made.problems))
     if request.as_json:
-        about: dict[str, Any] = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
+        about: dict[str, Any] = {
+            "model": config.model.path,
+            "problems": problems,
+            **(as_json(made) if made else {}),
+        }
         about |= {"sync": traffic.numbers(config, hf_config, request)} if moves else {}
         return json.dumps(about | {"problems": problems}, indent=2), problems
-    changed = list(changes(request.target, request.overrides)) if whole else []
+    if whole:
+        changed = list(changes(request.target, request.overrides))
+    else:
+        changed = []
     texts = [table.describe(config, made, changed)] if made else []
-    return "\n\n".join([*texts, *([traffic.describe(config, hf_config, request)] if moves else [])]), problems
+    return "\n\n".join(
+        [*texts, *([traffic.describe(config, hf_config, request)] if moves else [])]
+    ), problems
 
 
 def _precision(request: Request, case: Case) -> str:
@@ -97,7 +116,9 @@ def assumptions(given: Sequence[str]) -> Assumptions:
         except ValueError:
             values[name] = 0.0
         if not 0 < values[name] < float("inf"):
-            raise ConfigError(f"--assume {word}: expected a number above 0, such as {name}={known[name]:g}")
+            raise ConfigError(
+                f"--assume {word}: expected a number above 0, such as {name}={known[name]:g}"
+            )
     return Assumptions(**values)
 
 
@@ -111,10 +132,20 @@ def as_json(made: Plan) -> dict[str, Any]:
 
 
 def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, bool]:
-    """The configuration, what is wrong with its file, the model, and whether it is a whole recipe."""
-    target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
+    """The configuration, what is wrong with its file, the model, and whether it is a whole
+    recipe.
+    """
+    if (request.target / "config.json").is_file():
+        target = request.target / "config.json"
+    else:
+        target = request.target
     if target.suffix == ".json":
-        return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), [], read_hf_config(target), False
+        return (
+            load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]),
+            [],
+            read_hf_config(target),
+            False,
+        )
     config, found = read(target, request.overrides)
     try:
         return config, found, read_card(str(config.model.folder)), True
@@ -123,13 +154,17 @@ def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, b
 
 
 def _elsewhere(request: Request, config: Config, whole: bool) -> str | None:
-    """The machine to plan for, unless it is this one: where a recipe needs a GPU and none is here, its cluster's."""
+    """The machine to plan for, unless it is this one: where a recipe needs a GPU and none is here,
+    its cluster's.
+    """
     if request.on is None and whole:
         try:
             detect(config.run.device)
         except NoGpu:
             return cluster(request.target, request.overrides)[1]
-    return own(request.target, request.overrides) if request.on == "own" else request.on
+    if request.on == "own":
+        return own(request.target, request.overrides)
+    return request.on
 
 
 def _plan(case: Case, problems: Sequence[str]) -> Plan | None:

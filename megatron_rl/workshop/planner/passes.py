@@ -18,9 +18,12 @@ from megatron_rl.workshop.planner.memory import activations
 from megatron_rl.workshop.planner.memory.activations import Pack
 from megatron_rl.workshop.planner.memory.learner import BF16, chosen, held
 
-TERA, GIGA = 1e12, 1e9
+TERA = 1e12
+GIGA = 1e9
 LAYER_KERNELS = 20  # of a layer's forward pass, its products included
-FORWARD, BACKWARD = 2, 3  # times that a byte moves which a layer keeps for backward
+# times that a byte moves which a layer keeps for backward
+FORWARD = 2
+BACKWARD = 3
 # bytes for each trained weight of a pack: its gradient, written and read, and the same of the sum
 SUMMED = 12
 
@@ -62,14 +65,17 @@ def needed(case: Case) -> float:
 
 def _pack(case: Case) -> Pack:
     """A rank's part of a micro-batch, on average."""
-    work, layout = case.work, case.model.layout
+    work = case.work
+    layout = case.model.layout
     tokens = work.tokens / work.updates / layout.dp / layout.cp / case.packs
     return Pack(tokens, tokens * work.response / work.length, int(work.length))
 
 
 def _body(case: Case, passes: int, again: float) -> float:
     """Seconds of a stage's layers for one pack."""
-    shape, layout, assumed = case.model.shape, case.model.layout, case.assumed
+    shape = case.model.shape
+    layout = case.model.layout
+    assumed = case.assumed
     pack = _pack(case)
     each = operations(case.model, case.work.length)
     qkv = shape.size("q") + 2 * shape.size("kv")
@@ -88,7 +94,9 @@ def _body(case: Case, passes: int, again: float) -> float:
 
 def _head(case: Case, passes: int, logits: LogitKernels) -> float:
     """Seconds of one pack's logits; backward makes again what is not held whole."""
-    model, width, rows = case.model, case.training.width, _pack(case).responses
+    model = case.model
+    width = case.training.width
+    rows = _pack(case).responses
     columns = model.layout.padded_vocab(model.shape.vocab) // model.layout.tp
     wide = model.head is Precision.fp32 and width < activations.FP32
     chunks = ceil(columns / costs.logit_columns(ceil(rows), columns, width, wide))

@@ -1,7 +1,8 @@
-"""Memory of each kind of GPU at each moment of a run, by use; whether it suffices, and the largest share for an engine.
+"""Memory of each kind of GPU at each moment of a run, by use; whether it suffices, and the largest
+share for an engine.
 
-Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the learner is built. It is awake from one
-sync to the end of the next rollout: probe, evaluation and save included.
+Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the learner is built. It
+is awake from one sync to the end of the next rollout: probe, evaluation and save included.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,13 @@ from megatron_rl.workshop.planner.memory.learner import BF16
 PHASES = ("rollout", "prox", "update", "sync", "save")  # of a step, that take time
 MOMENTS = ("start", "rollout", "prox", "update", "sync", "probe", "save")
 CACHE = "engine: cache"
-SHARE = ("engine: weights", "engine: runtime", CACHE, "engine: unused")  # what gpu_memory_utilization is a share for
+# what gpu_memory_utilization is a share for
+SHARE = (
+    "engine: weights",
+    "engine: runtime",
+    CACHE,
+    "engine: unused",
+)
 TIGHT = 0.05  # of it: a smaller margin is called tight
 SLACK = 0.06  # of what comes and goes: what torch's allocator holds and cannot use
 BUCKETS = 2 * (64 << 20)  # one that is gathered, one that is sent: weight_sync/buckets.py
@@ -39,7 +46,9 @@ class Memory:
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: (sum(self.phases[phase].values()), phase != "start"))
+        return max(
+            self.phases, key=lambda phase: (sum(self.phases[phase].values()), phase != "start")
+        )
 
     @property
     def peak(self) -> float:
@@ -51,7 +60,9 @@ class Memory:
 
     @property
     def margin(self) -> float | None:
-        return None if self.limit is None else self.limit - self.peak
+        if self.limit is None:
+            return None
+        return self.limit - self.peak
 
     @property
     def verdict(self) -> str:
@@ -59,21 +70,27 @@ class Memory:
             return "not known"
         if self.margin < 0:
             return "does not fit"
-        return "tight" if self.margin < TIGHT * self.limit else "fits"
+        if self.margin < TIGHT * self.limit:
+            return "tight"
+        return "fits"
 
 
 def planned(case: Case) -> list[Memory]:
     """Of each kind of GPU, or of a process on a host."""
-    learner, engine = _of_learner(case), _of_engine(case)
+    learner = _of_learner(case)
+    engine = _of_engine(case)
     both = {moment: {**learner[moment], **engine[moment]} for moment in MOMENTS}
     kinds = {"learner": learner, "learner and engine": both, "engine": engine}
     what = "a process of" if case.host else "a GPU of"
-    return [Memory(kind, gpus, kinds[kind], case.limit, what) for kind, gpus in case.roles.kinds.items()]
+    return [
+        Memory(kind, gpus, kinds[kind], case.limit, what) for kind, gpus in case.roles.kinds.items()
+    ]
 
 
 def _of_learner(case: Case) -> dict[str, dict[str, float]]:
     """Memory by phase of a GPU that works for the learner alone, or of a rank on a host."""
-    memory, model = case.heaviest, case.model
+    memory = case.heaviest
+    model = case.model
     runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * _communicators(model.layout)}
     held = {
         "weights": memory.weights,
@@ -99,10 +116,19 @@ def _of_learner(case: Case) -> dict[str, dict[str, float]]:
         "save": {},
     }
     # the optimizer is elsewhere from an update to the next where it is offloaded
-    optimizer = ("gradients", "masters, moments") if case.config.learner.offload is Offload.optimizer else ()
+    optimizer = (
+        ("gradients", "masters, moments")
+        if case.config.learner.offload is Offload.optimizer
+        else ()
+    )
     aside = {part: nbytes for part, nbytes in held.items() if part not in optimizer}
-    found = {moment: _together(held if moment in ("start", "update") else aside, passing[moment]) for moment in MOMENTS}
-    return found if case.config.sampler.sleep == Sleep.none else found | {"start": {}}
+    found = {
+        moment: _together(held if moment in ("start", "update") else aside, passing[moment])
+        for moment in MOMENTS
+    }
+    if case.config.sampler.sleep == Sleep.none:
+        return found
+    return found | {"start": {}}
 
 
 def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, float]:
@@ -117,7 +143,11 @@ def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[s
 def _communicators(layout: Layout) -> int:
     """Groups of ranks that talk over NCCL: the world, and each axis that is split."""
     experts = (layout.ep > 1) + (layout.ep > 1 and layout.dp > 1)
-    return (layout.world > 1) + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp)) + experts
+    return (
+        (layout.world > 1)
+        + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp))
+        + experts
+    )
 
 
 @cache
@@ -127,13 +157,19 @@ def _largest(shape: ModelShape) -> int:
 
 
 def _of_engine(case: Case) -> dict[str, dict[str, float]]:
-    """Memory that an engine adds to its GPU by phase; files wait elsewhere where there is no room for them."""
-    engine, sync = case.engine, case.config.sync
+    """Memory that an engine adds to its GPU by phase; files wait elsewhere where there is no room
+    for them.
+    """
+    engine = case.engine
+    sync = case.config.sync
     loaded = {"engine: weights": engine.weights, "engine: runtime": engine.runtime}
     loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
     awake = loaded | {CACHE: engine.cache}
     start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
-    staged = {"engine: next weights": engine.weights} if sync.staged and sync.transport != Transport.file else {}
+    if sync.staged and sync.transport != Transport.file:
+        staged = {"engine: next weights": engine.weights}
+    else:
+        staged = {}
     if case.config.sampler.sleep == Sleep.none:
         return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}
     asleep = {"engine: asleep": engine.asleep}
@@ -142,13 +178,16 @@ def _of_engine(case: Case) -> dict[str, dict[str, float]]:
 
 
 def largest_share(memory: Memory, spare: float = 0.0) -> float | None:
-    """The largest sampler.vllm.gpu_memory_utilization, in hundredths, that leaves every moment room.
+    """The largest sampler.vllm.gpu_memory_utilization, in hundredths, that leaves every moment
+    room.
 
-    `spare`: of the GPU's memory, to be left over. None: no cache that grows with it, or the memory is not known. A
-    moment without the cache is the same with every value.
+    `spare`: of the GPU's memory, to be left over. None: no cache that grows with it, or the memory
+    is not known. A moment without the cache is the same with every value.
     """
     moments = [parts for parts in memory.phases.values() if CACHE in parts]
     if memory.limit is None or not moments:
         return None
-    beside = max(sum(nbytes for part, nbytes in parts.items() if part not in SHARE) for parts in moments)
+    beside = max(
+        sum(nbytes for part, nbytes in parts.items() if part not in SHARE) for parts in moments
+    )
     return floor((1 - spare - beside / memory.limit) * 100) / 100

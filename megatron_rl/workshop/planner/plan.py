@@ -1,5 +1,7 @@
-"""Plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason against it; and the
-check of an engine's share of a GPU beside the learner, which `megatron-rl train` makes before a run."""
+"""Plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason
+against it; and the check of an engine's share of a GPU beside the learner, which `megatron-rl
+train` makes before a run.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +51,8 @@ class Plan:
     time: StepTime | None  # None: the kind of GPU is not known
     gpu_hours: float | None
     kept_gib: float  # a checkpoint
-    host: Mapping[str, float]  # bytes of the first node's own memory, by part; empty where it has no GPU
+    # bytes of the first node's own memory, by part; empty where it has no GPU
+    host: Mapping[str, float]
     assumed: Assumptions
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what costs, and is allowed
@@ -60,26 +63,41 @@ class Plan:
         return min((one.verdict for one in self.memory), key=order.index)
 
 
-def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions | None = None) -> Plan:
+def plan(
+    config: Config,
+    hf_config: Mapping[str, Any],
+    machine: Machine,
+    assumed: Assumptions | None = None,
+) -> Plan:
     return plan_case(Case(config, hf_config, machine, assumed or Assumptions()))
 
 
 def plan_case(case: Case) -> Plan:
     case, said = decided(case)
-    config, machine, found, work = case.config, case.machine, case.roles, case.work
+    config = case.config
+    machine = case.machine
+    found = case.roles
+    work = case.work
     memory = planned(case)
     time = step_time(case) if machine.gpu is not None else None
     count = parameters(case.model.shape)
     kept = PARAMETER[config.learner.precision] * trained(case.model.shape)
     host = {} if case.host else of_first_node(case, kept)
-    tokens, held = case.engine.tokens, work.held(found.engines)
+    tokens = case.engine.tokens
+    held = work.held(found.engines)
     return Plan(
         parameters=count,
         machine=machine,
         layout=case.model.layout,
         roles=found,
         memory=tuple(memory),
-        cache=Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler), held),
+        cache=Cache(
+            tokens,
+            int(tokens / work.longest),
+            int(tokens / work.length),
+            max_sequences(config.sampler),
+            held,
+        ),
         work=work,
         packs=case.packs,
         recomputed=case.recomputed,
@@ -98,8 +116,13 @@ def plan_case(case: Case) -> Plan:
 
 
 def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> list[str]:
-    """What is wrong with sampler.vllm.gpu_memory_utilization where GPUs are shared, before a sync finds it out."""
-    if not machine.gib or not roles(Layout.from_config(config.learner), config.sampler, machine.gpus).shared:
+    """What is wrong with sampler.vllm.gpu_memory_utilization where GPUs are shared, before a sync
+    finds it out.
+    """
+    if (
+        not machine.gib
+        or not roles(Layout.from_config(config.learner), config.sampler, machine.gpus).shared
+    ):
         return []
     made = plan(config, hf_config, machine)
     return [line for line in made.problems if line.startswith(SHARE_KEY)]
@@ -107,18 +130,24 @@ def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machin
 
 def _share(case: Case, one: Memory) -> str | None:
     """What is wrong with the engine's share of a kind of GPU, where another value would do."""
-    given, engine, largest = case.config.sampler.vllm, case.engine, largest_share(one)
+    given = case.config.sampler.vllm
+    engine = case.engine
+    largest = largest_share(one)
     if largest is None or one.limit is None or CACHE not in one.at_peak or one.peak <= one.limit:
         return None
     least = engine.weights + engine.runtime + case.work.longest * engine.token
     if given.get("kv_cache_memory_bytes") is not None or largest * one.limit < least:
         return None
     beside = sum(n for part, n in one.at_peak.items() if not part.startswith("engine: "))
-    keeps = f"the learner keeps {beside / GIB:.1f}" if beside else "the rest is the engine's own, too"
+    if beside:
+        keeps = f"the learner keeps {beside / GIB:.1f}"
+    else:
+        keeps = "the rest is the engine's own, too"
     return (
         f"{SHARE_KEY}: {given.get('gpu_memory_utilization') or 'null'}, so that an engine takes "
-        f"{utilization(case.config.sampler):.0%} of {one.limit / GIB:.1f} GiB and {engine.context / GIB:.1f} beside "
-        f"it, but in {one.peak_phase} {keeps}; the largest that fits is {largest:.2f}"
+        f"{utilization(case.config.sampler):.0%} of {one.limit / GIB:.1f} GiB and "
+        f"{engine.context / GIB:.1f} beside it, but in {one.peak_phase} {keeps}; the largest that "
+        f"fits is {largest:.2f}"
     )
 
 
@@ -127,10 +156,13 @@ def _too_much(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
         if share := _share(case, one):
             yield share
         elif one.margin is not None and one.margin < 0 and one.limit is not None:
-            shares = "learner.context_parallel shares long answers; " if "learner" in one.kind else ""
+            if "learner" in one.kind:
+                shares = "learner.context_parallel shares long answers; "
+            else:
+                shares = ""
             yield (
-                f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, and has "
-                f"{one.limit / GIB:.1f}; the most of it: {_most(one.at_peak)} GiB. {shares}"
+                f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, "
+                f"and has {one.limit / GIB:.1f}; the most of it: {_most(one.at_peak)} GiB. {shares}"
                 "`megatron-rl plan --suggest` looks for layouts that fit"
             )
 
@@ -142,16 +174,21 @@ def _most(parts: Mapping[str, float]) -> str:
 
 
 def _too_little(case: Case) -> Iterator[str]:
-    engine, longest = case.engine, case.work.longest
+    engine = case.engine
+    longest = case.work.longest
     if case.limit is not None and engine.tokens < longest:
         yield (
-            f"{SHARE_KEY}: {engine.tokens:,} tokens of cache are left beside {engine.weights / GIB:.1f} GiB of "
-            f"weights, and one prompt with its answer takes {longest:,}; raise it, or sampler.tensor_parallel"
+            f"{SHARE_KEY}: {engine.tokens:,} tokens of cache are left beside "
+            f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes "
+            f"{longest:,}; raise it, or sampler.tensor_parallel"
         )
 
 
 def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
-    machine, engine, work, tp = case.machine, case.engine, case.work, case.model.layout.tp
+    machine = case.machine
+    engine = case.engine
+    work = case.work
+    tp = case.model.layout.tp
     gpus = machine.gpus * machine.nodes
     if machine.gpus and gpus > case.roles.gpus:
         yield f"{gpus - case.roles.gpus} of {gpus} GPUs have nothing to do"
@@ -161,11 +198,16 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
     if machine.gib and engine.tokens / work.length < wanted / 2:
         yield f"the cache holds {int(engine.tokens / work.length)} of {wanted} sequences at the mean: the others wait"
     held = work.held(case.roles.engines)
-    if machine.gib and work.sessions and keeps_prefixes(case.config.sampler) and engine.tokens < held:
+    if (
+        machine.gib
+        and work.sessions
+        and keeps_prefixes(case.config.sampler)
+        and engine.tokens < held
+    ):
         fitting = max(int(engine.tokens / work.halfway), 1) * case.roles.engines
         yield (
-            f"open sessions come to {held:,} tokens of an engine's {engine.tokens:,}: prefixes are lost while tools "
-            f"work, and prefilled again; environment.sessions={fitting} fits"
+            f"open sessions come to {held:,} tokens of an engine's {engine.tokens:,}: prefixes are "
+            f"lost while tools work, and prefilled again; environment.sessions={fitting} fits"
         )
     tight = "tight, a longer answer or another library may be too much"
     yield from (f"{one.kind}: {tight}" for one in memory if one.verdict == "tight")
@@ -173,10 +215,17 @@ def _notes(case: Case, memory: Sequence[Memory]) -> Iterator[str]:
 
 def _faster(case: Case, time: StepTime) -> Iterator[str]:
     """More, smaller engines on the same GPUs, where they would sample faster."""
-    roles, seconds = case.roles, {}
-    for tp in (size for size in (1, 2, 4, 8) if size < roles.engine_tp and roles.engine_tp % size == 0):
-        small = replace(case, config=replace(case.config, sampler=replace(case.config.sampler, tensor_parallel=tp)))
-        if small.engine.tokens >= case.longest:  # one engine's cache has to hold an answer with its prompt
+    roles = case.roles
+    seconds = {}
+    for tp in (
+        size for size in (1, 2, 4, 8) if size < roles.engine_tp and roles.engine_tp % size == 0
+    ):
+        small = replace(
+            case,
+            config=replace(case.config, sampler=replace(case.config.sampler, tensor_parallel=tp)),
+        )
+        # one engine's cache has to hold an answer with its prompt
+        if small.engine.tokens >= case.longest:
             many = replace(roles, engines=roles.engines * (roles.engine_tp // tp), engine_tp=tp)
             seconds[tp] = rolling_out(small, many, small.engine).rollout
     best = min(seconds, key=seconds.__getitem__, default=None)
@@ -185,8 +234,9 @@ def _faster(case: Case, time: StepTime) -> Iterator[str]:
     sleeps = case.config.sampler.sleep != Sleep.none
     key = "sampler.engines" if sleeps else "sampler.fleet.replicas"
     yield (
-        f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would take "
-        f"{duration(seconds[best])} for a rollout, not {duration(time.rollout)} ({key}); --suggest has such"
+        f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would "
+        f"take {duration(seconds[best])} for a rollout, not {duration(time.rollout)} ({key}); "
+        "--suggest has such"
     )
 
 
@@ -194,12 +244,14 @@ def _too_much_of_host(machine: Machine, host: Mapping[str, float]) -> Iterator[s
     needed = sum(host.values()) / GIB
     if machine.host_gib and needed > machine.host_gib:
         yield (
-            f"host memory: the first node needs {needed:.0f} GiB of its own, has {machine.host_gib:.0f}; the most of "
-            f"it: {_most(host)} GiB. Use more nodes, or leave learner.offload at none"
+            f"host memory: the first node needs {needed:.0f} GiB of its own, has "
+            f"{machine.host_gib:.0f}; the most of it: {_most(host)} GiB. Use more nodes, or leave "
+            "learner.offload at none"
         )
 
 
-PROCESS = 5 * GIB  # of one that uses a GPU: libraries, CUDA's own, what loading leaves. An assumption
+# of one that uses a GPU: libraries, CUDA's own, what loading leaves. An assumption
+PROCESS = 5 * GIB
 VERSIONS = 2  # of the weights in shared memory: the one that is served, and the next
 
 
@@ -209,21 +261,33 @@ def pinned(nbytes: float) -> int:
 
 
 def of_first_node(case: Case, kept: float) -> dict[str, float]:
-    """Bytes of the first node's memory, by use. `kept`: a checkpoint's; each rank copies its share before writing."""
-    config, roles, engine = case.config, case.roles, case.engine
-    ranks, engines = roles.tasks_per_node, len(roles.local)
+    """Bytes of the first node's memory, by use. `kept`: a checkpoint's; each rank copies its share
+    before writing.
+    """
+    config = case.config
+    roles = case.roles
+    engine = case.engine
+    ranks = roles.tasks_per_node
+    engines = len(roles.local)
     shared = config.sync.transport == Transport.file and config.sync.dir is None
     found = {
         "checkpoint, pinned": ranks * pinned(kept / roles.learner),
-        "optimizer, pinned": ranks * case.heaviest.optimizer * (config.learner.offload is Offload.optimizer),
+        "optimizer, pinned": ranks
+        * case.heaviest.optimizer
+        * (config.learner.offload is Offload.optimizer),
         "the step before": ranks
         * (case.heaviest.weights + case.heaviest.optimizer)
         * bool(config.learner.update_check.refuse),
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
-        "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),
-        # answers and the batch made of them; and of each rank the rows that it passes, of its layers
-        "experts told": (2 + ranks / config.learner.data_parallel / config.learner.pipeline_parallel)
+        "the sleeping engine's weights": engines
+        * engine.weights
+        * (config.sampler.sleep == Sleep.offload),
+        # answers and the batch made of them; and of each rank the rows that it passes, of its
+        # layers
+        "experts told": (
+            2 + ranks / config.learner.data_parallel / config.learner.pipeline_parallel
+        )
         * (case.work.sequences * case.work.longest)
         * choices_bytes(case.model.shape, case.hf_config)
         * config.sampler.routed_experts,

@@ -1,4 +1,6 @@
-"""`megatron-rl plan --precision`: seconds of a step by the sampler's format, and from where on low precision pays."""
+"""`megatron-rl plan --precision`: seconds of a step by the sampler's format, and from where on low
+precision pays.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,7 +26,8 @@ NAMES = {
     "FP8": (Format.fp8, KvCache.none),
     "FP8, FP8 cache": (Format.fp8, KvCache.fp8),
 }
-FACTORS = tuple(2.0**power for power in range(-5, 6))  # of what the recipe has, where a break-even is looked for
+# of what the recipe has, where a break-even is looked for
+FACTORS = tuple(2.0**power for power in range(-5, 6))
 TINY = 1e-3  # ratios nearer to 1 than this are no gain and no loss
 
 
@@ -43,18 +46,29 @@ class Row:
 
     @property
     def title(self) -> str:
-        return f"{self.name} (assumed)" if self.assumed else self.name
+        if self.assumed:
+            return f"{self.name} (assumed)"
+        return self.name
 
 
 def describe(base: Case, runs: Sequence[Measured]) -> str:
     rows, left_out = rows_of(base, runs)
     head = ("", *PHASES, "quantizing", "step", "of BF16", "sample size")
-    lines = [f"{base.config.model.path} on {base.machine}: seconds of a step by the sampler's format", ""]
+    lines = [
+        f"{base.config.model.path} on {base.machine}: seconds of a step by the sampler's format",
+        "",
+    ]
     lines += table(head, [_row(row) for row in rows])
     low = [row for row in rows if row.breaks]
     if low:
         names = list(low[0].breaks)
-        lines += ["", *table(("pays", *(row.title for row in low)), [(n, *(r.breaks[n] for r in low)) for n in names])]
+        lines += [
+            "",
+            *table(
+                ("pays", *(row.title for row in low)),
+                [(n, *(r.breaks[n] for r in low)) for n in names],
+            ),
+        ]
     return "\n".join([*lines, "", *_notes(base, runs, rows, left_out)])
 
 
@@ -64,8 +78,12 @@ def as_json(base: Case, runs: Sequence[Measured]) -> list[dict[str, Any]]:
 
 def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]:
     if not base.host and base.machine.gpu is None:
-        raise ConfigError("--precision: for a GPU of a known kind, or a host; name one, such as --on 1x8xH100-80")
-    costs, rows, left_out = fitted(runs), [], []
+        raise ConfigError(
+            "--precision: for a GPU of a known kind, or a host; name one, such as --on 1x8xH100-80"
+        )
+    costs = fitted(runs)
+    rows = []
+    left_out = []
     plain = _step(costs, _with(base, "BF16"))
     known = {one.sampler for one in runs}
     for name in NAMES:
@@ -73,7 +91,8 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
         if why := _refused(case):
             left_out.append(f"{name}: {why}")
             continue
-        seconds, step = costs.phases(case), _step(costs, case)
+        seconds = costs.phases(case)
+        step = _step(costs, case)
         parts = [part for part in seconds_of(case).items() if part[0][1].startswith("quantized ")]
         quantizing = sum(each * costs.of(part) for part, each in parts)
         sizes = [one.sample_size for one in runs if one.sampler == NAMES[name] and one.sample_size]
@@ -89,12 +108,15 @@ def _with(base: Case, name: str) -> Case:
     config = base.config
     sampler = replace(config.sampler, fleet=replace(config.sampler.fleet, formats=[]))
     quantization = replace(config.quantization, format=format, kv_cache=cache)
-    return decided(replace(base, config=replace(config, quantization=quantization, sampler=sampler)))[0]
+    return decided(
+        replace(base, config=replace(config, quantization=quantization, sampler=sampler))
+    )[0]
 
 
 def _refused(case: Case) -> str:
     """Why the machine does not run the format."""
-    machine, quantization = case.machine, case.config.quantization
+    machine = case.machine
+    quantization = case.config.quantization
     format = format_problem(quantization.format, machine.kind, machine.name, machine.capability)
     return format or next(engine.cache(machine, quantization), "")
 
@@ -102,13 +124,17 @@ def _refused(case: Case) -> str:
 def _step(costs: Costs, case: Case) -> float:
     seconds = costs.phases(case)
     learner = seconds["prox"] + seconds["update"]
-    overlap = min(seconds["rollout"], learner) if case.config.rollout.ahead else 0.0
+    if case.config.rollout.ahead:
+        overlap = min(seconds["rollout"], learner)
+    else:
+        overlap = 0.0
     return sum(seconds.values()) - overlap
 
 
 def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
     """Where a step takes less than in BF16, along each of what may be larger or smaller."""
-    rollout, layers = base.config.rollout, base.model.shape.layers
+    rollout = base.config.rollout
+    layers = base.model.shape.layers
 
     def varied(key: str, of_each: int) -> Iterator[tuple[float, Case]]:
         for factor in FACTORS:
@@ -123,31 +149,49 @@ def _breaks(base: Case, name: str, costs: Costs) -> Iterator[tuple[str, str]]:
                 yield parameters(wider.model.shape), wider
 
     mean = f"{base.assumed.response:.0%} of it the mean"
-    yield f"answers of at most so many tokens ({mean})", _where(varied("max_response_tokens", 1), name, costs)
-    yield "answers in a step", _where(varied("prompts_per_step", rollout.samples_per_prompt), name, costs)
+    yield (
+        f"answers of at most so many tokens ({mean})",
+        _where(varied("max_response_tokens", 1), name, costs),
+    )
+    yield (
+        "answers in a step",
+        _where(varied("prompts_per_step", rollout.samples_per_prompt), name, costs),
+    )
     yield f"parameters ({layers} layers)", _where(widened(), name, costs)
 
 
 def _scaled(base: Case, factor: float) -> dict[str, Any]:
     """A model's config.json with wider layers: more heads of the same size."""
-    given, shape = base.hf_config, base.model.shape
+    given = base.hf_config
+    shape = base.model.shape
     groups = max(round(shape.kv_heads * factor), 1)
-    sizes = [key for key in ("hidden_size", "intermediate_size", "moe_intermediate_size") if given.get(key)]
+    sizes = [
+        key
+        for key in ("hidden_size", "intermediate_size", "moe_intermediate_size")
+        if given.get(key)
+    ]
     wide = {key: max(round(given[key] * factor / 16), 1) * 16 for key in sizes}
-    heads = {"num_attention_heads": groups * (shape.heads // shape.kv_heads), "num_key_value_heads": groups}
+    heads = {
+        "num_attention_heads": groups * (shape.heads // shape.kv_heads),
+        "num_key_value_heads": groups,
+    }
     return {**given, **wide, **heads, "head_dim": shape.head_dim}
 
 
 def _where(cases: Iterable[tuple[float, Case]], name: str, costs: Costs) -> str:
-    """In words; cases in which an engine in BF16 has no room for the longest answer are left out."""
-    points: dict[float, float] = {}  # size -> logarithm of the ratio, and a hair: as long as in BF16 is no gain
+    """In words; cases in which an engine in BF16 has no room for the longest answer are left
+    out.
+    """
+    # size -> logarithm of the ratio, and a hair: as long as in BF16 is no gain
+    points: dict[float, float] = {}
     for size, case in cases:
         plain = _with(case, "BF16")
         if plain.limit is None or plain.engine.tokens >= plain.longest:
             points[size] = log(_step(costs, _with(case, name)) / _step(costs, plain)) + TINY
     if not points:
         return "not known: BF16 has no room"
-    sizes, pays = sorted(points), {one < 0 for one in points.values()}
+    sizes = sorted(points)
+    pays = {one < 0 for one in points.values()}
     if len(pays) == 1:
         return f"{'every' if pays == {True} else 'no'}where from {_short(sizes[0])} to {_short(sizes[-1])}"
     turns = []
@@ -159,24 +203,36 @@ def _where(cases: Iterable[tuple[float, Case]], name: str, costs: Costs) -> str:
 
 
 def _short(number: float) -> str:
-    unit, size = next(((unit, size) for unit, size in ((" B", 1e9), (" M", 1e6)) if number >= size), ("", 1))
+    unit, size = next(
+        ((unit, size) for unit, size in ((" B", 1e9), (" M", 1e6)) if number >= size), ("", 1)
+    )
     return f"{float(f'{number / size:.2g}'):,.10g}{unit}"
 
 
 def _row(row: Row) -> tuple[str, ...]:
-    size = "not known" if row.sample_size is None else f"{row.sample_size:.1%}"
+    if row.sample_size is None:
+        size = "not known"
+    else:
+        size = f"{row.sample_size:.1%}"
     cells = (*(row.seconds[phase] for phase in PHASES), row.quantizing, row.step)
     told = (f"{cell:,.0f}" if cell >= 100 else f"{cell:.3g}" for cell in cells)
     return (row.title, *told, f"{row.ratio:.2f}", size)
 
 
-def _notes(base: Case, runs: Sequence[Measured], rows: Sequence[Row], left_out: Sequence[str]) -> Iterator[str]:
+def _notes(
+    base: Case, runs: Sequence[Measured], rows: Sequence[Row], left_out: Sequence[str]
+) -> Iterator[str]:
     if runs:
-        yield "fitted    to " + ", ".join(f"{one.run} ({one.sampler[0]}, {one.steps} steps)" for one in runs)
+        yield "fitted    to " + ", ".join(
+            f"{one.run} ({one.sampler[0]}, {one.steps} steps)" for one in runs
+        )
         if any(row.assumed for row in rows):
             yield "assumed   costs of formats that no run had, at the factor that suits the runs; --fit one of each"
     else:
-        where = "one thread of a Zen 5 with AVX-512, BF16 and VNNI" if base.host else "the maker's peaks and --assume"
+        if base.host:
+            where = "one thread of a Zen 5 with AVX-512, BF16 and VNNI"
+        else:
+            where = "the maker's peaks and --assume"
         yield f"assumed   costs of {where}; --fit RUN takes them from a run, best from one of each format"
     yield "size      of a sample: the share of a batch that the correction's weights leave, by the runs"
     yield from (f"left out  {why}" for why in left_out)

@@ -1,6 +1,8 @@
-"""sbatch line of a plan (`megatron-rl plan --sbatch`), and sbatch options of a checked recipe, for slurm/submit.
+"""sbatch line of a plan (`megatron-rl plan --sbatch`), and sbatch options of a checked recipe, for
+slurm/submit.
 
-python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     its options by line, or all that is wrong
+python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     its options by line,
+or all that is wrong
 """
 
 import os
@@ -25,29 +27,39 @@ CORES = 8  # of a task
 
 def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -> str:
     """What to type, and what to know about it. One task is one rank of the learner."""
-    roles, servers, seconds = made.roles, config.sampler.fleet.servers, _seconds(config, made)
-    alone = "slurm/dapo_int8.sbatch" if config.quantization.format == Format.int8 else "slurm/dapo_fp8.sbatch"
+    roles = made.roles
+    servers = config.sampler.fleet.servers
+    seconds = _seconds(config, made)
+    if config.quantization.format == Format.int8:
+        alone = "slurm/dapo_int8.sbatch"
+    else:
+        alone = "slurm/dapo_fp8.sbatch"
     given = f"RECIPE={shlex.quote(str(recipe))} "
     if overrides:
-        words = " ".join(overrides) if all(len(one.split()) == 1 for one in overrides) else "\n".join([*overrides, ""])
+        if all(len(one.split()) == 1 for one in overrides):
+            words = " ".join(overrides)
+        else:
+            words = "\n".join([*overrides, ""])
         given += f"OVERRIDES={shlex.quote(words)} "
     script = "slurm/dapo_split.sbatch" if servers else alone
     lines = [f"{given}sbatch {shlex.join(options(config, made))} {script}"]
     if seconds > LONGEST_JOB_S:
         lines.append(
-            f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the script queues itself again"
+            f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the "
+            "script queues itself again"
         )
     if roles.distant and not servers:
         lines.append(
-            f"# before it: {roles.distant} server(s) of {roles.engine_tp} GPUs on other nodes, each `megatron-rl serve "
-            f"{recipe} --host 0.0.0.0`, at sampler.fleet.addresses"
+            f"# before it: {roles.distant} server(s) of {roles.engine_tp} GPUs on other nodes, "
+            f"each `megatron-rl serve {recipe} --host 0.0.0.0`, at sampler.fleet.addresses"
         )
     return "\n".join(lines)
 
 
 def options(config: Config, made: Plan) -> list[str]:
     """Servers of the job's own have nodes of it; those that are given by address are elsewhere."""
-    roles, gpus = made.roles, os.environ.get("SITE_GPUS") or "gres=gpu"
+    roles = made.roles
+    gpus = os.environ.get("SITE_GPUS") or "gres=gpu"
     return [
         f"--job-name={config.run.name}",
         f"--nodes={roles.nodes if config.sampler.fleet.servers else roles.learner_nodes}",
@@ -60,21 +72,29 @@ def options(config: Config, made: Plan) -> list[str]:
 
 
 def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[str]:
-    """The options that a checked recipe needs; raises one error that lists all that is wrong with it."""
+    """The options that a checked recipe needs; raises one error that lists all that is wrong with
+    it.
+    """
     config, found = read(recipe, overrides)
     name, where = cluster(recipe, overrides)
     machine = named(where) if where else None
-    problems, made = [*found, *checks.problems(config, on=machine, complete=True)], None
+    problems = [*found, *checks.problems(config, on=machine, complete=True)]
+    made = None
     if machine is None:
-        problems.append(f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g")
+        problems.append(
+            f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g"
+        )
     elif not problems:
         made = plan(config, read_card(str(config.model.folder)), machine)
         problems += made.problems
     if ("split" in Path(script).name) != bool(config.sampler.fleet.servers):
-        other = (
-            "slurm/dapo_split.sbatch" if config.sampler.fleet.servers else "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
+        if config.sampler.fleet.servers:
+            other = "slurm/dapo_split.sbatch"
+        else:
+            other = "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
+        problems.append(
+            f"{script}: sampler.fleet.servers is {config.sampler.fleet.servers}; submit {other}"
         )
-        problems.append(f"{script}: sampler.fleet.servers is {config.sampler.fleet.servers}; submit {other}")
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return options(config, made)
@@ -83,15 +103,22 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
 def _memory(made: Plan) -> str:
     """Memory to ask for on each node: 0 is all that it has."""
     given = os.environ.get("SITE_MEM") or "0"
-    return f"{ceil(SPARE * sum(made.host.values()) / GIB)}G" if given == "plan" else given
+    if given == "plan":
+        return f"{ceil(SPARE * sum(made.host.values()) / GIB)}G"
+    return given
 
 
 def _seconds(config: Config, made: Plan) -> float:
-    return made.time.step * config.run.steps * SPARE if made.time else LONGEST_JOB_S
+    if made.time:
+        return made.time.step * config.run.steps * SPARE
+    return LONGEST_JOB_S
 
 
 def _clock(seconds: float) -> str:
-    minutes = max(int(seconds // 60) + 1, 10) if seconds < LONGEST_JOB_S else LONGEST_JOB_S // 60
+    if seconds < LONGEST_JOB_S:
+        minutes = max(int(seconds // 60) + 1, 10)
+    else:
+        minutes = LONGEST_JOB_S // 60
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 
 

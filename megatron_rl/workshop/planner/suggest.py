@@ -1,5 +1,7 @@
-"""`megatron-rl plan --suggest`: the layouts of a recipe that fit a machine, fastest first, as overrides to paste;
-`translate -o` takes the first where the layout that it has translated does not fit."""
+"""`megatron-rl plan --suggest`: the layouts of a recipe that fit a machine, fastest first, as
+overrides to paste; `translate -o` takes the first where the layout that it has translated does not
+fit.
+"""
 
 import json
 import shlex
@@ -9,7 +11,15 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
-from megatron_rl.config.schema import Config, LearnerSection, Offload, Recompute, SamplerSection, Sleep, Transport
+from megatron_rl.config.schema import (
+    Config,
+    LearnerSection,
+    Offload,
+    Recompute,
+    SamplerSection,
+    Sleep,
+    Transport,
+)
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
@@ -21,7 +31,9 @@ from megatron_rl.workshop.planner.summary import axes
 from megatron_rl.workshop.planner.time import learning
 
 SHOWN = 5
-FASTEST, SMALLEST = 6, 3  # learners that are tried with every kind of sampler
+# learners that are tried with every kind of sampler
+FASTEST = 6
+SMALLEST = 3
 LEAST_SHARE = 0.1  # of a GPU's memory, for an engine
 MOST_NODES = 64
 POWERS = (1, 2, 4, 8, 16, 32)
@@ -45,9 +57,12 @@ class Suggestion:
 
 def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
     """The fastest of each way and layout; what a dry run would refuse is left out."""
-    config, machine = base.config, base.machine
+    config = base.config
+    machine = base.machine
     if machine.gpu is None or not machine.gib:
-        raise ConfigError("--suggest: for a machine with GPUs of a known kind; name one, such as --on 1x8xH100-80")
+        raise ConfigError(
+            "--suggest: for a machine with GPUs of a known kind; name one, such as --on 1x8xH100-80"
+        )
     fitting: list[Suggestion] = []
     of_ranks: dict[int, list[LearnerSection]] = {}
     for way, ranks, sampler in _samplers(config, machine):
@@ -57,8 +72,11 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
         for candidate in of_ranks[ranks]:
             learner = replace(candidate, offload=Offload.optimizer if asleep else Offload.none)
             changed = _with_room(base, way, replace(config, learner=learner, **sampler))
-            if changed is not None:  # the engine's share is what the learner leaves; it recomputes no more than tried
-                changed = replace(changed, learner=replace(changed.learner, recompute=Recompute.auto))
+            # the engine's share is what the learner leaves; it recomputes no more than tried
+            if changed is not None:
+                changed = replace(
+                    changed, learner=replace(changed.learner, recompute=Recompute.auto)
+                )
                 found = plan_case(replace(base, config=changed))
                 if not found.problems and found.verdict == "fits":
                     fitting.append(Suggestion(way, changed, found))
@@ -95,7 +113,9 @@ def _with_room(base: Case, way: str, config: Config) -> Config | None:
     alone = plan_case(replace(base, config=_with_share(config, SPLIT)))
     (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
     share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
-    return _with_share(config, min(share, SPLIT)) if share >= LEAST_SHARE else None
+    if share >= LEAST_SHARE:
+        return _with_share(config, min(share, SPLIT))
+    return None
 
 
 def refused(config: Config, machine: Machine) -> list[str]:
@@ -118,32 +138,53 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
         return "\n".join(_nothing(base)), False
     head = ("", "learner and engines", "learner", "engines", "of the memory", "a step", "GPU-hours")
     rows = [_row(number, one) for number, one in enumerate(found, 1)]
-    lines = [f"{base.config.model.path} on {base.machine}, fastest first:", "", *table(head, rows), ""]
+    lines = [
+        f"{base.config.model.path} on {base.machine}, fastest first:",
+        "",
+        *table(head, rows),
+        "",
+    ]
     for number, one in enumerate(found, 1):
         words = " ".join(shlex.quote(word) for word in overrides(base.config, one.config))
         lines.append(f"{number}  megatron-rl train {recipe} {words}")
     if any(one.plan.roles.distant for one in found):
-        lines += ["", f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key (docs/fleet.md)"]
+        lines += [
+            "",
+            f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key "
+            "(docs/fleet.md)",
+        ]
     return "\n".join(lines), True
 
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
-    layout, found = one.plan.layout, one.plan
-    again = f", {found.recomputed:.0%} recomputed" if found.recomputed else ""
+    layout = one.plan.layout
+    found = one.plan
+    if found.recomputed:
+        again = f", {found.recomputed:.0%} recomputed"
+    else:
+        again = ""
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
     engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
     return (
-        str(number), one.way, axes(layout) + again, engines, f"{peak:.0%}", duration(found.time.step),
+        str(number),
+        one.way,
+        axes(layout) + again,
+        engines,
+        f"{peak:.0%}",
+        duration(found.time.step),
         f"{found.gpu_hours:,.0f}",
-    )  # fmt: skip
+    )
 
 
 def _nothing(base: Case) -> Iterator[str]:
     larger = base.machine
     yield f"{base.config.model.path} does not fit {larger}, in any layout"
     while larger.nodes * larger.gpus < MOST_NODES * 8:
-        larger = replace(larger, gpus=larger.gpus * 2) if larger.gpus < 8 else replace(larger, nodes=larger.nodes * 2)
+        if larger.gpus < 8:
+            larger = replace(larger, gpus=larger.gpus * 2)
+        else:
+            larger = replace(larger, nodes=larger.nodes * 2)
         if found := suggestions(replace(base, machine=larger), count=1):
             yield f"it fits {larger}: {' '.join(overrides(base.config, found[0].config))}"
             return
@@ -158,7 +199,11 @@ def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict
             yield "in turns", total, _in_turns(config, tp, gpus, near)
         if machine.nodes == 1:
             yield "side by side", total, _servers(config, tp, range(gpus), None)
-        for learner in sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0}) if machine.nodes == 1 else ():
+        for learner in (
+            sorted({gpus // 2, gpus // 4, 3 * gpus // 4, gpus - tp} - {0})
+            if machine.nodes == 1
+            else ()
+        ):
             if gpus - learner >= tp:
                 yield "apart", learner, _servers(config, tp, range(learner, gpus), SPLIT)
         for nodes in sorted({machine.nodes // 4, machine.nodes // 2, 3 * machine.nodes // 4} - {0}):
@@ -168,14 +213,22 @@ def _samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict
 
 def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
     """As many engines as the first node has room for, which sleep while the learner works."""
-    sampler, count = _sampler(config, tp, None), gpus // tp
-    sampler = replace(sampler, engines=count, devices=",".join(map(str, range(count * tp))), sleep=Sleep.discard)
-    return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.ipc if near else Transport.file)}
+    sampler = _sampler(config, tp, None)
+    count = gpus // tp
+    sampler = replace(
+        sampler, engines=count, devices=",".join(map(str, range(count * tp))), sleep=Sleep.discard
+    )
+    return {
+        "sampler": sampler,
+        "sync": replace(config.sync, transport=Transport.ipc if near else Transport.file),
+    }
 
 
 def _servers(config: Config, tp: int, gpus: range, share: float | None) -> dict[str, Any]:
     """Sections for as many engines as fit on these GPUs of the first node."""
-    groups = [",".join(map(str, gpus[start : start + tp])) for start in range(0, len(gpus) - tp + 1, tp)]
+    groups = [
+        ",".join(map(str, gpus[start : start + tp])) for start in range(0, len(gpus) - tp + 1, tp)
+    ]
     sampler = _sampler(config, tp, share)
     fleet = replace(sampler.fleet, replicas=len(groups) if len(groups) > 1 else 0)
     sampler = replace(sampler, devices=groups if len(groups) > 1 else groups[0], fleet=fleet)
@@ -200,9 +253,13 @@ def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
 
 
 def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:
-    shape, work, cp = model.shape, Workload.of(config, Assumptions()), config.learner.context_parallel
+    shape = model.shape
+    work = Workload.of(config, Assumptions())
+    cp = config.learner.context_parallel
     for tp in (size for size in POWERS if size <= gpus and _cuts(model, size)):
-        for pp in (size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size * cp) == 0):
+        for pp in (
+            size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size * cp) == 0
+        ):
             replicas = ranks // tp // pp // cp
             if replicas > max(work.sequences // work.updates, 1):
                 continue
@@ -210,7 +267,9 @@ def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[L
                 if shape.experts and (shape.experts % ep or tp * cp * replicas % ep):
                     continue
                 for again in (Recompute.none, Recompute.full):
-                    yield _learner(config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET))
+                    yield _learner(
+                        config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET)
+                    )
 
 
 def _cuts(model: Model, tp: int) -> bool:
@@ -219,7 +278,9 @@ def _cuts(model: Model, tp: int) -> bool:
     return heads and (bool(shape.experts) or shape.ffn % tp == 0)
 
 
-def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: Recompute, budget: int) -> LearnerSection:
+def _learner(
+    config: Config, tp: int, pp: int, dp: int, ep: int, again: Recompute, budget: int
+) -> LearnerSection:
     megatron = {key: value for key, value in config.learner.megatron.items() if key not in OWNED}
     if tp > 1 or config.learner.megatron.get("sequence_parallel"):
         megatron["sequence_parallel"] = tp > 1
@@ -239,7 +300,9 @@ def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: Recomput
 def _with_share(config: Config, share: float) -> Config:
     """The configuration with another part of the memory for engines."""
     sampler = config.sampler
-    return replace(config, sampler=replace(sampler, vllm={**sampler.vllm, "gpu_memory_utilization": share}))
+    return replace(
+        config, sampler=replace(sampler, vllm={**sampler.vllm, "gpu_memory_utilization": share})
+    )
 
 
 def overrides(base: Config, changed: Config) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Summary of a checked recipe in a few lines, for `megatron-rl train --dry-run`; `plan` has some of its rows, too."""
+"""Summary of a checked recipe in a few lines, for `megatron-rl train --dry-run`; `plan` has some of
+its rows, too.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,22 +31,37 @@ from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
 from megatron_rl.survival.trouble import timeouts
 
-ANCHORS = {Anchor.sampler: "the sampler", Anchor.interpolated: "interpolated, by each token's staleness"}
+ANCHORS = {
+    Anchor.sampler: "the sampler",
+    Anchor.interpolated: "interpolated, by each token's staleness",
+}
 
 
 def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> str:
-    learner, rollout = config.learner, config.rollout
+    learner = config.learner
+    rollout = config.rollout
     layout = checked.policy.layout
     plan = plan_sync(checked.policy, config.quantization.format, config.quantization.ignore)
     rows = [
         ("run", str(Path(config.run.root) / str(config.run.name))),
         ("machine", str(checked.machine)),
-        ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
+        (
+            "model",
+            f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}",
+        ),
         ("learner", f"{layout.world} ranks ({axes(layout)}), {arithmetic(learner)}"),
         ("sampler", describe_sampler(config.sampler, config.quantization)),
-        ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
-        ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
-                 f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s){_prox(config)}"),
+        (
+            "sync",
+            f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} "
+            "tensors each time",
+        ),
+        (
+            "step",
+            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
+            f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} "
+            f"update(s){_prox(config)}",
+        ),
         *objective(config),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         ("timeouts", timeouts(config.run, config.sampler, config.reward)),
@@ -52,12 +69,18 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         *changed(changes),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
 
 
 def axes(layout: Layout) -> str:
-    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
+    sizes = (
+        ("TP", layout.tp),
+        ("PP", layout.pp),
+        ("CP", layout.cp),
+        ("EP", layout.ep),
+        ("DP", layout.dp),
+    )
     return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
 
 
@@ -77,7 +100,10 @@ def changed(changes: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def arithmetic(learner: LearnerSection) -> str:
-    forward = "" if learner.forward == Forward.bf16 else ", forward as the sampler computes it"
+    if learner.forward == Forward.bf16:
+        forward = ""
+    else:
+        forward = ", forward as the sampler computes it"
     if scaled := limits.fp8(learner):
         return f"fp8 ({scaled}, {limits.fp8_recipe(learner)}), the rest in {learner.precision}{forward}"
     return f"{learner.precision}{forward}"
@@ -85,7 +111,10 @@ def arithmetic(learner: LearnerSection) -> str:
 
 def _loss(config: Config) -> str:
     loss = config.loss
-    kl = f"KL {loss.kl_coef:g} ({loss.kl_estimator})" if loss.kl_coef else "no KL"
+    if loss.kl_coef:
+        kl = f"KL {loss.kl_coef:g} ({loss.kl_estimator})"
+    else:
+        kl = "no KL"
     correction = _correction(config.correction)
     return f"{loss.name}{_clip(loss)}, {kl}, {config.advantage.estimator} advantages, correction: {correction}"
 
@@ -95,12 +124,18 @@ def _clip(loss: LossConfig) -> str:
         return ""
     if loss.absolute:
         return f" with ratios up to {loss.clip_high:g}"
-    dual = f", dual clip {loss.dual_clip:g}" if loss.dual_clip is not None else ""
+    if loss.dual_clip is not None:
+        dual = f", dual clip {loss.dual_clip:g}"
+    else:
+        dual = ""
     return f" with clip {loss.clip_low:g} below and {loss.clip_high:g} above{dual}"
 
 
 def _schedule(optim: OptimSection) -> str:
-    decay = str(optim.decay) if optim.decay == Decay.constant else f"{optim.decay} to {optim.min_lr:g}"
+    if optim.decay == Decay.constant:
+        decay = str(optim.decay)
+    else:
+        decay = f"{optim.decay} to {optim.min_lr:g}"
     return f"learning rate {optim.lr:g}, {optim.warmup_steps} steps of warm-up, then {decay}"
 
 
@@ -113,17 +148,26 @@ def _held_out(config: Config) -> str:
 
 
 def _checkpoints(checkpoint: CheckpointSection) -> str:
-    moments = [f"every {checkpoint.every} steps"] if checkpoint.every else []
+    if checkpoint.every:
+        moments = [f"every {checkpoint.every} steps"]
+    else:
+        moments = []
     moments += [f"every {checkpoint.minutes:g} minutes"] if checkpoint.minutes else []
-    best = f", and the one with the highest {checkpoint.best}" if checkpoint.best else ""
-    return (
-        f"checkpoints {' and '.join(moments)}, the last {checkpoint.keep_last}{best}" if moments else "no checkpoints"
-    )
+    if checkpoint.best:
+        best = f", and the one with the highest {checkpoint.best}"
+    else:
+        best = ""
+    if moments:
+        return f"checkpoints {' and '.join(moments)}, the last {checkpoint.keep_last}{best}"
+    return "no checkpoints"
 
 
 def _correction(correction: CorrectionConfig) -> str:
     weight = correction.weight
-    rules = f", {len(correction.reject)} reject rule(s)" if correction.reject else ""
+    if correction.reject:
+        rules = f", {len(correction.reject)} reject rule(s)"
+    else:
+        rules = ""
     if weight.level == Level.none:
         return f"no weight{rules}"
     inside = " to ".join(f"{bound:g}" for bound in (weight.low, weight.high) if bound is not None)
@@ -149,7 +193,10 @@ def _prox(config: Config) -> str:
 
 
 def _disk(config: Config, checked: Checked) -> str:
-    limit = "" if config.log.disk_gib is None else f"; log.disk_gib={config.log.disk_gib:g}"
+    if config.log.disk_gib is None:
+        limit = ""
+    else:
+        limit = f"; log.disk_gib={config.log.disk_gib:g}"
     return f"{writes(checked.policy.shape, checked.policy.hf_config, config)}{limit}"
 
 

@@ -1,4 +1,6 @@
-"""Seconds of a step's phases on GPUs of a kind: operations over peak, bytes over links, and what is assumed."""
+"""Seconds of a step's phases on GPUs of a kind: operations over peak, bytes over links, and what is
+assumed.
+"""
 
 from dataclasses import dataclass
 
@@ -14,7 +16,8 @@ from megatron_rl.workshop.planner.memory.engine import EngineMemory, utilization
 from megatron_rl.workshop.planner.memory.learner import BF16, GRADIENT, chosen, held
 from megatron_rl.workshop.planner.passes import GIGA, TERA
 
-# verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at 3.4 million
+# verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at
+# 3.4 million
 FP8_PAYS = 580_000
 FP8_GAIN = 0.18  # of the time of the products, at best
 WAITING = 1.5  # of an update's bytes have to be free where it waits: engine/receiver.py
@@ -46,7 +49,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StepTime(Sampling, Learning):
-    """Seconds. Phases follow one another; with `ahead`, rollouts are made while the learner works."""
+    """Seconds. Phases follow one another; with `ahead`, rollouts are made while the learner
+    works.
+    """
 
     sync: float
     save: float
@@ -67,7 +72,9 @@ class StepTime(Sampling, Learning):
     @property
     def overlap(self) -> float:
         """What the shorter half does while the longer one goes on."""
-        return min(self.rollout, self.learner) if self.ahead else 0.0
+        if self.ahead:
+            return min(self.rollout, self.learner)
+        return 0.0
 
     @property
     def step(self) -> float:
@@ -90,7 +97,8 @@ def step_time(case: Case) -> StepTime:
 
 def parts(case: Case) -> dict[tuple[str, str], float]:
     """Seconds by phase and part, of which `--fit` finds the factors."""
-    time, format = step_time(case), case.config.quantization.format
+    time = step_time(case)
+    format = case.config.quantization.format
     host = time.rollout * case.assumed.host_ms / 1e3 / time.decode_s
     return {
         ("rollout", "host"): host,
@@ -103,10 +111,13 @@ def parts(case: Case) -> dict[tuple[str, str], float]:
 
 
 def learning(case: Case) -> Learning:
-    config, work, layout = case.config, case.work, case.model.layout
+    config = case.config
+    work = case.work
+    layout = case.model.layout
     again = case.recomputed
     bubble = (layout.pp - 1) / (case.packs * layout.chunks)
-    computing = passes.seconds(case, 3 if case.model.shape.lora is None else 2, again)  # frozen: no weights' gradients
+    # frozen: no weights' gradients
+    computing = passes.seconds(case, 3 if case.model.shape.lora is None else 2, again)
     talking = _collectives(case, 2 + again) + _reductions(case) * work.updates
     gain = computing * FP8_GAIN * (1 - FP8_PAYS / max(work.tokens, 1))
     busy = computing + talking - (gain if case.training.fp8 else 0)
@@ -125,32 +136,54 @@ def learning(case: Case) -> Learning:
 
 def _moving(case: Case) -> float:
     """The optimizer to the host and back, where it makes room for an engine."""
-    moved = 2 * case.heaviest.optimizer if case.config.learner.offload is Offload.optimizer else 0.0
+    if case.config.learner.offload is Offload.optimizer:
+        moved = 2 * case.heaviest.optimizer
+    else:
+        moved = 0.0
     return moved / (case.assumed.keep_gbs * GIGA)
 
 
 def _checking(case: Case, scored: float) -> float:
-    """Passes of learner.update_check, as a share of one over the batch, and the copy of the step before."""
+    """Passes of learner.update_check, as a share of one over the batch, and the copy of the step
+    before.
+    """
     config, check = case.config, case.config.learner.update_check
     passes = 3 if config.rollout.ahead or config.sync.every > 1 else 2
-    copied = _kept(case) / (case.assumed.keep_gbs * GIGA) if check.refuse else 0.0
+    if check.refuse:
+        copied = _kept(case) / (case.assumed.keep_gbs * GIGA)
+    else:
+        copied = 0.0
     return passes * scored * min(check.rows / case.work.sequences, 1) + copied
 
 
 def _kept(case: Case) -> float:
-    """Bytes of a rank's state, the first of replicas: its weights, and its part of their optimizer."""
+    """Bytes of a rank's state, the first of replicas: its weights, and its part of their
+    optimizer.
+    """
     trained = sum(held(case.model.shape, case.model.layout, 0).trained)
     return case.training.width * trained + case.heaviest.optimizer
 
 
 def _collectives(case: Case, passes: float) -> float:
-    """Collectives of parallel layers and experts; `passes`: 1 forward, 2 with backward, 3 with layers repeated."""
-    layout, shape = case.model.layout, case.model.shape
+    """Collectives of parallel layers and experts; `passes`: 1 forward, 2 with backward, 3 with
+    layers repeated.
+    """
+    layout = case.model.layout
+    shape = case.model.shape
     of_rank = case.work.tokens / layout.dp / layout.cp
     row = of_rank * shape.hidden * BF16 * (shape.layers / layout.pp) * passes
     seconds = 2 * row * 2 * (layout.tp - 1) / layout.tp / _link(case, layout.tp)
-    if layout.cp > 1:  # each rank's keys and values to all others; backward, them and their gradients
-        ring = of_rank * 2 * shape.size("kv") / layout.tp * BF16 * (layout.cp - 1) * (shape.layers / layout.pp)
+    # each rank's keys and values to all others; backward, them and their gradients
+    if layout.cp > 1:
+        ring = (
+            of_rank
+            * 2
+            * shape.size("kv")
+            / layout.tp
+            * BF16
+            * (layout.cp - 1)
+            * (shape.layers / layout.pp)
+        )
         seconds += ring * (1 if passes == 1 else passes + 1) / _link(case, layout.tp * layout.cp)
     if shape.experts and layout.ep > 1:
         sent = 2 * row * chosen(case.model) / case.training.sp * (layout.ep - 1) / layout.ep
@@ -161,7 +194,10 @@ def _collectives(case: Case, passes: float) -> float:
 def _reductions(case: Case) -> float:
     """Gradients in, parameters out, once for each update: replicas share them in FP32 and BF16."""
     layout = case.model.layout
-    mine = max((held(case.model.shape, layout, stage) for stage in range(layout.pp)), key=lambda one: sum(one.trained))
+    mine = max(
+        (held(case.model.shape, layout, stage) for stage in range(layout.pp)),
+        key=lambda one: sum(one.trained),
+    )
     replicas = layout.dp * layout.cp
     of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
     dense, experts = mine.trained
@@ -176,20 +212,31 @@ def _link(case: Case, ranks: int) -> float:
 
 
 def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
-    """Prompts once for all their answers, answers as many at a time as fit, and the longest alone at the end.
+    """Prompts once for all their answers, answers as many at a time as fit, and the longest alone
+    at the end.
 
-    Of sessions what turns add is prefilled, too, with prefixes kept. Tools take time where nothing else is left to
-    sample: at the end, and wherever no more sessions are open than could be decoded.
+    Of sessions what turns add is prefilled, too, with prefixes kept. Tools take time where nothing
+    else is left to sample: at the end, and wherever no more sessions are open than could be
+    decoded.
     """
-    config, gpu, work, assumed = case.config, case.gpu, case.work, case.assumed
+    config = case.config
+    gpu = case.gpu
+    work = case.work
+    assumed = case.assumed
     decode_s, decoded = _decoding(case, roles, engine)
     of_engine = work.sequences / roles.engines
-    token_s = operations(case.model, work.prompt).body / roles.engine_tp / (gpu.tflops * TERA * assumed.sampling)
+    token_s = (
+        operations(case.model, work.prompt).body
+        / roles.engine_tp
+        / (gpu.tflops * TERA * assumed.sampling)
+    )
     warm, cold = (of_engine * work.prefilled(kept) * token_s for kept in (True, False))
     prompts = of_engine / config.rollout.samples_per_prompt * work.prompt * token_s
     late = max(config.rollout.max_response_tokens * assumed.longest - work.sampled / work.turns, 0)
     tail = late / 2 * min(decode_s, assumed.host_ms / 1e3 * 2)
-    alone, waited = work.sampled * decode_s, (work.turns - 1) * assumed.tool_s  # of one session
+    # of one session
+    alone = work.sampled * decode_s
+    waited = (work.turns - 1) * assumed.tool_s
     rounds = work.sequences / work.open  # of open sessions, one after the other
     sampling = of_engine / decoded * alone
     tools = max(rounds * (alone + waited) - max(sampling, rounds * alone), waited)
@@ -200,40 +247,60 @@ def rolling_out(case: Case, roles: Roles, engine: EngineMemory) -> Sampling:
 
 
 def _decoding(case: Case, roles: Roles, engine: EngineMemory) -> tuple[float, int]:
-    shape, gpu, work, assumed, tp = case.model.shape, case.gpu, case.work, case.assumed, roles.engine_tp
+    shape = case.model.shape
+    gpu = case.gpu
+    work = case.work
+    assumed = case.assumed
+    tp = roles.engine_tp
     fitting = max(int(engine.tokens / work.length), 1)
     count = max(min(max_sequences(case.config.sampler), work.open_of(roles.engines), fitting), 1)
-    met = 1 - (1 - chosen(case.model) / shape.experts) ** count if shape.experts else 1.0  # of the experts
+    # of the experts
+    if shape.experts:
+        met = 1 - (1 - chosen(case.model) / shape.experts) ** count
+    else:
+        met = 1.0
     experts = case.weights.experts / tp
     read = engine.weights - experts + count * work.halfway * engine.token
     reading = read / assumed.reading + experts * met / assumed.reading_experts
     quantized = case.config.quantization.format != Format.none
-    peak = (gpu.fp8_tflops if quantized and gpu.fp8_tflops else gpu.tflops) * TERA * assumed.sampling
+    peak = (
+        (gpu.fp8_tflops if quantized and gpu.fp8_tflops else gpu.tflops) * TERA * assumed.sampling
+    )
     each: Operations = operations(case.model, work.length)
     computed = count * (each.dense + each.experts + each.head) / tp / peak
     seconds = max(reading / (gpu.memory_tbs * TERA), computed) + assumed.host_ms / 1e3
     seconds += quantized * shape.layers * assumed.rounding_us / 1e6
     if tp > 1:
         inside = tp <= roles.per_node
-        hop, link = (assumed.hop_us, gpu.link_gbs) if inside else (assumed.far_hop_us, gpu.network_gbs)
+        hop, link = (
+            (assumed.hop_us, gpu.link_gbs) if inside else (assumed.far_hop_us, gpu.network_gbs)
+        )
         seconds += 2 * shape.layers * (hop / 1e6 + count * shape.hidden * BF16 / (link * GIGA))
     return seconds, count
 
 
 def _syncing(case: Case) -> float:
-    """Whole tensors from the writers; through files, each engine rank reads what it loads. Loading included."""
-    transport, gpu = case.config.sync.transport, case.gpu
+    """Whole tensors from the writers; through files, each engine rank reads what it loads. Loading
+    included.
+    """
+    transport = case.config.sync.transport
+    gpu = case.gpu
     if transport == Transport.file:
         largest = max(case.weights.nbytes / case.model.layout.pp, case.engine.weights)
         return largest / (case.assumed.file_gbs * GIGA) + _pausing(case)
     near = transport == Transport.ipc or case.roles.learner_nodes == 1
-    moved = case.weights.nbytes / ((gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link)
+    moved = case.weights.nbytes / (
+        (gpu.link_gbs if near else gpu.network_gbs) * GIGA * case.assumed.link
+    )
     return moved + _pausing(case)
 
 
 def _pausing(case: Case) -> float:
-    """From a GPU's own memory, where an update was checked; from the host's, where that had no room for it."""
-    config, weights = case.config, case.engine.weights
+    """From a GPU's own memory, where an update was checked; from the host's, where that had no room
+    for it.
+    """
+    config = case.config
+    weights = case.engine.weights
     awake = config.sync.transport == Transport.file and config.sampler.sleep == Sleep.none
     spare = (1 - utilization(config.sampler)) * (case.limit or 0.0)
     if awake and spare < WAITING * weights:
@@ -250,7 +317,14 @@ def _quantizing(case: Case) -> float:
 
 
 def _saving(case: Case, step_s: float) -> float:
-    """Each step's share of the copies into host memory; the disk is written beside the next steps."""
-    section, copied = case.config.checkpoint, _kept(case)
-    every = section.every or (max(section.minutes * 60 / step_s, 1) if section.minutes and step_s else 0)
-    return copied / (case.assumed.keep_gbs * GIGA) / every if every else 0.0
+    """Each step's share of the copies into host memory; the disk is written beside the next
+    steps.
+    """
+    section = case.config.checkpoint
+    copied = _kept(case)
+    every = section.every or (
+        max(section.minutes * 60 / step_s, 1) if section.minutes and step_s else 0
+    )
+    if every:
+        return copied / (case.assumed.keep_gbs * GIGA) / every
+    return 0.0

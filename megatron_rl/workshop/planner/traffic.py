@@ -1,4 +1,6 @@
-"""Bytes of a weight sync by kind of link, beside a lower bound, as text or numbers: a part of `megatron-rl plan`."""
+"""Bytes of a weight sync by kind of link, beside a lower bound, as text or numbers: a part of
+`megatron-rl plan`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,8 +16,8 @@ from megatron_rl.workshop.planner.case import Assumptions
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 END = (
-    "  busiest end: everything that goes through the most loaded rank, which its network card has to carry; engines on "
-    "one host read the `file` transport's bytes from one shared copy"
+    "  busiest end: everything that goes through the most loaded rank, which its network card has "
+    "to carry; engines on one host read the `file` transport's bytes from one shared copy"
 )
 MEMORY_TBS = 3.35  # of an H100
 
@@ -93,24 +95,42 @@ def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> d
 
 def describe(config: Config, hf_config: Mapping[str, Any], request: Request) -> str:
     model, sampler, plan = _planned(config, hf_config, request)
-    shape, layout = model.shape, model.layout
-    axes = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.chunks), ("CP", layout.cp), ("EP", layout.ep)]
+    shape = model.shape
+    layout = model.layout
+    axes = [
+        ("TP", layout.tp),
+        ("PP", layout.pp),
+        ("VP", layout.chunks),
+        ("CP", layout.cp),
+        ("EP", layout.ep),
+    ]
     axes += [("expert TP", layout.expert_tp if shape.experts else 1), ("DP", layout.dp)]
     sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
     who = [
-        f"model     {config.model.path}: {shape.family}, {plan.plain_bytes / 2e6:,.1f} M parameters",
+        f"model     {config.model.path}: {shape.family}, {plan.plain_bytes / 2e6:,.1f} M "
+        "parameters",
         f"learner   {layout.world:,} ranks ({sizes}), of which {len(plan.writers):,} write",
         f"sampler   {sampler.world:,} ranks (TP{sampler.tp} x {sampler.replicas:,} engines)",
-        f"sync      quantization.format={config.quantization.format}, sync.transport={config.sync.transport}, "
-        f"every {config.sync.every} step(s)",
+        f"sync      quantization.format={config.quantization.format}, "
+        f"sync.transport={config.sync.transport}, every {config.sync.every} step(s)",
     ]
-    found, bound = links(plan, sampler, config.sync.transport), lower_bound(plan, model, sampler)
-    sections = [who, _what(plan), _links(found, request.link_gbs), _bound(found, bound, request.link_gbs)]
-    sections += [_writers(plan, request.rows), _largest(plan, request.rows)] if request.rows > 0 else []
+    found = links(plan, sampler, config.sync.transport)
+    bound = lower_bound(plan, model, sampler)
+    sections = [
+        who,
+        _what(plan),
+        _links(found, request.link_gbs),
+        _bound(found, bound, request.link_gbs),
+    ]
+    sections += (
+        [_writers(plan, request.rows), _largest(plan, request.rows)] if request.rows > 0 else []
+    )
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _planned(config: Config, hf_config: Mapping[str, Any], request: Request) -> tuple[Model, SamplerLayout, SyncPlan]:
+def _planned(
+    config: Config, hf_config: Mapping[str, Any], request: Request
+) -> tuple[Model, SamplerLayout, SyncPlan]:
     model = Model.of(hf_config, Layout.from_config(config.learner))
     plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
     return model, SamplerLayout(config.sampler.tensor_parallel, request.replicas), plan
@@ -119,10 +139,18 @@ def _planned(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
 def links(plan: SyncPlan, sampler: SamplerLayout, transport: Transport) -> list[Links]:
     """Every kind of link that carries bytes, with its numbers."""
     found = []
-    for weights, rank in (("dense weights", "a tensor-parallel"), ("experts", "an expert-tensor-parallel")):
-        groups = [sent for (_, expert), sent in plan.gathers.items() if (expert is None) == (weights != "experts")]
+    for weights, rank in (
+        ("dense weights", "a tensor-parallel"),
+        ("experts", "an expert-tensor-parallel"),
+    ):
+        groups = [
+            sent
+            for (_, expert), sent in plan.gathers.items()
+            if (expert is None) == (weights != "experts")
+        ]
         sent = [nbytes for of_ranks in groups for nbytes in of_ranks if nbytes]
-        end, meaning = max(map(sum, groups), default=0), f"{rank} rank -> the writer of its group"
+        end = max(map(sum, groups), default=0)
+        meaning = f"{rank} rank -> the writer of its group"
         found.append(_kind(f"learner: gather of {weights}", sent, end, meaning))
     rings = [(len(plan.gathers[group]) + 1, nbytes) for group, nbytes in plan.maxima.items()]
     # an all-reduce around a ring passes nearly twice its bytes over each of its links
@@ -131,7 +159,14 @@ def links(plan: SyncPlan, sampler: SamplerLayout, transport: Transport) -> list[
     found.append(_kind("learner: row maxima", each, max(each, default=0), around))
     writers = [*plan.writers.values()]
     if transport == Transport.file:
-        found.append(_kind("learner -> files", writers, max(writers), "a writer's tensors, once for all engines"))
+        found.append(
+            _kind(
+                "learner -> files",
+                writers,
+                max(writers),
+                "a writer's tensors, once for all engines",
+            )
+        )
         own = plan.loaded_bytes(sampler.tp) + plan.uncut_bytes - plan.uncut_bytes // sampler.tp
         reads = "what a sampler rank loads, and scales that are too small to be cut"
         found.append(_kind("files -> sampler", [own] * sampler.world, own, reads))
@@ -147,7 +182,9 @@ def _kind(kind: str, each: list[int], end: int, meaning: str) -> Links:
 
 
 def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBound:
-    """Every byte leaves the learner once and each sampler rank receives its shard; samplers may pass bytes on."""
+    """Every byte leaves the learner once and each sampler rank receives its shard; samplers may
+    pass bytes on.
+    """
     stages: dict[int, int] = {}
     for (stage, _), nbytes in plan.writers.items():
         stages[stage] = stages.get(stage, 0) + nbytes
@@ -162,7 +199,10 @@ def _what(plan: SyncPlan) -> list[str]:
     kinds: dict[str, tuple[int, int]] = {}
     for transfer in plan.transfers:
         scale = transfer.tensor.name.endswith(".weight_scale")
-        kind = f"{transfer.tensor.dtype} scales" if scale else transfer.tensor.dtype
+        if scale:
+            kind = f"{transfer.tensor.dtype} scales"
+        else:
+            kind = transfer.tensor.dtype
         count, nbytes = kinds.get(kind, (0, 0))
         kinds[kind] = (count + 1, nbytes + transfer.tensor.nbytes)
     rows = [(kind, f"{count:,}", _size(nbytes)) for kind, (count, nbytes) in sorted(kinds.items())]
@@ -173,7 +213,10 @@ def _what(plan: SyncPlan) -> list[str]:
 
 def _links(found: list[Links], link_gbs: float | None) -> list[str]:
     head = ["links of one sync", "count", "busiest link", "all links", "busiest end"]
-    rows = [[each.kind, f"{each.count:,}", *map(_size, (each.busiest, each.total, each.end))] for each in found]
+    rows = [
+        [each.kind, f"{each.count:,}", *map(_size, (each.busiest, each.total, each.end))]
+        for each in found
+    ]
     if link_gbs is not None:
         head.append(f"at {link_gbs:g} GB/s")
         rows = [[*row, _seconds(each.end, link_gbs)] for row, each in zip(rows, found, strict=True)]
@@ -182,27 +225,41 @@ def _links(found: list[Links], link_gbs: float | None) -> list[str]:
 
 def _bound(found: list[Links], bound: LowerBound, link_gbs: float | None) -> list[str]:
     rows = [
-        ["out of a learner rank", _size(bound.out), "each weight leaves once, all its holders share the work"],
+        [
+            "out of a learner rank",
+            _size(bound.out),
+            "each weight leaves once, all its holders share the work",
+        ],
         ["into a sampler rank", _size(bound.into), "its own shard"],
         ["into all sampler ranks", _size(bound.total), "what must move at least"],
     ]
     built = max(one.end for one in found)
-    tail = [f"  as built, the busiest end carries {built / max(bound.busiest, 1):.1f}x of the least that it could"]
+    tail = [
+        f"  as built, the busiest end carries {built / max(bound.busiest, 1):.1f}x of the least "
+        "that it could"
+    ]
     if link_gbs is not None:
-        tail[0] += f": {_seconds(built, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
-        assumed, sync = Assumptions(), sum(one.end for one in found) / link_gbs
+        tail[0] += (
+            f": {_seconds(built, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at "
+            f"{link_gbs:g} GB/s"
+        )
+        assumed = Assumptions()
+        sync = sum(one.end for one in found) / link_gbs
         near = assumed.loading * bound.into / MEMORY_TBS / 1e3
         tail.append(
-            f"  engines stand still while they load what they have checked: {near / 1e9:.3g} s from device memory at "
-            f"{MEMORY_TBS:g} TB/s, {near / (sync + near):.1%} of the sync; {_seconds(bound.into, assumed.host_gbs)} at "
-            f"{assumed.host_gbs:g} GB/s from the host's, where the device has no room beside its cache"
+            f"  engines stand still while they load what they have checked: {near / 1e9:.3g} s "
+            f"from device memory at {MEMORY_TBS:g} TB/s, {near / (sync + near):.1%} of the sync; "
+            f"{_seconds(bound.into, assumed.host_gbs)} at {assumed.host_gbs:g} GB/s from the "
+            "host's, where the device has no room beside its cache"
         )
     return [*table(("lower bound", "bytes", ""), rows), *tail]
 
 
 def _writers(plan: SyncPlan, shown: int) -> list[str]:
     ranked = sorted(plan.writers.items(), key=lambda item: (-item[1], item[0]))
-    rows = [(f"stage {stage}, expert rank {expert}", _size(n)) for (stage, expert), n in ranked[:shown]]
+    rows = [
+        (f"stage {stage}, expert rank {expert}", _size(n)) for (stage, expert), n in ranked[:shown]
+    ]
     if rest := ranked[shown:]:
         rows.append((f"{len(rest):,} more, down to", _size(rest[-1][1])))
     return table(("writer", "bytes of a version"), rows)
@@ -211,13 +268,20 @@ def _writers(plan: SyncPlan, shown: int) -> list[str]:
 def _largest(plan: SyncPlan, count: int) -> list[str]:
     ranked = sorted(plan.transfers, key=lambda one: (-one.tensor.nbytes, one.tensor.name))[:count]
     pairs = [(one.tensor, one.shards) for one in ranked]
-    rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{shards}", _size(t.nbytes)) for t, shards in pairs]
+    rows = [
+        (t.name, "x".join(map(str, t.shape)), t.dtype, f"{shards}", _size(t.nbytes))
+        for t, shards in pairs
+    ]
     return table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows)
 
 
 def _size(nbytes: float) -> str:
-    power = next((power for power in range(len(UNITS)) if nbytes < 1024 ** (power + 1)), len(UNITS) - 1)
-    return f"{nbytes:,.0f} B" if power == 0 else f"{nbytes / 1024**power:,.1f} {UNITS[power]}"
+    power = next(
+        (power for power in range(len(UNITS)) if nbytes < 1024 ** (power + 1)), len(UNITS) - 1
+    )
+    if power == 0:
+        return f"{nbytes:,.0f} B"
+    return f"{nbytes / 1024**power:,.1f} {UNITS[power]}"
 
 
 def _seconds(nbytes: int, link_gbs: float) -> str:

@@ -1,4 +1,6 @@
-"""Writes plan.json and report.html into the directory of a run that has ended; says where, or what prevented it."""
+"""Writes plan.json and report.html into the directory of a run that has ended; says where, or what
+prevented it.
+"""
 
 from contextlib import suppress
 
@@ -10,7 +12,9 @@ from megatron_rl.workshop.planner.table import keep
 
 
 def finish(run: RunDir, config: Config) -> str:
-    """Write plan and report; returns where the report lies or what prevented it, empty without a line of metrics."""
+    """Write plan and report; returns where the report lies or what prevented it, empty without a
+    line of metrics.
+    """
     if not run.metrics.is_file():
         return ""
     with suppress(ConfigError):  # its device may be why the run has ended: a page without a plan
@@ -19,7 +23,9 @@ def finish(run: RunDir, config: Config) -> str:
 
 
 def write_own_report(run: RunDir) -> str:
-    """Write the report, once there is a line of metrics; returns what prevented it: nothing hides how the run ended."""
+    """Write the report, once there is a line of metrics; returns what prevented it: nothing hides
+    how the run ended.
+    """
     try:
         if not run.metrics.is_file() or not run.metrics.stat().st_size:
             return ""

@@ -1,4 +1,6 @@
-"""Plotly figures of runs (accuracy, groups, ratios, mismatch, times, lanes, plan); None where no run has the data."""
+"""Plotly figures of runs (accuracy, groups, ratios, mismatch, times, lanes, plan); None where no
+run has the data.
+"""
 
 import json
 import math
@@ -22,7 +24,7 @@ from megatron_rl.workshop.reports.charts import (
     colour,
     curves,
     layout,
-)  # fmt: skip
+)
 from megatron_rl.workshop.reports.run_data import ROWS, RunData, readable
 
 GIB = 2**30
@@ -37,7 +39,12 @@ TIME_PHASES = {
     "record": "#b98a94",
     "other": "#c3c8d0",
 }
-LANE_COLOURS = {"sampler": "#2563eb", "rewards": "#0b8aa5", "rollout": "#e3e7ee", "checkpoint": "#5b6472"}
+LANE_COLOURS = {
+    "sampler": "#2563eb",
+    "rewards": "#0b8aa5",
+    "rollout": "#e3e7ee",
+    "checkpoint": "#5b6472",
+}
 LANE_NAMES = {"rollout": "waits for answers"}
 SYNC_PHASES = {
     "plan_s": "#c3c8d0",
@@ -55,11 +62,17 @@ def accuracy(runs: Sequence[RunData]) -> go.Figure | None:
     figure = curves(runs, labels, markers=True, y_range=UNIT)
     if figure is None:
         return None
-    drawn = [(run, name) for run in runs for name in sets if run.series(name)]  # in the order of `curves`
+    # in the order of `curves`
+    drawn = [(run, name) for run in runs for name in sets if run.series(name)]
     for (run, name), line in zip(drawn, list(figure.data), strict=True):
-        values, errors = run.series(name), run.series(f"{name}_stderr")
+        values = run.series(name)
+        errors = run.series(f"{name}_stderr")
         around = dict(zip(errors.steps, errors.values, strict=True))
-        band = [(x, y, around[x]) for x, y in zip(values.steps, values.values, strict=True) if x in around]
+        band = [
+            (x, y, around[x])
+            for x, y in zip(values.steps, values.values, strict=True)
+            if x in around
+        ]
         if len(band) > 1:
             low, high = ([y + side * e for _, y, e in band] for side in (-1, 1))
             add_band(figure, [x for x, _, _ in band], low, high, line.line.color)
@@ -67,15 +80,24 @@ def accuracy(runs: Sequence[RunData]) -> go.Figure | None:
 
 
 def difficulty(runs: Sequence[RunData]) -> go.Figure | None:
-    """Shares of groups, one above the other; of several runs only those with both kinds of answers."""
+    """Shares of groups, one above the other; of several runs only those with both kinds of
+    answers.
+    """
     figure = go.Figure()
     for number, run in enumerate(runs):
-        counts = [run.series(f"rollout/{name}") for name in ("groups", "groups_all_right", "groups_all_wrong")]
+        counts = [
+            run.series(f"rollout/{name}")
+            for name in ("groups", "groups_all_right", "groups_all_wrong")
+        ]
         if not all(len(one.values) for one in counts):
             continue
         groups, right, wrong = (np.asarray(one.values) for one in counts)
         steps = counts[0].steps
-        shares = {"all right": right / groups, "some": 1 - (right + wrong) / groups, "all wrong": wrong / groups}
+        shares = {
+            "all right": right / groups,
+            "some": 1 - (right + wrong) / groups,
+            "all wrong": wrong / groups,
+        }
         if len(runs) > 1:
             add_line(figure, steps, shares["some"], colour(number), name=run.name)
             continue
@@ -91,7 +113,9 @@ def effective_sample_size(runs: Sequence[RunData]) -> go.Figure | None:
     """The axis ends at 1, and starts low enough to hold every value."""
     name = "rollout_corr/rollout_is_eff_sample_size"
     low = min((min(run.series(name).finite) for run in runs if run.series(name)), default=0.0)
-    start = next(candidate for candidate in (0.95, 0.8, 0.5, 0.0) if low > candidate or candidate == 0.0)
+    start = next(
+        candidate for candidate in (0.95, 0.8, 0.5, 0.0) if low > candidate or candidate == 0.0
+    )
     return curves(runs, {name: "ESS"}, y_range=(start, 1.0 + (1.0 - start) * 0.03))
 
 
@@ -102,31 +126,59 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
         return None
     bounds = [bound for _, run, _ in found for bound in weight_bounds(run) if bound]
     counts = [len(tokens.log_ratio) for _, _, tokens in found]
-    reach = 1.1 * max(float(np.quantile(np.abs(tokens.log_ratio), 0.9995)) for _, _, tokens in found)
+    reach = 1.1 * max(
+        float(np.quantile(np.abs(tokens.log_ratio), 0.9995)) for _, _, tokens in found
+    )
     reach = min(max([reach, 0.05, *(abs(math.log(bound)) * 1.1 for bound in bounds)]), 8.0)
     edges = np.linspace(-reach, reach, 82 if min(counts) > 5000 else 42)
     centres = np.exp((edges[:-1] + edges[1:]) / 2)
     floor = 0.5 / max(counts)
-    figure, several = go.Figure(), len(runs) > 1
+    figure = go.Figure()
+    several = len(runs) > 1
 
-    def add(log_values: np.ndarray, title: str, paint: str, width: float, fill: bool = False) -> None:
+    def add(
+        log_values: np.ndarray, title: str, paint: str, width: float, fill: bool = False
+    ) -> None:
         share = np.histogram(np.clip(log_values, -reach, reach), edges)[0] / max(1, len(log_values))
-        shown = np.maximum(share, floor).tolist()  # a log axis has no zero: empty bins lie on the axis
-        look: dict[str, Any] = {"fill": "tozeroy" if fill else None, "fillcolor": "rgba(37,99,235,0.12)"}
-        add_line(figure, centres, shown, paint, width=width, shape="hvh", name=title, hovertemplate="%{y:.3%}", **look)
+        # a log axis has no zero: empty bins lie on the axis
+        shown = np.maximum(share, floor).tolist()
+        look: dict[str, Any] = {
+            "fill": "tozeroy" if fill else None,
+            "fillcolor": "rgba(37,99,235,0.12)",
+        }
+        add_line(
+            figure,
+            centres,
+            shown,
+            paint,
+            width=width,
+            shape="hvh",
+            name=title,
+            hovertemplate="%{y:.3%}",
+            **look,
+        )
 
     for number, run, tokens in found:
         applied = tokens.weights[np.isfinite(tokens.weights) & (tokens.weights > 0)]
         if not several and len(applied):
             add(np.log(applied), "applied weight", "#f6b77f", 5)
-        add(tokens.log_ratio, run.name if several else "rho", colour(number if several else 0), 1.6, not several)
+        add(
+            tokens.log_ratio,
+            run.name if several else "rho",
+            colour(number if several else 0),
+            1.6,
+            not several,
+        )
     layout(figure, y_title="share of tokens", legend=not several)
     for bound in sorted(set(bounds)):
         _mark_bound(figure, bound)
-    ticks, end = _ratio_ticks(reach), reach / math.log(10)
+    ticks = _ratio_ticks(reach)
+    end = reach / math.log(10)
     figure.update_xaxes(type="log", title={"text": "ratio"}, range=[-end, end], tickangle=0)
     figure.update_xaxes(tickvals=ticks, ticktext=[f"{tick:.3g}" for tick in ticks])
-    return figure.update_yaxes(type="log", exponentformat="power", dtick=1, range=[math.log10(floor), 0])
+    return figure.update_yaxes(
+        type="log", exponentformat="power", dtick=1, range=[math.log10(floor), 0]
+    )
 
 
 def _mark_bound(figure: go.Figure, bound: float) -> None:
@@ -144,7 +196,9 @@ def _mark_bound(figure: go.Figure, bound: float) -> None:
 
 
 def weight_bounds(run: RunData) -> list[float | None]:
-    """Bounds at which a token's ratio is clamped; those of a sequence weight act on another quantity."""
+    """Bounds at which a token's ratio is clamped; those of a sequence weight act on another
+    quantity.
+    """
     if run.setting("correction.weight.level", "none") != "token":
         return []
     bounds = [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
@@ -163,13 +217,16 @@ def _ratio_ticks(reach: float) -> list[float]:
 
 
 def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | None:
-    """Mean absolute logprob difference of the recorded tokens along one cut; None where all are alike."""
+    """Mean absolute logprob difference of the recorded tokens along one cut; None where all are
+    alike.
+    """
     parts = [{part.label: part for part in run.mismatch if part.by == by} for run in runs]
     labels = [part.label for part in pooled(part for found in parts for part in found.values())]
     if len(labels) < 2:
         return None
     figure = go.Figure()
-    names = [label.removesuffix(" %") for label in labels]  # the axis title says it, and the ticks stay level
+    # the axis title says it, and the ticks stay level
+    names = [label.removesuffix(" %") for label in labels]
     for number, (run, found) in enumerate(zip(runs, parts, strict=True)):
         if found:
             values = [found[label].abs_diff if label in found else None for label in labels]
@@ -182,11 +239,15 @@ def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | N
 
 def split(runs: Sequence[RunData], group: str, phases: Mapping[str, str]) -> go.Figure | None:
     """One run: seconds per step by phase, stacked. Several: the mean step of each, as a bar."""
-    figure, several = go.Figure(), len(runs) > 1
+    figure = go.Figure()
+    several = len(runs) > 1
     for phase, paint in phases.items():
-        name, label = f"{group}/{phase}", phase.removesuffix("_s")
+        name = f"{group}/{phase}"
+        label = phase.removesuffix("_s")
         if several:
-            totals = [run.total(name, 1) / max(1, len(run.series("time/step", 1).steps)) for run in runs]
+            totals = [
+                run.total(name, 1) / max(1, len(run.series("time/step", 1).steps)) for run in runs
+            ]
             if any(totals):
                 names = [run.name for run in runs]
                 add_bars(figure, totals, names, paint, "%{x:.3f} s", name=label, orientation="h")
@@ -195,8 +256,15 @@ def split(runs: Sequence[RunData], group: str, phases: Mapping[str, str]) -> go.
             add_bars(figure, series.steps, seconds, paint, "%{y:.3f} s", name=label)
     if not figure.data:
         return None
-    layout(figure, y_title="" if several else "seconds", legend=True, hover="closest" if several else "x unified")
-    figure.update_layout(legend_traceorder="normal", barmode="stack", bargap=0.4 if several else 0.08)
+    layout(
+        figure,
+        y_title="" if several else "seconds",
+        legend=True,
+        hover="closest" if several else "x unified",
+    )
+    figure.update_layout(
+        legend_traceorder="normal", barmode="stack", bargap=0.4 if several else 0.08
+    )
     if several:
         figure.update_xaxes(title={"text": "seconds per step, mean"})
         figure.update_yaxes(autorange="reversed", showgrid=False)
@@ -216,17 +284,28 @@ def lanes(runs: Sequence[RunData]) -> go.Figure | None:
     for lane in dict.fromkeys(lane for lanes in ROWS.values() for lane in lanes):
         if mine := [one for one in spans if one.lane == lane]:
             add_bars(
-                figure, [one.end - one.begin for one in mine], [one.row for one in mine], lane_colour(lane),
-                "step %{customdata}: %{x:.3f} s", base=[one.begin for one in mine], orientation="h",
-                name=LANE_NAMES.get(lane, lane), marker={"line": {"width": 0}}, customdata=[one.step for one in mine],
-            )  # fmt: skip
+                figure,
+                [one.end - one.begin for one in mine],
+                [one.row for one in mine],
+                lane_colour(lane),
+                "step %{customdata}: %{x:.3f} s",
+                base=[one.begin for one in mine],
+                orientation="h",
+                name=LANE_NAMES.get(lane, lane),
+                marker={"line": {"width": 0}},
+                customdata=[one.step for one in mine],
+            )
     layout(figure, legend=True, hover="closest").update_layout(barmode="overlay", bargap=0.35)
     figure.update_xaxes(title={"text": "seconds"})
-    return figure.update_yaxes(categoryorder="array", categoryarray=list(ROWS), autorange="reversed", showgrid=False)
+    return figure.update_yaxes(
+        categoryorder="array", categoryarray=list(ROWS), autorange="reversed", showgrid=False
+    )
 
 
 def planned(run: RunData) -> tuple[go.Figure | None, go.Figure | None]:
-    """Memory by phase, and time beside the run's own, from plan.json; None where the file does not hold it."""
+    """Memory by phase, and time beside the run's own, from plan.json; None where the file does not
+    hold it.
+    """
     path = RunDir(run.path).plan
     if not path.is_file():
         return None, None
@@ -239,19 +318,26 @@ def planned(run: RunData) -> tuple[go.Figure | None, go.Figure | None]:
 
 
 def _memory(kinds: Sequence[Mapping[str, Any]]) -> go.Figure | None:
-    """A group of bars for each kind of GPU, a bar for each phase, stacked by what the memory is for."""
+    """A group of bars for each kind of GPU, a bar for each phase, stacked by what the memory is
+    for.
+    """
     figure = go.Figure()
-    places = [(kind["of"], phase, found) for kind in kinds for phase, found in kind["phases"].items()]
+    places = [
+        (kind["of"], phase, found) for kind in kinds for phase, found in kind["phases"].items()
+    ]
     for number, part in enumerate(dict.fromkeys(part for _, _, found in places for part in found)):
         bars = [[of for of, _, _ in places], [phase for _, phase, _ in places]]
         sizes = [found.get(part, 0.0) / GIB for _, _, found in places]
-        again = {"pattern": {"shape": "/"}} if number >= len(PALETTE) else {}  # a colour's second time is hatched
+        # a colour's second time is hatched
+        again = {"pattern": {"shape": "/"}} if number >= len(PALETTE) else {}
         add_bars(figure, bars, sizes, colour(number), "%{y:.3g} GiB", name=part, marker=again)
     for limit in {kind["limit"] for kind in kinds if kind["limit"]}:
         figure.add_hline(y=limit / GIB, line={"color": MUTED, "dash": "dot"})
     if not figure.data:
         return None
-    return layout(figure, y_title="GiB", legend=True, hover="closest").update_layout(barmode="stack")
+    return layout(figure, y_title="GiB", legend=True, hover="closest").update_layout(
+        barmode="stack"
+    )
 
 
 def _time(run: RunData, planned: Mapping[str, float]) -> go.Figure | None:
@@ -262,5 +348,14 @@ def _time(run: RunData, planned: Mapping[str, float]) -> go.Figure | None:
         return None
     figure = go.Figure()
     for name, values, paint in (("planned", planned, MUTED), ("measured", measured, PALETTE[0])):
-        add_bars(figure, [*measured], [values[phase] for phase in measured], paint, "%{y:.3g} s", name=name)
-    return layout(figure, y_title="seconds", legend=True, hover="closest").update_layout(barmode="group")
+        add_bars(
+            figure,
+            [*measured],
+            [values[phase] for phase in measured],
+            paint,
+            "%{y:.3g} s",
+            name=name,
+        )
+    return layout(figure, y_title="seconds", legend=True, hover="closest").update_layout(
+        barmode="group"
+    )

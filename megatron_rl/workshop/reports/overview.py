@@ -1,4 +1,6 @@
-"""`megatron-rl status` and `watch`: how runs stand, out of what they have written; they are not disturbed."""
+"""`megatron-rl status` and `watch`: how runs stand, out of what they have written; they are not
+disturbed.
+"""
 
 import statistics
 import sys
@@ -22,27 +24,44 @@ from megatron_rl.runs.status import ENDED
 from megatron_rl.workshop.reports.run_data import RunData, load_run
 
 RECENT = 10  # steps, of which the rate is told
-SHOWN = (("rollout/response_tokens_mean", "length", ".0f"), ("reward/sampler_mean", "reward", ".3f"))
+SHOWN = (
+    ("rollout/response_tokens_mean", "length", ".0f"),
+    ("reward/sampler_mean", "reward", ".3f"),
+)
 
 
 def describe(path: Path) -> str:
-    """One run: its state, how far and how fast it is, what it scores, what it complains about, where to go on from."""
+    """One run: its state, how far and how fast it is, what it scores, what it complains about,
+    where to go on from.
+    """
     run = load_run(path)
     rows = [("", _state(run)), *_rows(run)]
     width = max(len(label) for label, _ in rows)
-    return "\n".join([run.name, *(f"  {label:<{width}}  {text}" if label else f"  {text}" for label, text in rows)])
+    return "\n".join(
+        [
+            run.name,
+            *(f"  {label:<{width}}  {text}" if label else f"  {text}" for label, text in rows),
+        ]
+    )
 
 
 def ended(path: Path) -> bool:
-    """Whether nothing more will be written; a status that cannot be read now may be readable later."""
+    """Whether nothing more will be written; a status that cannot be read now may be readable
+    later.
+    """
     return load_run(path).status.get("state") in ENDED or not RunDir(path).status.exists()
 
 
 def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:
-    """Show how runs stand until all have ended: a terminal is drawn anew, elsewhere what has changed is printed."""
+    """Show how runs stand until all have ended: a terminal is drawn anew, elsewhere what has
+    changed is printed.
+    """
     stream = stream or sys.stdout
-    console, before = Console(file=stream), dict[Path, str]()
-    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+    console = Console(file=stream)
+    before = dict[Path, str]()
+    with (
+        Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
+    ):
         while True:
             over = all(map(ended, paths))  # before they are shown, so that their end is
             if live is not None:
@@ -58,9 +77,16 @@ def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -
 
 def _state(run: RunData) -> str:
     status = run.status
-    state, reason = str(status.get("state", "no status.json")), str(status.get("reason") or "")
-    attempt = f", attempt {status['attempt']}" if status.get("attempt") else ""
-    where = f" on {status['host']}" if status.get("host") and state not in ENDED else ""
+    state = str(status.get("state", "no status.json"))
+    reason = str(status.get("reason") or "")
+    if status.get("attempt"):
+        attempt = f", attempt {status['attempt']}"
+    else:
+        attempt = ""
+    if status.get("host") and state not in ENDED:
+        where = f" on {status['host']}"
+    else:
+        where = ""
     return f"{state}{where}{attempt}" + (f": {reason.splitlines()[0]}" if reason else "")
 
 
@@ -80,7 +106,10 @@ def _rows(run: RunData) -> Iterator[tuple[str, str]]:
     if run.status.get("state") == "running" and (silent := _since(run.status.get("heartbeat"))):
         yield "sign of life", f"{duration(silent)} ago"
     kept = checkpoints.steps(RunDir(run.path).checkpoints)
-    yield "checkpoint", f"step {kept[0]}" + (f", {len(kept)} kept" if len(kept) > 1 else "") if kept else "none"
+    yield (
+        "checkpoint",
+        f"step {kept[0]}" + (f", {len(kept)} kept" if len(kept) > 1 else "") if kept else "none",
+    )
     yield "logs", str(RunDir(run.path).logs)
     yield from (("not readable", problem) for problem in run.unreadable)
 

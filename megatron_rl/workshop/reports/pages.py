@@ -1,4 +1,6 @@
-"""HTML pages from Jinja templates, which escape every text that they are given, with plotly figures and table cells."""
+"""HTML pages from Jinja templates, which escape every text that they are given, with plotly figures
+and table cells.
+"""
 
 import os
 from pathlib import Path
@@ -12,7 +14,9 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from megatron_rl.files import write_whole
 from megatron_rl.workshop.reports.charts import INK
 
-FROM_FILE = Markup("<script src='{}' onerror='document.documentElement.className=`no-figures`'></script>")
+FROM_FILE = Markup(
+    "<script src='{}' onerror='document.documentElement.className=`no-figures`'></script>"
+)
 LIBRARY = f"plotly-{get_plotlyjs_version()}.min.js"
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -39,7 +43,9 @@ def page(template: str, output: Path | None = None, **data: Any) -> str:
 
 
 def library(output: Path | None) -> Markup:
-    """plotly's library (5 MB): in the page, or once in a folder of runs where more than one report lies."""
+    """plotly's library (5 MB): in the page, or once in a folder of runs where more than one report
+    lies.
+    """
     place = shared_place(output) if output else None
     if output and place:
         try:
@@ -52,7 +58,9 @@ def library(output: Path | None) -> Markup:
 
 
 def shared_place(output: Path) -> Path | None:
-    """Beside the folders of runs, for a run's own report or a page about several runs; None where it lies elsewhere."""
+    """Beside the folders of runs, for a run's own report or a page about several runs; None where
+    it lies elsewhere.
+    """
     own = output.name == "report.html"
     runs = output.parent.parent if own else output.parent
     others = [one for one in runs.glob("*/report.html") if not own or one.parent != output.parent]

@@ -1,5 +1,7 @@
-"""Run directories read back, torn ones as far as they go: configuration, curves, lanes, recorded tokens, their mismatch
-by cuts, and a table of it for sessions; for reports, status, comparisons and `mismatch`."""
+"""Run directories read back, torn ones as far as they go: configuration, curves, lanes, recorded
+tokens, their mismatch by cuts, and a table of it for sessions; for reports, status, comparisons and
+`mismatch`.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +20,14 @@ from megatron_rl.files import read_json, read_whole
 from megatron_rl.rollout_correction.breakdown import OF_SESSIONS, Slice, breakdowns, pooled
 from megatron_rl.runs.console import table
 from megatron_rl.runs.metrics_file import Curves, read_lines
-from megatron_rl.runs.rollout_file import STEP, Recorded, arrays, load_recorded, read_rollouts, recorded_steps
+from megatron_rl.runs.rollout_file import (
+    STEP,
+    Recorded,
+    arrays,
+    load_recorded,
+    read_rollouts,
+    recorded_steps,
+)
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
 
@@ -71,7 +80,8 @@ class RunData(Curves):
     config: Mapping[str, Any]
     env: Mapping[str, Any]
     status: Mapping[str, Any]
-    unreadable: list[str] = field(default_factory=list)  # files of a torn folder, and why; grows while it is read
+    # files of a torn folder, and why; grows while it is read
+    unreadable: list[str] = field(default_factory=list)
 
     def setting(self, key: str, default: Any = None) -> Any:
         value: Any = self.config
@@ -79,26 +89,43 @@ class RunData(Curves):
             if not isinstance(value, Mapping) or part not in value:
                 return default
             value = value[part]
-        kinds = (dict, list)  # where a section or a list is expected, a torn file may hold something else
-        return default if isinstance(default, kinds) and not isinstance(value, type(default)) else value
+        # where a section or a list is expected, a torn file may hold something else
+        kinds = (
+            dict,
+            list,
+        )
+        if isinstance(default, kinds) and not isinstance(value, type(default)):
+            return default
+        return value
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """None without recorded steps that hold both logprobs."""
         nothing: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        parts = [part for _, path in self._recorded() for part in readable(path, _tokens_of, nothing, self.unreadable)]
+        parts = [
+            part
+            for _, path in self._recorded()
+            for part in readable(path, _tokens_of, nothing, self.unreadable)
+        ]
         if not any(len(columns[0]) for columns in parts):
             return None
         return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     @cached_property
     def mismatch(self) -> list[Slice]:
-        """The recorded steps along every cut; the policy that step N ought to sample from has version N - 1."""
+        """The recorded steps along every cut; the policy that step N ought to sample from has
+        version N - 1.
+        """
         nothing: list[Slice] = []
         return pooled(
             part
             for step, path in self._recorded()
-            for part in readable(path, partial(recorded_breakdowns, policy_version=step - 1), nothing, self.unreadable)
+            for part in readable(
+                path,
+                partial(recorded_breakdowns, policy_version=step - 1),
+                nothing,
+                self.unreadable,
+            )
         )
 
     @cached_property
@@ -111,27 +138,40 @@ class RunData(Curves):
 
     def _recorded(self) -> list[tuple[int, Path]]:
         steps = recorded_steps(RunDir(self.path).rollouts)
-        picks = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int)))
+        picks = sorted(
+            set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int))
+        )
         return [steps[pick] for pick in picks]
 
 
 def load_run(path: Path) -> RunData:
     run = RunDir(path)
     if not any(file.is_file() for file in (run.metrics, run.config, run.status)):
-        raise NotARun(f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME")
+        raise NotARun(
+            f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as "
+            "runs/NAME"
+        )
     problems: list[str] = []
     config = readable(run.config, _mapping, dict[str, Any](), problems)
-    env, _ = (readable(file, read_json, dict[str, Any](), problems) for file in (run.env, run.status))
+    env, _ = (
+        readable(file, read_json, dict[str, Any](), problems) for file in (run.env, run.status)
+    )
     lines, torn = readable(run.metrics, read_lines, (list[dict[str, float]](), 0), problems)
     if torn:
         problems.append(f"{run.metrics.name}: {torn} lines are torn, or do not say their step")
-    strange = [file.name for file in run.rollouts.glob("*.parquet") if not STEP.fullmatch(file.name)]
+    strange = [
+        file.name for file in run.rollouts.glob("*.parquet") if not STEP.fullmatch(file.name)
+    ]
     problems += [f"rollouts/{name}: not named after a step" for name in sorted(strange)]
-    return RunData(tuple(lines), path.resolve().name, path, config, env, known_status(path), problems)
+    return RunData(
+        tuple(lines), path.resolve().name, path, config, env, known_status(path), problems
+    )
 
 
 def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:
-    """What a file holds. A torn one may fail its reader in any way: that is said, and the others are still shown."""
+    """What a file holds. A torn one may fail its reader in any way: that is said, and the others
+    are still shown.
+    """
     try:
         return read(path)
     except Exception as error:
@@ -160,8 +200,16 @@ def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     """Key -> value per run, only where they differ. A run's own name is no difference."""
     flat = [dict(flatten(run.config)) for run in runs]
     keys = list(dict.fromkeys(key for one in flat for key in one))
-    values_of = {key: [one.get(key) for one in flat] for key in keys if key not in ("run.name", "run.if_exists")}
-    return {key: values for key, values in values_of.items() if any(value != values[0] for value in values)}
+    values_of = {
+        key: [one.get(key) for one in flat]
+        for key in keys
+        if key not in ("run.name", "run.if_exists")
+    }
+    return {
+        key: values
+        for key, values in values_of.items()
+        if any(value != values[0] for value in values)
+    }
 
 
 def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
@@ -185,25 +233,38 @@ def breakdowns_of(recorded: Recorded, policy_version: int | None = None) -> list
 
 
 def session_table(recorded: Iterable[Recorded]) -> str:
-    """Mismatch of recorded sessions by turn, by place in it and by kind of token; begins with an empty line.
+    """Mismatch of recorded sessions by turn, by place in it and by kind of token; begins with an
+    empty line.
 
     Empty where there are no sessions, or no learner logprobs.
     """
-    parts = pooled(part for one in recorded for part in breakdowns_of(one) if part.by in OF_SESSIONS)
+    parts = pooled(
+        part for one in recorded for part in breakdowns_of(one) if part.by in OF_SESSIONS
+    )
     if not parts:
         return ""
     rows = [
-        [part.by, part.label, f"{part.tokens:,}", f"{-part.kl:+.2e}", f"{part.k3_kl:.2e}", f"{part.abs_diff:.2e}",
-         f"{part.mult_prob_error:.4f}"]
+        [
+            part.by,
+            part.label,
+            f"{part.tokens:,}",
+            f"{-part.kl:+.2e}",
+            f"{part.k3_kl:.2e}",
+            f"{part.abs_diff:.2e}",
+            f"{part.mult_prob_error:.4f}",
+        ]
         for part in parts
-    ]  # fmt: skip
+    ]
     return "\n".join(["\n", *table(BREAKDOWN, rows)])
 
 
 def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     parts = []
     rows = read_rollouts(path)
-    columns = [arrays(rows, name) for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")]
+    columns = [
+        arrays(rows, name)
+        for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")
+    ]
     for mu, p, weights, kept, mask in zip(*columns, strict=True):
         if p is None or mu is None or not len(mu):
             continue
@@ -211,12 +272,16 @@ def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         if kept is not None:
             w = np.where(kept, w, np.nan)
         use = mask & np.isfinite(mu) & np.isfinite(p)
-        parts.append((mu[use].astype(np.float64), p[use].astype(np.float64), w[use].astype(np.float64)))
+        parts.append(
+            (mu[use].astype(np.float64), p[use].astype(np.float64), w[use].astype(np.float64))
+        )
     return parts
 
 
 def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
-    """Who worked when in some steps of a run's middle: early ones hold what happens once. Empty for old runs."""
+    """Who worked when in some steps of a run's middle: early ones hold what happens once. Empty for
+    old runs.
+    """
     if not path.is_file():
         return []
     lines: dict[int, list[tuple[str, float, float]]] = {}
@@ -227,10 +292,16 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
     numbers = sorted(step for step in lines if step > 0)
     first = max(0, len(numbers) // 2 - steps // 2)
     chosen = set(numbers[first : first + steps])
-    window = [(begin, end) for step in chosen for lane, begin, end in lines[step] if lane in ROWS["learner"]]
+    window = [
+        (begin, end)
+        for step in chosen
+        for lane, begin, end in lines[step]
+        if lane in ROWS["learner"]
+    ]
     if not window:
         return []
-    start, stop = min(begin for begin, _ in window), max(end for _, end in window)
+    start = min(begin for begin, _ in window)
+    stop = max(end for _, end in window)
     row_of = {lane: row for row, lanes in ROWS.items() for lane in lanes}
     return [
         Lane(row_of[lane], lane, step, max(begin, start) - start, min(end, stop) - start)

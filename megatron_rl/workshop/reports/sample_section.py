@@ -1,4 +1,6 @@
-"""Answers on the report's page: of the first and the last recorded step, each token coloured by its mismatch."""
+"""Answers on the report's page: of the first and the last recorded step, each token coloured by its
+mismatch.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,9 @@ from megatron_rl.types import Session
 from megatron_rl.workshop.reports.run_data import RunData, readable
 
 PROMPT = 1500  # characters
-HEAD, TAIL = 120, 280  # tokens of a long answer
+# tokens of a long answer
+HEAD = 120
+TAIL = 280
 FULL = 0.5  # nats at which a colour is full
 Answer = dict[str, Any]
 
@@ -28,16 +32,23 @@ class Span(NamedTuple):
 
 
 def answers(run: RunData) -> list[Answer]:
-    steps, nothing = recorded_steps(RunDir(run.path).rollouts), list[Answer]()
+    steps = recorded_steps(RunDir(run.path).rollouts)
+    nothing = list[Answer]()
     ends = dict.fromkeys([*steps[:1], *steps[-1:]])
-    return [one for step, path in ends for one in readable(path, partial(_of_step, step), nothing, run.unreadable)]
+    return [
+        one
+        for step, path in ends
+        for one in readable(path, partial(_of_step, step), nothing, run.unreadable)
+    ]
 
 
 def _of_step(step: int, path: Path) -> list[Answer]:
     table = read_rollouts(path)
     if "pieces" not in table.column_names:
         return []
-    return [_answer(step, row) for row in table.filter(pc.is_valid(table.column("pieces"))).to_pylist()]
+    return [
+        _answer(step, row) for row in table.filter(pc.is_valid(table.column("pieces"))).to_pylist()
+    ]
 
 
 def _answer(step: int, row: Mapping[str, Any]) -> Answer:
@@ -55,7 +66,9 @@ def _answer(step: int, row: Mapping[str, Any]) -> Answer:
     return {
         "kind": "right" if row["verdict"] == "right" else "other",
         "facts": " · ".join(facts),
-        "prompt": row["prompt"] if len(row["prompt"]) <= PROMPT else f"...{row['prompt'][-PROMPT:]}",
+        "prompt": row["prompt"]
+        if len(row["prompt"]) <= PROMPT
+        else f"...{row['prompt'][-PROMPT:]}",
         "spans": list(spans(_with_speakers(row), differences)),
         "truth": None if row["truth"] is None else str(row["truth"])[:300],
     }
@@ -71,15 +84,20 @@ def _of_session(session: Session | None, branch: int | None) -> Iterator[str]:
 
 def _with_speakers(row: Mapping[str, Any]) -> list[str]:
     """The text of each token; of a session, with who begins to speak there."""
-    turns, pieces = row.get("turns") or [], list(row["pieces"])
+    turns = row.get("turns") or []
+    pieces = list(row["pieces"])
     session = session_of(row.get("session"))
     for place, turn in enumerate(turns):
         if place and turn == turns[place - 1]:
             continue
-        reward = session.turns[turn].reward if session and 0 <= turn < len(session.turns) else None
-        said = (
-            "environment" if turn < 0 else f"policy, turn {turn}" + ("" if reward is None else f", reward {reward:g}")
-        )
+        if session and 0 <= turn < len(session.turns):
+            reward = session.turns[turn].reward
+        else:
+            reward = None
+        if turn < 0:
+            said = "environment"
+        else:
+            said = f"policy, turn {turn}" + ("" if reward is None else f", reward {reward:g}")
         pieces[place] = f"\n[{said}]\n{pieces[place]}"
     return pieces
 

@@ -1,4 +1,6 @@
-"""Line charts as SVG text for docs, drawn by no plotting library: the same bytes everywhere, readable in a diff."""
+"""Line charts as SVG text for docs, drawn by no plotting library: the same bytes everywhere,
+readable in a diff.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from megatron_rl.workshop.reports.charts import FONT, GRID, INK, MUTED
 
 AXIS_TITLE = 31  # below the plot
 TITLE = 16  # above it
-PANEL, GAP, LEFT, TOP, BOTTOM, TALL = 340, 50, 46, 74, 36, 220  # of charts beside each other
+# of charts beside each other
+PANEL = 340
+GAP = 50
+LEFT = 46
+TOP = 74
+BOTTOM = 36
+TALL = 220
 ABREAST = 3
 Ticks = Sequence[tuple[float, str]]
 
@@ -26,7 +34,9 @@ def picture(width: float, height: float, parts: Iterable[str]) -> str:
 def panels_picture(count: int, parts: Iterable[str]) -> str:
     """A picture of so many charts, `ABREAST` in a row."""
     rows = -(-max(count, 1) // ABREAST)
-    return picture(LEFT + min(count or 1, ABREAST) * (PANEL + GAP), rows * (TALL + TOP + BOTTOM), parts)
+    return picture(
+        LEFT + min(count or 1, ABREAST) * (PANEL + GAP), rows * (TALL + TOP + BOTTOM), parts
+    )
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class Plot:
     @classmethod
     def number(cls, number: int, steps: tuple[float, float], ticks: Sequence[float]) -> Plot:
         """One of several charts beside and below each other."""
-        left, top = number % ABREAST * (PANEL + GAP) + LEFT, number // ABREAST * (TALL + TOP + BOTTOM) + TOP
+        left = number % ABREAST * (PANEL + GAP) + LEFT
+        top = number // ABREAST * (TALL + TOP + BOTTOM) + TOP
         return cls(left, top, left + PANEL, top + TALL, steps, ticks)
 
     def x(self, step: float) -> float:
@@ -52,7 +63,8 @@ class Plot:
         return self.left + (step - first) / (last - first) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        low, high = self.ticks[0], self.ticks[-1]
+        low = self.ticks[0]
+        high = self.ticks[-1]
         return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
     def frame(self, title: str, x_ticks: Ticks = ()) -> Iterable[str]:
@@ -72,11 +84,17 @@ class Plot:
         return f'<polyline points="{path}" fill="none" {stroke}/>'
 
     def band(self, low: Series, high: Series, colour: str) -> str:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*self.points(high), *reversed(self.points(low))])
+        path = " ".join(
+            f"{x:.1f},{y:.1f}" for x, y in [*self.points(high), *reversed(self.points(low))]
+        )
         return f'<polygon points="{path}" fill="{colour}" opacity="0.15"/>'
 
     def points(self, series: Series) -> list[tuple[float, float]]:
-        return [(self.x(s), self.y(v)) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+        return [
+            (self.x(s), self.y(v))
+            for s, v in zip(series.steps, series.values, strict=True)
+            if math.isfinite(v)
+        ]
 
 
 def heading(x: float, y: float, title: str) -> str:
@@ -101,5 +119,6 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
     raw = span / about
     power = 10.0 ** math.floor(math.log10(raw))
     size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    start, stop = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    start = math.floor(low / size + 1e-9)
+    stop = math.ceil(high / size - 1e-9)
     return [round(number * size, 12) for number in range(start, max(stop, start + 1) + 1)]

@@ -1,1 +1,3 @@
-"""One module per project whose correction settings `megatron_rl.workshop.translation.translate` reads."""
+"""One module per project whose correction settings `megatron_rl.workshop.translation.translate`
+reads.
+"""

@@ -1,9 +1,28 @@
-"""AReaL's decoupled loss (`actor.rejection_sampling`, `m2_threshold`, what chooses the anchor) as our `correction`."""
+"""AReaL's decoupled loss (`actor.rejection_sampling`, `m2_threshold`, what chooses the anchor) as
+our `correction`.
+"""
 
 from dataclasses import replace
 
-from megatron_rl.config.schema import Anchor, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
+from megatron_rl.config.schema import (
+    Anchor,
+    Level,
+    NonFinite,
+    Outside,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
+from megatron_rl.workshop.translation.keys import (
+    NO_WEIGHT,
+    UNWEIGHTED,
+    Keys,
+    Native,
+    Translation,
+    ratio_rule,
+    weigh,
+)
 from megatron_rl.workshop.translation.settings import settings
 
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
@@ -30,7 +49,9 @@ def areal(mapping: Native) -> Translation:
     weight, rules, non_finite = _rejection(keys) if rejects else (NO_WEIGHT, [], NonFinite.one)
     renormalize = False
     if threshold is not None:
-        by_rows = weight.level == Level.sequence or any(rule.level == Level.sequence for rule in rules)
+        by_rows = weight.level == Level.sequence or any(
+            rule.level == Level.sequence for rule in rules
+        )
         keys.refuse_if(by_rows, "m2_threshold", "rows_left")
         if rules:
             keys.refuse_if(rules[0].stat != Stat.ratio, "m2_threshold", "only_own")
@@ -63,9 +84,16 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     keys.note_if(metric == "binary_kl", "within")
     rule = RejectRule(level=level, stat=stat, reduce=reduce, low=lower, high=upper)
     if metric == "kl_k1":
-        # AReaL's k1 is +d and ours is -d: the bounds change sign and sides, the largest becomes the smallest
+        # AReaL's k1 is +d and ours is -d: the bounds change sign and sides, the largest becomes the
+        # smallest
         reduce = Reduce.min if reduce == Reduce.max else reduce
-        rule = RejectRule(level=level, stat=Stat.k1, reduce=reduce, low=-upper, high=None if lower is None else -lower)
+        rule = RejectRule(
+            level=level,
+            stat=Stat.k1,
+            reduce=reduce,
+            low=-upper,
+            high=None if lower is None else -lower,
+        )
     # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
     if level == Level.token:
         return UNWEIGHTED, [rule], NonFinite.zero
@@ -73,7 +101,9 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     return UNWEIGHTED, [rule], NonFinite.reject
 
 
-def _by_ratio(keys: Keys, level: Level, clamps: bool, agg: str, upper: float) -> tuple[WeightConfig, list[RejectRule]]:
+def _by_ratio(
+    keys: Keys, level: Level, clamps: bool, agg: str, upper: float
+) -> tuple[WeightConfig, list[RejectRule]]:
     """Ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by."""
     lower = keys.lower("lower")
     keys.refuse_if(upper <= 1, "upper", "AReaL refuses a ratio of 1 or less")
@@ -82,4 +112,6 @@ def _by_ratio(keys: Keys, level: Level, clamps: bool, agg: str, upper: float) ->
         keys.refuse_if(per_row and agg == "max" and lower is not None, "agg", "unclamped")
         keys.refuse_if(per_row and agg == "sum" and (lower or 0) > 1, "lower", "above_one")
         return weigh(lower, upper, level, mean=per_row), []
-    return weigh(None, None, level, mean=per_row), [ratio_rule(lower, upper, Reduce(agg) if per_row else None)]
+    return weigh(None, None, level, mean=per_row), [
+        ratio_rule(lower, upper, Reduce(agg) if per_row else None)
+    ]

@@ -1,4 +1,6 @@
-"""Values of sums as a shell computes them: whole numbers of 64 bits, division towards zero, octal digits behind a 0."""
+"""Values of sums as a shell computes them: whole numbers of 64 bits, division towards zero, octal
+digits behind a 0.
+"""
 
 import ast
 import re
@@ -9,7 +11,9 @@ OCTAL = re.compile(r"\b0(?=[0-9])")
 
 
 def shell_sum(text: str) -> int | None:
-    """The value of a sum of numbers; None where it has another form, or a shell has no value for it either."""
+    """The value of a sum of numbers; None where it has another form, or a shell has no value for it
+    either.
+    """
     if not SUM.fullmatch(text):
         return None
     try:
@@ -30,9 +34,14 @@ def _value(node: ast.expr) -> int:
             other = _value(right)
             if isinstance(sign, ast.Div | ast.Mod):
                 quotient = int(Fraction(one, other))  # towards zero
-                value = quotient if isinstance(sign, ast.Div) else one - quotient * other
+                if isinstance(sign, ast.Div):
+                    value = quotient
+                else:
+                    value = one - quotient * other
             else:
-                value = {ast.Add: one + other, ast.Sub: one - other, ast.Mult: one * other}[type(sign)]
+                value = {ast.Add: one + other, ast.Sub: one - other, ast.Mult: one * other}[
+                    type(sign)
+                ]
         case _:
             raise KeyError
     if value.bit_length() > 63:

@@ -1,5 +1,7 @@
-"""Makes our keys of facts that another project's recipe says (in rows of a table after a =, listed in `shared.yaml`):
-batch, lengths, schedule, layout, model, data; and fits a translated recipe's keys to each other."""
+"""Makes our keys of facts that another project's recipe says (in rows of a table after a =, listed
+in `shared.yaml`): batch, lengths, schedule, layout, model, data; and fits a translated recipe's
+keys to each other.
+"""
 
 import re
 
@@ -15,7 +17,18 @@ LONGEST_PROMPT = 2048  # where only the sum of prompt and answer is said
 
 def derive(values: Values, told: Accounts) -> None:
     """Replaces the facts by keys."""
-    for step in (_switches, _clips, ranks, _lengths, _batch, _schedule, layout, _model, _data, _sampling):
+    for step in (
+        _switches,
+        _clips,
+        ranks,
+        _lengths,
+        _batch,
+        _schedule,
+        layout,
+        _model,
+        _data,
+        _sampling,
+    ):
         step(values, told)
     if reward := values.get("=reward"):
         told.note("reward", reward=reward)
@@ -57,7 +70,9 @@ def _lengths(values: Values, told: Accounts) -> None:
         prompt = prompt if prompt and prompt < total else min(LONGEST_PROMPT, total // 2)
         told.note("shared_tokens", total=total, prompt=prompt)
         response = total - prompt
-    values["rollout.max_prompt_tokens"] = prompt if prompt and prompt + response <= total else total - response
+    values["rollout.max_prompt_tokens"] = (
+        prompt if prompt and prompt + response <= total else total - response
+    )
     values["rollout.max_response_tokens"] = response
 
 
@@ -80,14 +95,21 @@ def _batch(values: Values, told: Accounts) -> None:
     if (passes := values.get("=passes", 1)) != 1:
         told.lacks(f"{passes} passes over a batch", "passes")
     longest = sum(values.get(f"rollout.max_{part}_tokens", 0) for part in ("prompt", "response"))
-    tokens = values.get("learner.tokens_per_microbatch") or values.get("=microbatch_answers", 0) * longest
+    tokens = (
+        values.get("learner.tokens_per_microbatch")
+        or values.get("=microbatch_answers", 0) * longest
+    )
     if tokens or longest > LearnerSection().tokens_per_microbatch:
         values["learner.tokens_per_microbatch"] = max(tokens, longest)
 
 
 def _schedule(values: Values, told: Accounts) -> None:
     updates = values.get("learner.n_minibatches", 1)  # of a step
-    for fact, key in (("updates", "run.steps"), ("eval_updates", "eval.every"), ("save_updates", "checkpoint.every")):
+    for fact, key in (
+        ("updates", "run.steps"),
+        ("eval_updates", "eval.every"),
+        ("save_updates", "checkpoint.every"),
+    ):
         if count := values.get(f"={fact}"):
             # a share of the steps stays one
             values[key] = max(1, round(count / updates)) if count >= 1 else count
@@ -125,7 +147,11 @@ def _model(values: Values, told: Accounts) -> None:
 
 def _local(path: str, folder: str, told: Accounts) -> str:
     """A path as it is; a name on the hub is expected in a folder."""
-    if path.startswith(("/", ".", "~", "$", f"{folder}/")) or path.count("/") > 1 or re.search(r"\.\w{4,7}$", path):
+    if (
+        path.startswith(("/", ".", "~", "$", f"{folder}/"))
+        or path.count("/") > 1
+        or re.search(r"\.\w{4,7}$", path)
+    ):
         return path
     name = path.rsplit("/", 1)[-1]
     told.note("name_there", path=path, folder=folder, name=name)
@@ -149,7 +175,11 @@ def _data(values: Values, told: Accounts) -> None:
         values["eval.every"] = 0
     if values.get("=template"):
         values["data.template"] = {}
-    if "wandb" in str(values.get("=wandb", "")) or values.get("=wandb") is True or values.get("=wandb_named"):
+    if (
+        "wandb" in str(values.get("=wandb", ""))
+        or values.get("=wandb") is True
+        or values.get("=wandb_named")
+    ):
         values["log.wandb"] = "auto"
 
 

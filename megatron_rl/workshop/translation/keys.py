@@ -1,5 +1,6 @@
-"""Typed reading of another project's settings by name, its errors and notes; and the Translation, weights and reject
-rules that several projects' settings come down to."""
+"""Typed reading of another project's settings by name, its errors and notes; and the Translation,
+weights and reject rules that several projects' settings come down to.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,18 @@ UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 
 
 class TranslationError(ConfigError):
-    """A file that is not read, or a key that has no exact counterpart here, with the reason: one printable line."""
+    """A file that is not read, or a key that has no exact counterpart here, with the reason: one
+    printable line.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(" ".join(reason.split()))[:LONGEST_REASON])
 
 
 def printable(text: str) -> str:
-    """The text without characters that end a line or a comment, or that a terminal acts on: they are escaped."""
+    """The text without characters that end a line or a comment, or that a terminal acts on: they
+    are escaped.
+    """
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -54,10 +59,12 @@ class Unset:
         return self.text
 
     def way_out(self, key: str) -> str:
-        named = self.names[0] if self.names and self.names[0].isidentifier() else key
-        return (
-            f"needs {', '.join(self.names) or self.text}, which the file does not set; add {named}=... to the command"
-        )
+        if self.names and self.names[0].isidentifier():
+            named = self.names[0]
+        else:
+            named = key
+        missing = ", ".join(self.names) or self.text
+        return f"needs {missing}, which the file does not set; add {named}=... to the command"
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -67,7 +74,9 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class Translation(NamedTuple):
-    """Our config, the conditions under which it does the same, and keys of the `loss` section that it goes with."""
+    """Our config, the conditions under which it does the same, and keys of the `loss` section that
+    it goes with.
+    """
 
     config: CorrectionConfig
     notes: list[str]
@@ -76,10 +85,17 @@ class Translation(NamedTuple):
 
 
 def weigh(
-    low: float | None, high: float | None, level: str = "token", mask: bool = False, mean: bool = False
+    low: float | None,
+    high: float | None,
+    level: str = "token",
+    mask: bool = False,
+    mean: bool = False,
 ) -> WeightConfig:
-    """The ratio of each token or row (of which `mean`: geometric); out of bounds nothing (`mask`) or the bound."""
-    aggregate, outside = Aggregate.geometric if mean else Aggregate.product, Outside.zero if mask else Outside.truncate
+    """The ratio of each token or row (of which `mean`: geometric); out of bounds nothing (`mask`)
+    or the bound.
+    """
+    aggregate = Aggregate.geometric if mean else Aggregate.product
+    outside = Outside.zero if mask else Outside.truncate
     return WeightConfig(Level(level), aggregate, outside, low, high)
 
 
@@ -90,7 +106,9 @@ def ratio_rule(low: float | None, high: float | None, reduce: Reduce | None = No
 
 
 def opsm(delta: float) -> RejectRule:
-    """Off-policy sequence masking: answers that are pushed down and that the learner finds unlikely leave."""
+    """Off-policy sequence masking: answers that are pushed down and that the learner finds unlikely
+    leave.
+    """
     return RejectRule(stat=Stat.k1, reduce=Reduce.mean, high=delta, when=When.negative_advantage)
 
 
@@ -102,7 +120,8 @@ class Keys:
     """The values of one project's settings, by name."""
 
     def __init__(self, framework: str, values: Native, present: bool = True) -> None:
-        self.framework, self.values = framework, dict(values)
+        self.framework = framework
+        self.values = dict(values)
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
@@ -110,13 +129,18 @@ class Keys:
         self.paths: set[str] = set()  # what was read, as the file has it
 
     def error(self, name: str, reason: str) -> TranslationError:
-        value = "" if name not in self.values else f" is {reprlib.repr(self.values[name])}"
+        if name not in self.values:
+            value = ""
+        else:
+            value = f" is {reprlib.repr(self.values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
     def take(self, name: str, value: Any, path: str) -> None:
         """A value that the file has at this path."""
         if self.values.setdefault(name, value) != value:
-            raise TranslationError(f"{self.framework}: {name} is given twice with different values, once at {path}")
+            raise TranslationError(
+                f"{self.framework}: {name} is given twice with different values, once at {path}"
+            )
         self.paths.add(path)
 
     def refuse_if(self, condition: bool, name: str, reason: str, **fields: Any) -> None:
@@ -132,7 +156,9 @@ class Keys:
 
     def _said(self, sentence: str, fields: Mapping[str, Any]) -> str:
         """One word stands for what the table `says`."""
-        return sentence if " " in sentence else table(self.framework).correction.says[sentence].format(**fields)
+        if " " in sentence:
+            return sentence
+        return table(self.framework).correction.says[sentence].format(**fields)
 
     def goes_with(self, **loss: Any) -> None:
         """Keys of the loss without which the correction is not theirs."""
@@ -143,18 +169,27 @@ class Keys:
         self.goes_with(kl_cap=cap, kl_estimator="k3")
 
     def note_kl(self, project: str, which: str = "rejected tokens") -> None:
-        """Note that the reference KL and the entropy of a project still count what its correction rejects."""
+        """Note that the reference KL and the entropy of a project still count what its correction
+        rejects.
+        """
         self.note(f"{project}'s reference KL and entropy count {which} too")
         self.goes_with(kl_on="counted")
 
     def note_gspo(self, project: str, which: str = "all tokens of a row", by: str = "") -> None:
-        self.note(f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}")
+        self.note(
+            f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are "
+            f"left{by}"
+        )
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The default where the key is not there; None where it is there to say that there is no value."""
+        """The default where the key is not there; None where it is there to say that there is no
+        value.
+        """
         value = self.values.get(name, default)
         if isinstance(value, Unset):
-            raise TranslationError(f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}")
+            raise TranslationError(
+                f"{self.framework}: {name} is {value.text}: it {value.way_out(name)}"
+            )
         if isinstance(value, str) and "${" in value:
             raise self.error(name, "an interpolation; write the value it stands for")
         return None if is_null(value) else value
@@ -192,7 +227,11 @@ class Keys:
 
     def choice(self, name: str, default: str | None, *choices: str) -> str | None:
         value = self.raw(name, default)
-        self.refuse_if(value is not None and value not in choices, name, f"expected one of {', '.join(choices)}")
+        self.refuse_if(
+            value is not None and value not in choices,
+            name,
+            f"expected one of {', '.join(choices)}",
+        )
         return value
 
     def text(self, name: str) -> str | None:
@@ -201,7 +240,9 @@ class Keys:
 
     def number(self, name: str, default: float | None = None) -> float | None:
         value = self.raw(name, default)
-        return None if value is None else self.as_number(name, value)
+        if value is None:
+            return None
+        return self.as_number(name, value)
 
     def needed(self, name: str, project: str, default: float) -> float:
         value = self.number(name, default)
@@ -223,7 +264,10 @@ class Keys:
     def as_number(self, name: str, value: Any) -> float:
         try:
             # underscores separate digits in Python and YAML, and bounds in verl: never guess which
-            number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
+            if isinstance(value, bool) or "_" in str(value):
+                number = math.nan
+            else:
+                number = float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         self.refuse_if(not math.isfinite(number), name, "expected a number")
@@ -236,6 +280,10 @@ class Keys:
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any
     ) -> Translation:
-        """The correction in our terms: no project computes group baselines again after a rejection."""
-        config = CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more)
+        """The correction in our terms: no project computes group baselines again after a
+        rejection.
+        """
+        config = CorrectionConfig(
+            weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, **more
+        )
         return Translation(config, self.notes, self.loss, frozenset(self.paths))

@@ -1,5 +1,6 @@
-"""Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of theirs; and
-the account of where each key of their file has gone."""
+"""Sizes of learner and sampler, the GPUs of each, and the cluster, from what other projects say of
+theirs; and the account of where each key of their file has gone.
+"""
 
 import re
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ class Accounts:
     translated: list[str] = field(default_factory=list)
     not_needed: dict[str, list[str]] = field(default_factory=dict)  # reason -> their keys
     unknown: dict[str, Any] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)  # with the words for those that `shared.yaml` has
-    missing: dict[str, str] = field(default_factory=dict)  # their key with its value -> why it is not here
+    # with the words for those that `shared.yaml` has
+    notes: dict[str, str] = field(default_factory=dict)
+    # their key with its value -> why it is not here
+    missing: dict[str, str] = field(default_factory=dict)
 
     def note(self, sentence: str, **fields: Any) -> None:
         """A sentence of `shared.yaml`, by its word."""
@@ -33,10 +36,14 @@ class Accounts:
 def ranks(values: Values, told: Accounts) -> None:
     """Sizes that are written as one word, such as fsdp:d4p1t1 or sglang.d4t2+d8."""
     both = str(values.get("=allocation") or "").split("+")
-    words = {"sampler": values.get("=sampler_ranks") or both[0], "learner": values.get("=learner_ranks") or both[-1]}
+    words = {
+        "sampler": values.get("=sampler_ranks") or both[0],
+        "learner": values.get("=learner_ranks") or both[-1],
+    }
     for role, word in words.items():
         found = re.findall(r"([dptce])(\d+)", str(word).rsplit(":", 1)[-1])
-        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits[:6]) for kind, digits in found}  # six are too many
+        # six are too many
+        sizes = dict.fromkeys("dptce", 1) | {kind: int(digits[:6]) for kind, digits in found}
         if not found or not all(1 <= one <= MOST_RANKS for one in sizes.values()):
             if word:
                 told.lacks(f"sizes of the {role}: {word}", "no_sizes")
@@ -45,7 +52,10 @@ def ranks(values: Values, told: Accounts) -> None:
         values[f"={role}_gpus"] = count
         values[f"{role}.tensor_parallel"] = sizes["t"]
         if role == "learner":
-            values |= {"learner.pipeline_parallel": sizes["p"], "learner.expert_parallel": sizes["e"]}
+            values |= {
+                "learner.pipeline_parallel": sizes["p"],
+                "learner.expert_parallel": sizes["e"],
+            }
             values["learner.context_parallel"] = sizes["c"]
             values["=sharded"] = "fsdp" in str(word)
 
@@ -67,7 +77,8 @@ def layout(values: Values, told: Accounts) -> None:
         told.lacks(f"rollout.ahead: {values.pop('rollout.ahead')} on shared GPUs", "never_sleeps")
     learner = values.get("=learner_gpus", nodes * gpus)
     if own:  # beside those of the learner
-        learner = max(1, nodes * gpus - own) if values.get("=total") and "=learner_gpus" not in values else learner
+        if values.get("=total") and "=learner_gpus" not in values:
+            learner = max(1, nodes * gpus - own)
         all_gpus = learner + own
         nodes, gpus = (1, all_gpus) if all_gpus <= 8 else (-(-all_gpus // gpus), gpus)
     if nodes == 1:
@@ -93,7 +104,9 @@ def layout(values: Values, told: Accounts) -> None:
 
 
 def _activations(values: Values, tensor: int) -> None:
-    """Megatron's words for what is computed again; ranks of a tensor share sequences where nothing else is said."""
+    """Megatron's words for what is computed again; ranks of a tensor share sequences where nothing
+    else is said.
+    """
     key = "learner.megatron.recompute"
     if values.get(f"{key}_granularity") == "full" and not values.get(f"{key}_method"):
         values |= {f"{key}_method": "uniform", f"{key}_num_layers": 1}

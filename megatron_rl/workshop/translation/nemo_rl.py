@@ -1,14 +1,28 @@
-"""NeMo-RL's ClippedPGLossConfig (`loss_fn`) and `seq_logprob_error_threshold` as our `correction`."""
+"""NeMo-RL's ClippedPGLossConfig (`loss_fn`) and `seq_logprob_error_threshold` as our
+`correction`.
+"""
 
 from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
+from megatron_rl.workshop.translation.keys import (
+    NO_WEIGHT,
+    UNWEIGHTED,
+    Keys,
+    Native,
+    Translation,
+    ratio_rule,
+    weigh,
+)
 from megatron_rl.workshop.translation.settings import settings
 
-CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
+CORRECTION = "use_importance_sampling_correction"
+ERROR_KEY = "seq_logprob_error_threshold"
 KIND = "truncated_importance_sampling_type"
-HIGH, LOW = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
-PER_SEQUENCE, KL_KEY = "sequence_level_importance_ratios", "use_on_policy_kl_approximation"
-PENALTY, KL_TYPE = "reference_policy_kl_penalty", "reference_policy_kl_type"
+HIGH = "truncated_importance_sampling_ratio"
+LOW = "truncated_importance_sampling_ratio_min"
+PER_SEQUENCE = "sequence_level_importance_ratios"
+KL_KEY = "use_on_policy_kl_approximation"
+PENALTY = "reference_policy_kl_penalty"
+KL_TYPE = "reference_policy_kl_type"
 
 
 def nemo_rl(mapping: Native) -> Translation:
@@ -33,7 +47,8 @@ def nemo_rl(mapping: Native) -> Translation:
 
 def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     kind = keys.choice(KIND, None, "tis", "icepop", "seq-mask-tis")
-    high, low = keys.positive(HIGH), keys.lower(LOW)
+    high = keys.positive(HIGH)
+    low = keys.lower(LOW)
     per_sequence = keys.flag(PER_SEQUENCE, False)
     keys.refuse_if(kind is None and high is not None, HIGH, f"NeMo-RL needs {KIND} with it")
     keys.taken_as_true(kind is not None, CORRECTION, f"NeMo-RL refuses {KIND} without it")
@@ -41,11 +56,18 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
         keys.refuse_if(kind is not None, KIND, f"NeMo-RL needs {CORRECTION}: true with it")
         return NO_WEIGHT, []
     keys.refuse_if(kind is not None and high is None, HIGH, f"{KIND} {kind} needs it")
-    keys.refuse_if(kind in ("icepop", "seq-mask-tis") and not keys.given(LOW), LOW, f"{KIND} {kind} needs it")
+    keys.refuse_if(
+        kind in ("icepop", "seq-mask-tis") and not keys.given(LOW), LOW, f"{KIND} {kind} needs it"
+    )
     faulty = "the row" if per_sequence else "it"
-    floor = f", in NeMo-RL {faulty} has {LOW}" if kind == "tis" and low else f", {faulty} in NeMo-RL" * per_sequence
+    if kind == "tis" and low:
+        floor = f", in NeMo-RL {faulty} has {LOW}"
+    else:
+        floor = f", {faulty} in NeMo-RL" * per_sequence
     # which an error above its threshold rejects
-    keys.note_if(not keys.given(ERROR_KEY), f"a token without a sampler logprob has weight 0{floor}")
+    keys.note_if(
+        not keys.given(ERROR_KEY), f"a token without a sampler logprob has weight 0{floor}"
+    )
     if kind == "seq-mask-tis":
         keys.refuse_if(per_sequence, KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
         keys.note_kl("NeMo-RL")

@@ -1,12 +1,25 @@
-"""OpenRLHF's `--algo.advantage.is_correction_*` (of 0.11.2, and of before under former names) as our `correction`."""
+"""OpenRLHF's `--algo.advantage.is_correction_*` (of 0.11.2, and of before under former names) as
+our `correction`.
+"""
 
 from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
+from megatron_rl.workshop.translation.keys import (
+    NO_WEIGHT,
+    UNWEIGHTED,
+    Keys,
+    Native,
+    Translation,
+    ratio_rule,
+    weigh,
+)
 from megatron_rl.workshop.translation.settings import settings
 
 BOUNDS = "is_correction_threshold"
-LEVEL, MODE, GATING = "is_correction_level", "is_correction_mode", "is_correction_gating"
-ENABLE, KIND = "is_correction_enable", "is_correction_type"
+LEVEL = "is_correction_level"
+MODE = "is_correction_mode"
+GATING = "is_correction_gating"
+ENABLE = "is_correction_enable"
+KIND = "is_correction_type"
 FIRST_BOUND = "vllm_is_truncated_threshold"
 KL_KEY = "unbiased_gradient"
 KL_CAP = 10.0  # KL_IS_WEIGHT_CLIP
@@ -17,13 +30,20 @@ SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis"
 
 def openrlhf(mapping: Native) -> Translation:
     keys = settings("openrlhf", mapping)
-    scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
+    if any(map(keys.given, (LEVEL, MODE, GATING))):
+        scheme = _scheme(keys)
+    else:
+        scheme = _former_scheme(keys)
     if unbiased := keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
         keys.goes_with(kl_cap=KL_CAP)
     if scheme is None:
         return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
-        keys.refuse_if(unbiased, KL_KEY, "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler")
+        keys.refuse_if(
+            unbiased,
+            KL_KEY,
+            "OpenRLHF weighs by pi over its old policy, ours with gspo over the sampler",
+        )
         keys.note("anchor_gspo")
         keys.goes_with(name="gspo")
         return keys.bypass()
@@ -51,35 +71,55 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
     mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
     keys.refuse_if(level == "seq" and mode == "clip", MODE, f"OpenRLHF refuses it with {LEVEL} seq")
     gated = keys.choice(GATING, "ratio", "ratio", *GATES) in GATES
-    keys.refuse_if(gated and mode == "clip", MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}")
+    keys.refuse_if(
+        gated and mode == "clip", MODE, f"OpenRLHF refuses it with {GATING} {keys.text(GATING)}"
+    )
     return str(level), mode
 
 
 def _gated(keys: Keys, level: str, gating: str, low: float | None, high: float) -> Translation:
-    """Tokens, or rows by their mean, whose probability has moved too far leave; the others weigh their ratio."""
+    """Tokens, or rows by their mean, whose probability has moved too far leave; the others weigh
+    their ratio.
+    """
     keys.refuse_if(low is not None or not keys.given(BOUNDS), BOUNDS, "upper_alone", gating=gating)
     keys.note_kl("OpenRLHF")
     keys.note_if(gating == "binary_kl", "within")
     kind, reduce = (Level.sequence, Reduce.mean) if level == "seq" else (Level.token, None)
-    return keys.translation(UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)])
+    return keys.translation(
+        UNWEIGHTED, [RejectRule(level=kind, stat=GATES[gating], reduce=reduce, high=high)]
+    )
 
 
 def _former_scheme(keys: Keys) -> tuple[str, str] | None:
-    keys.refuse_if(keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND), BOUNDS, "alone")
+    keys.refuse_if(
+        keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND), BOUNDS, "alone"
+    )
     kind = keys.choice(KIND, "tis", *SCHEMES) or "tis"
     keys.taken_as_true(keys.given(KIND), ENABLE, "without it OpenRLHF corrects nothing")
-    return SCHEMES[kind] if keys.flag(ENABLE, default=keys.given(KIND)) else None
+    if keys.flag(ENABLE, default=keys.given(KIND)):
+        return SCHEMES[kind]
+    return None
 
 
 def _bounds(keys: Keys) -> tuple[float | None, float]:
-    """A pair or the two words of the flag; where OpenRLHF takes a single number, it is the upper one."""
+    """A pair or the two words of the flag; where OpenRLHF takes a single number, it is the upper
+    one.
+    """
     bounds = keys.raw(BOUNDS)
     if bounds is None:
         return 0.5, 5.0
-    words = bounds.split() if isinstance(bounds, str) else bounds if isinstance(bounds, list | tuple) else [bounds]
+    words = (
+        bounds.split()
+        if isinstance(bounds, str)
+        else bounds
+        if isinstance(bounds, list | tuple)
+        else [bounds]
+    )
     single = keys.given(LEVEL) or keys.given(FIRST_BOUND)
     several = "two numbers, low and high" + ", or high alone" * single
-    keys.refuse_if(len(words) != 2 and not (single and len(words) == 1), BOUNDS, f"expected {several}")
+    keys.refuse_if(
+        len(words) != 2 and not (single and len(words) == 1), BOUNDS, f"expected {several}"
+    )
     *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
     keys.refuse_if(numbers[0] < 0, BOUNDS, "ratios are never negative")
     return (numbers[0] or None) if len(numbers) == 2 else None, high

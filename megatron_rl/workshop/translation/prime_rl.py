@@ -1,4 +1,6 @@
-"""prime-rl's `trainer.loss` (DPPO or IPO against the sampler, and the squared log-ratio to it) as our `correction`."""
+"""prime-rl's `trainer.loss` (DPPO or IPO against the sampler, and the squared log-ratio to it) as
+our `correction`.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,15 +9,27 @@ from megatron_rl.config.schema import Level, RejectRule, Stat
 from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
 from megatron_rl.workshop.translation.settings import flatten, settings
 
-LOW, HIGH, IPO, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "ipo_threshold", "kl_tau", "adv_tau"
-OTHER_LOSSES = ("echo", "opd", "opsd", "sft")  # algorithms, of which some tokens have another loss than trainer.loss
+LOW = "dppo_mask_low"
+HIGH = "dppo_mask_high"
+IPO = "ipo_threshold"
+KL = "kl_tau"
+FACTOR = "adv_tau"
+# algorithms, of which some tokens have another loss than trainer.loss
+OTHER_LOSSES = (
+    "echo",
+    "opd",
+    "opsd",
+    "sft",
+)
 
 
 def prime_rl(mapping: Native) -> Translation:
     flat = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
     for path, algorithm in _algorithms(flat):
         if algorithm in OTHER_LOSSES:
-            raise TranslationError(f"prime_rl: {path} is {algorithm!r}: its tokens have a loss that ours has not")
+            raise TranslationError(
+                f"prime_rl: {path} is {algorithm!r}: its tokens have a loss that ours has not"
+            )
     keys = settings("prime_rl", flat)
     kind = keys.choice("type", "default", "default", "ipo", "custom")
     keys.refuse_if(kind == "custom", "type", "what a custom loss computes is not known here")
@@ -25,13 +39,23 @@ def prime_rl(mapping: Native) -> Translation:
         # tau d^2 of all tokens, those outside the trust region among them
         keys.goes_with(kl_to="sampler", kl_estimator="k2", kl_coef=2 * tau, kl_on="counted")
     keys.note("the ratio is to the sampler")
-    rules, low, high = [], 1.0, 1.0
+    rules = []
+    low = 1.0
+    high = 1.0
     if kind == "ipo":
-        # what has moved at all leaves, and dppo then masks nothing: no two probabilities are further apart than 1
+        # what has moved at all leaves, and dppo then masks nothing: no two probabilities are
+        # further apart than 1
         rules = [RejectRule(level=Level.token, stat=Stat.tv, high=_number(keys, IPO, 0.1))]
     else:
-        low, high = _number(keys, LOW, 0.2), _number(keys, HIGH, 0.2)
-    keys.goes_with(name="dppo", trust_region="total_variation", clip_low=low, clip_high=high, reduction="token_mean")
+        low = _number(keys, LOW, 0.2)
+        high = _number(keys, HIGH, 0.2)
+    keys.goes_with(
+        name="dppo",
+        trust_region="total_variation",
+        clip_low=low,
+        clip_high=high,
+        reduction="token_mean",
+    )
     return keys.bypass(*rules)
 
 

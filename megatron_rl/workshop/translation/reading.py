@@ -1,4 +1,5 @@
-"""Bounds on what a translation reads, which are those of recipes; and a file's values, in the types of YAML.
+"""Bounds on what a translation reads, which are those of recipes; and a file's values, in the types
+of YAML.
 
 Of `${...}` other keys of the file and plain arithmetic are read. What asks for anything else
 (`${oc.env:NAME}`), or comes to no value, is Unset.
@@ -33,10 +34,11 @@ Place = tuple[Any, ...]  # keys and indices on the way to a value
 
 
 class Reading:
-    """One file as it is read: what that may still take of other files, characters and values; and its values.
+    """One file as it is read: what that may still take of other files, characters and values; and
+    its values.
 
-    These are a recipe's limits. Characters count twice, where they stand and where they are expanded, and values up to
-    four times: as words, as arguments, as YAML and as what it comes to.
+    These are a recipe's limits. Characters count twice, where they stand and where they are
+    expanded, and values up to four times: as words, as arguments, as YAML and as what it comes to.
     """
 
     root: Any = None  # what holds all of its values
@@ -49,7 +51,9 @@ class Reading:
         self._values -= values
         if min(self._files, self._characters, self._values) < 0:
             most = f"{MOST_FILES} files, {LARGEST_TEXT} characters or {MOST_NODES} values"
-            said = "with all that it takes over and expands; leave out what the training does not need"
+            said = (
+                "with all that it takes over and expands; leave out what the training does not need"
+            )
             raise TranslationError(f"more than {most}, {said}")
 
     def read(self, path: Path) -> str:
@@ -62,7 +66,9 @@ class Reading:
                 # no more than its size: files of /proc, such as a process's environment, have none
                 text = file.read(min(path.stat().st_size, LARGEST_TEXT + 1))
         else:
-            raise TranslationError(f"{path}: not readable as text: no regular file; copy its text into one")
+            raise TranslationError(
+                f"{path}: not readable as text: no regular file; copy its text into one"
+            )
         if len(text) > LARGEST_TEXT:
             raise TranslationError(f"{path}: more than {LARGEST_TEXT} characters")
         self.spend(len(text))
@@ -81,12 +87,16 @@ class Reading:
             return text
 
     def plain(self, node: Any, place: Place = (), depth: int = 0) -> Any:
-        """A value in the types of YAML; what it leaves to others is Unset. `depth`: of references that lead to it."""
+        """A value in the types of YAML; what it leaves to others is Unset. `depth`: of references
+        that lead to it.
+        """
         self.spend(values=1)
         if len(place) + depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} deep")
         if isinstance(node, Mapping):
-            return {str(key): self.plain(value, (*place, key), depth) for key, value in node.items()}
+            return {
+                str(key): self.plain(value, (*place, key), depth) for key, value in node.items()
+            }
         if isinstance(node, list | tuple):
             return [self.plain(value, (*place, index), depth) for index, value in enumerate(node)]
         if isinstance(node, Unset) or node is None:
@@ -96,7 +106,9 @@ class Reading:
             return None
         if "${" in text:
             return self._interpolated(text, place, depth + 1)
-        return node if isinstance(node, str | int | float) else Unset(text)
+        if isinstance(node, str | int | float):
+            return node
+        return Unset(text)
 
     def _interpolated(self, text: str, place: Place, depth: int) -> Any:
         with suppress(LookupError, TypeError, ValueError, ArithmeticError):
@@ -112,7 +124,9 @@ class Reading:
         name, _, words = inside.partition(":")
         if name in ARITHMETIC:
             number = ARITHMETIC[name](*map(float, words.split(",")))
-            return int(number) if number.is_integer() else number
+            if number.is_integer():
+                return int(number)
+            return number
         if name != "oc.select":
             return self._at(inside, place, depth)
         key, _, otherwise = words.partition(",")
@@ -121,7 +135,9 @@ class Reading:
         return self.scalar(otherwise)
 
     def _at(self, key: str, place: Place, depth: int) -> Any:
-        """The value of a key; dots before it name the section of the place that refers to it, and those around."""
+        """The value of a key; dots before it name the section of the place that refers to it, and
+        those around.
+        """
         name = key.lstrip(".")
         within = place[: len(name) - len(key)] if name != key else ()
         path = (*within, *name.split("."))

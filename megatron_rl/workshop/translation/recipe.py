@@ -1,5 +1,7 @@
-"""`megatron-rl translate -o`: another project's whole recipe as one of ours; each key of the file is translated, or
-listed as not needed, without a counterpart, or unknown; a layout that does not fit its cluster is replaced."""
+"""`megatron-rl translate -o`: another project's whole recipe as one of ours; each key of the file
+is translated, or listed as not needed, without a counterpart, or unknown; a layout that does not
+fit its cluster is replaced.
+"""
 
 import difflib
 import textwrap
@@ -25,7 +27,13 @@ from megatron_rl.workshop.translation.keys import TranslationError, Unset, print
 from megatron_rl.workshop.translation.layout import Accounts, Values
 from megatron_rl.workshop.translation.settings import LEFT_OUT, last
 from megatron_rl.workshop.translation.table import Row, Table, expected, projects, table
-from megatron_rl.workshop.translation.translate import correction_section, document, known_project, native, translate
+from megatron_rl.workshop.translation.translate import (
+    correction_section,
+    document,
+    known_project,
+    native,
+    translate,
+)
 
 OWN_KEYS = {f"loss.{key}" for loss in LOSSES.values() for key in loss.reads}  # of single losses
 OFF = "of what is switched off there"
@@ -42,8 +50,13 @@ class Recipe:
         said = self.accounts
         lines = [title, *said.notes]
         lines += [f"no counterpart: {key}: {why}" for key, why in said.missing.items()]
-        lines += [f"unknown, see whether it matters: {key}: {_short(value)}" for key, value in said.unknown.items()]
-        lines += [f"not needed here ({why}): {_some(keys)}" for why, keys in said.not_needed.items()]
+        lines += [
+            f"unknown, see whether it matters: {key}: {_short(value)}"
+            for key, value in said.unknown.items()
+        ]
+        lines += [
+            f"not needed here ({why}): {_some(keys)}" for why, keys in said.not_needed.items()
+        ]
         return document(lines, self.mapping)
 
 
@@ -61,7 +74,9 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
     project = known_project(project)
     if project not in projects():
         others = ", ".join(projects())
-        raise TranslationError(f"{project}: its correction alone is read: leave out -o, or name one of {others}")
+        raise TranslationError(
+            f"{project}: its correction alone is read: leave out -o, or name one of {others}"
+        )
     _, flat = native(project, path, given)
     if not flat:
         raise TranslationError(f"{path}: there is no key in it")
@@ -70,7 +85,9 @@ def recipe(project: str, path: Path, given: Mapping[str, str]) -> Recipe:
         config = from_base(made.mapping)
     except ConfigError as error:
         problems = "; ".join(str(error).splitlines())
-        raise TranslationError(f"{project}: what these settings come to is refused here: {problems}") from None
+        raise TranslationError(
+            f"{project}: what these settings come to is refused here: {problems}"
+        ) from None
     _fit_cluster(made.mapping, config, made.accounts)
     return made
 
@@ -80,8 +97,12 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     others = {path: rules.reason(path) for path in flat if rules.row(path) is None}
     for path in others:
         _refuse_near(rules, path, flat[path])
-    correction = translate(rules.project, {path: flat[path] for path in flat if not others.get(path)})
-    told.notes |= {note: "" for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))}
+    correction = translate(
+        rules.project, {path: flat[path] for path in flat if not others.get(path)}
+    )
+    told.notes |= {
+        note: "" for note in correction.notes if not note.startswith((LEFT_OUT, "goes with "))
+    }
     values = _values(rules, flat, told)
     for path, why in others.items():
         if why:
@@ -93,19 +114,27 @@ def translated(rules: Table, flat: Mapping[str, Any]) -> Recipe:
     derive(values, told)
     values |= {f"loss.{key}": value for key, value in correction.loss.items()}
     _fit_loss(values)
-    if values.get("rollout.ahead") and not corrects(correction.config, LossConfig(name=values.get("loss.name", "ppo"))):
+    if values.get("rollout.ahead") and not corrects(
+        correction.config, LossConfig(name=values.get("loss.name", "ppo"))
+    ):
         told.lacks(f"answers {values.pop('rollout.ahead')} updates old", "nothing_corrects")
     values |= correction_section(correction.config)
     return Recipe(_nested({key: value for key, value in values.items() if value is not None}), told)
 
 
 def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
-    """By our key: what is always so, their defaults, and over them what the file says, in the table's order."""
+    """By our key: what is always so, their defaults, and over them what the file says, in the
+    table's order.
+    """
     values: Values = dict(rules.always)
     for row in rules.rows:
         if row.default is not None and row.to and _counts(rules, row, flat):
-            if not _set(values, row, row.theirs, row.default) and not any(name in flat for name in row.names):
-                told.missing[f"{row.theirs}, which is {as_written(row.default)} there by default"] = row.why
+            if not _set(values, row, row.theirs, row.default) and not any(
+                name in flat for name in row.names
+            ):
+                told.missing[
+                    f"{row.theirs}, which is {as_written(row.default)} there by default"
+                ] = row.why
     for row in rules.rows:
         found = [name for name in row.names if name in flat]
         for name in [name for name in found if not isinstance(flat[name], Unset)] or found:
@@ -118,9 +147,13 @@ def _values(rules: Table, flat: Mapping[str, Any], told: Accounts) -> Values:
             unset = next((part for part in parts if isinstance(part, Unset)), None)
             if unset and row.to:
                 if row.to != ("=reward",):
-                    raise TranslationError(f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}")
+                    raise TranslationError(
+                        f"{rules.project}: {name} is {unset.text}: it {unset.way_out(name)}"
+                    )
             elif not (_set(values, row, name, value) if row.to else not row.asks(value)):
-                told.missing[f"{name}: {_short(value)}"] = row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
+                told.missing[f"{name}: {_short(value)}"] = (
+                    row.why or f"of {', '.join(row.to)} there is {_choices(row)}"
+                )
     return values
 
 
@@ -132,13 +165,20 @@ def _counts(rules: Table, row: Row, flat: Mapping[str, Any]) -> bool:
 
 
 def _choices(row: Row) -> str:
-    return ", ".join(dict.fromkeys(str(one) for one in (row.words or {}).values() if not isinstance(one, Mapping)))
+    return ", ".join(
+        dict.fromkeys(
+            str(one) for one in (row.words or {}).values() if not isinstance(one, Mapping)
+        )
+    )
 
 
 def _set(values: Values, row: Row, name: str, value: Any) -> bool:
     """Whether a value of theirs, if it is one, has a counterpart, which is set."""
     try:
-        ours = row.ours(value) if value is not None or None in (row.words or ()) else {}
+        if value is not None or None in (row.words or ()):
+            ours = row.ours(value)
+        else:
+            ours = {}
     except (KeyError, TypeError):
         return False
     for key, one in ours.items():
@@ -154,19 +194,31 @@ def _set(values: Values, row: Row, name: str, value: Any) -> bool:
 def _refuse_near(rules: Table, path: str, value: Any) -> None:
     """A key that is one of the table's but for a letter or two is a mistake."""
     if isinstance(value, Unset) and value.text == path and not rules.reason(path):
-        raise TranslationError(f"{rules.project}: {path} among the arguments: it {value.way_out(path)}")
+        raise TranslationError(
+            f"{rules.project}: {path} among the arguments: it {value.way_out(path)}"
+        )
     name = last(path)
     section = path.removesuffix(name)
-    beside = [last(one) for row in rules.rows for one in row.names if one.removesuffix(last(one)) == section]
+    beside = [
+        last(one)
+        for row in rules.rows
+        for one in row.names
+        if one.removesuffix(last(one)) == section
+    ]
     near = difflib.get_close_matches(name, beside, n=1, cutoff=0.9)
     if near and len(name) > SHORT:
-        raise TranslationError(f"{rules.project}: {path}: unknown; did you mean {section}{near[0]}?")
+        raise TranslationError(
+            f"{rules.project}: {path}: unknown; did you mean {section}{near[0]}?"
+        )
 
 
 def _fit_loss(values: Values) -> None:
     """Keys of other losses than the recipe's, and of a KL that is off, are not its own."""
     reads = {f"loss.{key}" for key in LOSSES[values.get("loss.name", "ppo")].reads}
-    off = set() if values.get("loss.kl_coef") else {"loss.kl_cap", "loss.kl_estimator", "loss.kl_to"}
+    if values.get("loss.kl_coef"):
+        off = set()
+    else:
+        off = {"loss.kl_cap", "loss.kl_estimator", "loss.kl_to"}
     for key in [*OWN_KEYS - reads - {"loss.clip_low", "loss.clip_high"}, *off]:
         values.pop(key, None)
 
@@ -181,7 +233,9 @@ def _nested(values: Values) -> dict[str, Any]:
 
 
 def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> None:
-    """The first layout of `megatron-rl plan --suggest` in the place of one that does not fit; both are said."""
+    """The first layout of `megatron-rl plan --suggest` in the place of one that does not fit; both
+    are said.
+    """
     try:
         machine = named(cluster(mapping.get(CLUSTER))[MACHINE])
         case = Case(config, read_card(str(config.model.folder)), machine, Assumptions())
@@ -195,13 +249,16 @@ def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> Non
     if not found:
         told.note("fits_nowhere", cluster=mapping[CLUSTER], problem=problem)
         return
-    sampler = found[0].config.sampler  # a job starts its servers; their addresses are names of a site
+    # a job starts its servers; their addresses are names of a site
+    sampler = found[0].config.sampler
     fleet = replace(sampler.fleet, addresses=[], servers=len(sampler.fleet.addresses))
     changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
     for layer in of_overrides(list(overrides(config, changed))):
         mapping |= overlaid(mapping, layer.content)
     given = mapping["learner"].get("megatron", {})
-    mapping["learner"]["megatron"] = {key: value for key, value in given.items() if value is not None}
+    mapping["learner"]["megatron"] = {
+        key: value for key, value in given.items() if value is not None
+    }
     told.note("fitted", cluster=mapping[CLUSTER], problem=problem)
 
 
@@ -211,7 +268,9 @@ def _misfit(case: Case) -> str | None:
         problems = [*plan_case(case).problems, *refused(case.config, case.machine)]
     except (ValueError, ConfigError) as error:
         problems = str(error).splitlines()
-    return problems[0].partition(";")[0] if problems else None
+    if problems:
+        return problems[0].partition(";")[0]
+    return None
 
 
 def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -> str:
@@ -225,7 +284,9 @@ def write_recipe(project: str, path: Path, to: Path, given: Mapping[str, str]) -
     to.write_text(text, encoding="utf-8")
     said = made.accounts
     counts = f"{len(said.translated)} keys translated, {sum(map(len, said.not_needed.values()))} not needed"
-    heads = [f"{to}: {counts}, {len(said.missing)} without a counterpart, {len(said.unknown)} unknown"]
+    heads = [
+        f"{to}: {counts}, {len(said.missing)} without a counterpart, {len(said.unknown)} unknown"
+    ]
     heads += [f"  no counterpart: {key}" for key in said.missing]
     heads += [f"  unknown: {key}" for key in said.unknown]
     return "\n".join([*map(printable, heads), f"next: megatron-rl plan {to} --on own", ""])

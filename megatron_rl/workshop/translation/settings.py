@@ -1,8 +1,10 @@
-"""Finds another project's correction settings among the keys of a file, which sources.py reads; none silently ignored.
+"""Finds another project's correction settings among the keys of a file, which sources.py reads;
+none silently ignored.
 
-A file may be the section alone, a whole run's configuration, dotted overrides or flags. Everything is flattened to
-dotted names first. What is not about correction is listed in a note, what may be is an error: a misspelt switch, or one
-that is newer than this translator, must not be left out as if it changed nothing.
+A file may be the section alone, a whole run's configuration, dotted overrides or flags. Everything
+is flattened to dotted names first. What is not about correction is listed in a note, what may be is
+an error: a misspelt switch, or one that is newer than this translator, must not be left out as if
+it changed nothing.
 """
 
 import difflib
@@ -11,7 +13,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.plain_yaml import DEEPEST
-from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError, did_you_mean, is_null
+from megatron_rl.workshop.translation.keys import (
+    Keys,
+    Native,
+    TranslationError,
+    did_you_mean,
+    is_null,
+)
 from megatron_rl.workshop.translation.table import Names, table
 
 # what a removed setting holds when it is switched off
@@ -20,7 +28,9 @@ LEFT_OUT = "left out, as not about correction: "
 RESOLVE = "resolve the configuration first"
 # acronyms stay whole, camel case comes apart
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-SUSPECT = re.compile(r"is|tis|rs|mis|icepop|opsm|kl|veto|correction|importance|(clip|loss|mask|stale)[a-z]*")
+SUSPECT = re.compile(
+    r"is|tis|rs|mis|icepop|opsm|kl|veto|correction|importance|(clip|loss|mask|stale)[a-z]*"
+)
 
 
 def may_correct(name: str) -> bool:
@@ -35,7 +45,10 @@ def flatten(mapping: Native, prefix: str = "") -> dict[str, Any]:
         path = prefix + str(name).lstrip("-+").replace("-", "_")
         if path.count(".") > DEEPEST:
             raise TranslationError(f"{path[:60]}...: a key of more than {DEEPEST} parts")
-        inner = flatten(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+        if isinstance(value, Mapping) and value:
+            inner = flatten(value, f"{path}.")
+        else:
+            inner = {path: value}
         for key, leaf in inner.items():
             if key in flat and flat[key] != leaf:
                 raise TranslationError(f"{key} is given twice, as {flat[key]!r} and as {leaf!r}")
@@ -50,13 +63,16 @@ def last(path: str) -> str:
 def settings(project: str, mapping: Native, names: Names | None = None, bare: bool = True) -> Keys:
     """The settings that a correction is made of, by the last part of their names.
 
-    Those of a section are given in full, from any of its parents on, or (`bare`) alone; without a section the name says
-    enough. Names in `common` may mean something else in other sections; any other known name outside is an error.
+    Those of a section are given in full, from any of its parents on, or (`bare`) alone; without a
+    section the name says enough. Names in `common` may mean something else in other sections; any
+    other known name outside is an error.
     """
     names = names or table(project).correction
     flat = flatten(mapping)
     if flat and all(path == "defaults" or path.startswith("hydra.") for path in flat):
-        raise TranslationError(f"{project}: {', '.join(flat)}: what the files it names set is not read; {RESOLVE}")
+        raise TranslationError(
+            f"{project}: {', '.join(flat)}: what the files it names set is not read; {RESOLVE}"
+        )
     keys = Keys(project, {}, present=not names.section)
     if names.section:
         _of_section(keys, flat, names, bare)
@@ -73,13 +89,18 @@ def _of_section(keys: Keys, flat: Native, names: Names, bare: bool) -> None:
     heads = [".".join(parts[place:]) for place in range(len(parts))]
     loose = False
     for path, value in flat.items():
-        inside = next((path[len(head) + 1 :] for head in heads if path.startswith(f"{head}.")), None)
+        inside = next(
+            (path[len(head) + 1 :] for head in heads if path.startswith(f"{head}.")), None
+        )
         if path in heads:
             if value not in (None, {}):
-                raise TranslationError(f"{keys.framework}: {path} is {value!r}: expected keys and values")
+                raise TranslationError(
+                    f"{keys.framework}: {path} is {value!r}: expected keys and values"
+                )
             keys.present |= value is not None
         elif inside is not None or (bare and path in names.keys):
-            keys.present, loose = True, loose or inside is None
+            keys.present = True
+            loose = loose or inside is None
             inside = inside or path
             if not (inside in names.removed and _switched_off(value)):
                 keys.take(inside, value, path)
@@ -120,7 +141,9 @@ def _leave_out(keys: Keys, flat: Native, names: Names) -> None:
     for path in rest if names.section else ():
         own = last(path) in names.keys and last(path) not in names.common
         if own and last(names.section) not in path and flat[path] is not None:
-            raise TranslationError(f"{keys.framework}: {path}: {keys.framework} reads it under {names.section} only")
+            raise TranslationError(
+                f"{keys.framework}: {path}: {keys.framework} reads it under {names.section} only"
+            )
 
 
 def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
@@ -137,13 +160,15 @@ def _refuse_unread(framework: str, path: str, value: Any, names: Names) -> None:
         if may_correct(part) and not is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)
             raise TranslationError(
-                f"{framework}: {path}: unknown, and by its words it may be about correction: the nearest that is known "
-                f"is {near[0]}; take it out if it is about something else"
+                f"{framework}: {path}: unknown, and by its words it may be about correction: the "
+                f"nearest that is known is {near[0]}; take it out if it is about something else"
             )
 
 
 def _summary(paths: list[str], used: Collection[str]) -> Iterator[str]:
-    """Sections of which nothing was read, and where one holds many of them that section but for what was read."""
+    """Sections of which nothing was read, and where one holds many of them that section but for
+    what was read.
+    """
     read = {path[:place] for path in used for place, sign in enumerate(path) if sign == "."}
     children: dict[str, dict[str, None]] = {}
     for path in paths:
@@ -152,5 +177,13 @@ def _summary(paths: list[str], used: Collection[str]) -> Iterator[str]:
         head = next((head for head in heads if head not in read), path)
         children.setdefault(head.rpartition(".")[0], {})[head] = None
     for parent, names in children.items():
-        inside = {path[len(parent) + 1 :].partition(".")[0] for path in used if path.startswith(f"{parent}.")}
-        yield from [f"{parent} (all but {', '.join(sorted(inside))})"] if parent and len(names) >= 4 else names
+        inside = {
+            path[len(parent) + 1 :].partition(".")[0]
+            for path in used
+            if path.startswith(f"{parent}.")
+        }
+        yield from (
+            [f"{parent} (all but {', '.join(sorted(inside))})"]
+            if parent and len(names) >= 4
+            else names
+        )

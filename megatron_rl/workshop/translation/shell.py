@@ -1,7 +1,8 @@
-"""Command that starts a training, read from a shell script: assignments, tests, cases are followed, nothing executed.
+"""Command that starts a training, read from a shell script: assignments, tests, cases are followed,
+nothing executed.
 
-What only a running shell could tell (a command's output, a branch that depends on the machine) is `Unset`: an error
-where it is needed, and of no matter where it is not.
+What only a running shell could tell (a command's output, a branch that depends on the machine) is
+`Unset`: an error where it is needed, and of no matter where it is not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron_rl.workshop.translation.arithmetic import shell_sum
 from megatron_rl.workshop.translation.keys import TranslationError, Unset
 from megatron_rl.workshop.translation.reading import Reading
 
-HERE_DOCUMENT = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|\Z)")
+HERE_DOCUMENT = re.compile(
+    r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1(.*\n)(?:.*\n)*?[ \t]*\2[ \t]*(?=\n|\Z)"
+)
 TOKEN = re.compile(
     r"(?P<gap>(?:[^\S\n]|\\[ \t]*\r?(?:\n|\Z)|(?<!\S)#[^\n]*|\d*[<>]&[\d-]+)+)"
     r"|(?P<redirection>(?:\d+|&)?(?:<<<|[<>]{1,2}\|?)[ \t]*)"
@@ -39,7 +42,8 @@ FROM_USER = ("HOME", "USER", "PWD")
 DECLARING = ("export", "local", "readonly", "declare", "typeset", "-a", "-x", "-r")
 NUMBERS = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 INTEGER = re.compile(r"-?[0-9]{1,18}")
-LONGEST_PROGRAM = 200  # characters of a word or a command in which the name of a program is looked for
+# characters of a word or a command in which the name of a program is looked for
+LONGEST_PROGRAM = 200
 
 Word = str | Unset
 Holds = bool | Unset
@@ -47,7 +51,8 @@ Holds = bool | Unset
 
 def tokens(text: str) -> Iterator[str]:
     """Words, still quoted, and operators; redirections and here-documents are left out."""
-    text, place = HERE_DOCUMENT.sub(r"\3", text), 0
+    text = HERE_DOCUMENT.sub(r"\3", text)
+    place = 0
     while place < len(text):
         found = TOKEN.match(text, place)
         place = found.end() if found else place
@@ -61,17 +66,23 @@ def tokens(text: str) -> Iterator[str]:
 
 
 def span(text: str, start: int, within: str = "") -> int:
-    """Behind the piece that begins here: quoted, an expansion, or one character; `within`: what closes those around."""
+    """Behind the piece that begins here: quoted, an expansion, or one character; `within`: what
+    closes those around.
+    """
     found = PIECE.match(text, start)
     if found is None or (text[start] == "'" and '"' in within):
         return start + 1
-    piece, place, closing = found[0], found.end(), CLOSING.get(found[0])
+    piece = found[0]
+    place = found.end()
+    closing = CLOSING.get(found[0])
     if closing is None or (piece in ("(", "{") and closing != within[-1:]):
         return place
     within = closing if piece == "$(" else within + closing
     while text[place : place + 1] != closing:
         if place >= len(text):
-            raise TranslationError(f"line {text.count(chr(10), 0, start) + 1}: a {piece} that nothing closes")
+            raise TranslationError(
+                f"line {text.count(chr(10), 0, start) + 1}: a {piece} that nothing closes"
+            )
         place = span(text, place, within)
     return place + 1
 
@@ -83,7 +94,9 @@ def _both(one: Holds, other: Holds) -> Holds:
 
 
 def _not(holds: Holds) -> Holds:
-    return holds if isinstance(holds, Unset) else not holds
+    if isinstance(holds, Unset):
+        return holds
+    return not holds
 
 
 def _either(one: Holds, other: Holds) -> Holds:
@@ -92,9 +105,11 @@ def _either(one: Holds, other: Holds) -> Holds:
 
 @dataclass
 class Script:
-    """A script up to where it has been read. `given`: variables that the user has set, which stay as they are.
+    """A script up to where it has been read. `given`: variables that the user has set, which stay
+    as they are.
 
-    What is read under `live` takes place, does not, or may (`Unset`: in a loop, behind a test that is not known here).
+    What is read under `live` takes place, does not, or may (`Unset`: in a loop, behind a test that
+    is not known here).
     """
 
     folder: Path
@@ -107,19 +122,25 @@ class Script:
     _tokens: list[str] = field(default_factory=list)  # the next one is the last
 
     def __post_init__(self) -> None:
-        self.given = {name: os.environ[name] for name in FROM_USER if name in os.environ} | dict(self.given)
+        self.given = {name: os.environ[name] for name in FROM_USER if name in os.environ} | dict(
+            self.given
+        )
         self.values |= {name: [*text.split()] or [""] for name, text in self.given.items()}
 
     def read(self, text: str, live: Holds = True) -> Script:
-        self.reading.spend(text.count("<<") * text.count("\n"))  # here-documents, and the lines that may end them
-        outer, self._tokens = self._tokens, list(tokens(text))[::-1]
+        # here-documents, and the lines that may end them
+        self.reading.spend(text.count("<<") * text.count("\n"))
+        outer = self._tokens
+        self._tokens = list(tokens(text))[::-1]
         self._statements(live)
         self._tokens = outer
         return self
 
     def _take(self, *which: str) -> str:
         """The next token, if it is one of these."""
-        return self._tokens.pop() if self._tokens and self._tokens[-1] in which else ""
+        if self._tokens and self._tokens[-1] in which:
+            return self._tokens.pop()
+        return ""
 
     def _until(self, end: str) -> list[str]:
         """The tokens before this one, which goes with them."""
@@ -136,7 +157,9 @@ class Script:
         return holds
 
     def _list(self, live: Holds, asked: bool) -> Holds:
-        """`one && two || three`; of a plain command it is only asked in a test whether it succeeds."""
+        """`one && two || three`; of a plain command it is only asked in a test whether it
+        succeeds.
+        """
         holds = self._one(live, asked)
         while sign := self._take("&&", "||", "|"):
             while self._take("\n"):
@@ -161,7 +184,9 @@ class Script:
         elif self._take("case"):
             self._case(live)
         elif loop := self._take("for", "while", "until"):
-            words = " ".join([loop, *(word for word in self._until("do") if word not in SEPARATORS)][:4])
+            words = " ".join(
+                [loop, *(word for word in self._until("do") if word not in SEPARATORS)][:4]
+            )
             self._statements(_both(live, Unset(words, (f"the loop `{words}`",))), "done")
             self._take("done")
         else:
@@ -187,7 +212,11 @@ class Script:
             patterns = [token.strip("\"'") for token in self._until(")") if token not in ("(", "|")]
             if isinstance(subject, str):
                 self.reading.spend((len(subject) + 100) * len("".join(patterns)))
-            holds = subject if isinstance(subject, Unset) else any(fnmatchcase(subject, one) for one in patterns)
+            holds = (
+                subject
+                if isinstance(subject, Unset)
+                else any(fnmatchcase(subject, one) for one in patterns)
+            )
             self._statements(_both(live, holds), ";;", "esac")
             live = _both(live, _not(holds))
 
@@ -214,13 +243,19 @@ class Script:
         elif words and live is True:
             self.commands.append([word for raw in words for word in self.expanded(raw)])
         text = " ".join(words)
-        return Unset(text, (f"`{text}`",)) if words and asked else True
+        if words and asked:
+            return Unset(text, (f"`{text}`",))
+        return True
 
-    def _assign(self, name: str, more: bool, value: str, array: list[str] | None, live: Holds) -> None:
+    def _assign(
+        self, name: str, more: bool, value: str, array: list[str] | None, live: Holds
+    ) -> None:
         if name in self.given:
             return
         if isinstance(live, Unset):
-            found: list[Word] = [Unset(f"${{{name}}}" if array is None else f"${{{name}[@]}}", live.names)]
+            found: list[Word] = [
+                Unset(f"${{{name}}}" if array is None else f"${{{name}[@]}}", live.names)
+            ]
         elif array is not None:
             found = [word for raw in array for word in self.expanded(raw)]
         else:
@@ -237,14 +272,18 @@ class Script:
         """One word, whatever spaces its variables hold."""
         missing: list[str] = []
         text = self._text(raw, missing).replace(SPLIT, between)
-        return Unset(raw.replace('"', ""), tuple(dict.fromkeys(missing))) if missing else text
+        if missing:
+            return Unset(raw.replace('"', ""), tuple(dict.fromkeys(missing)))
+        return text
 
     def expanded(self, raw: str) -> list[Word]:
         """The words that one word becomes."""
         if whole := WHOLE_ARRAY.fullmatch(raw):
             name = whole[1] or "@"
             self.names.add(name)
-            unset: list[Word] = [Unset(f"${{{name}[@]}}", (name,))] if whole[1] and self.unread else []
+            unset: list[Word] = (
+                [Unset(f"${{{name}[@]}}", (name,))] if whole[1] and self.unread else []
+            )
             words = list(self.values.get(name, unset))
             self.reading.spend(len(str(words)), len(words))
             return words
@@ -254,12 +293,16 @@ class Script:
         return [one for one in word.split(SPLIT) if one or "'" in raw or '"' in raw]
 
     def _text(self, raw: str, missing: list[str], quoted: bool = False) -> str:
-        """Without its quotes and with what its expansions come to; `missing` gets the names of those not known."""
+        """Without its quotes and with what its expansions come to; `missing` gets the names of
+        those not known.
+        """
         self.reading.spend(len(raw))
-        text, place = "", 0
+        text = ""
+        place = 0
         while place < len(raw):
             end = span(raw, place, '"' * quoted)
-            piece, place = raw[place:end], end
+            piece = raw[place:end]
+            place = end
             if len(piece) == 1:
                 text += piece
             elif piece[0] == "'":
@@ -275,7 +318,9 @@ class Script:
                 missing += [] if own else [piece]
                 text += str(self.folder) if own else ""
             else:
-                value = self._variable(piece[1:].removeprefix("{").removesuffix("}"), missing, quoted)
+                value = self._variable(
+                    piece[1:].removeprefix("{").removesuffix("}"), missing, quoted
+                )
                 text += value if quoted else re.sub(r"\s+", SPLIT, value)
         return text
 
@@ -284,7 +329,9 @@ class Script:
         if not braced:
             missing.append(f"${{{text}}}")
             return ""
-        name, how, other = braced[1], braced[2] or "?", braced[3] or ""
+        name = braced[1]
+        how = braced[2] or "?"
+        other = braced[3] or ""
         self.names.add(name)
         words: Sequence[Word] | None = self.values.get(name)
         if words is None and (name.isdigit() or name in "@*"):
@@ -306,7 +353,9 @@ class Script:
 
     def _sum(self, text: str, missing: list[str]) -> str:
         plain = self._text(text, missing, quoted=True)
-        plain = re.sub(r"\b[A-Za-z_]\w*", lambda name: f"({self._variable(name[0], missing)})", plain)
+        plain = re.sub(
+            r"\b[A-Za-z_]\w*", lambda name: f"({self._variable(name[0], missing)})", plain
+        )
         value = shell_sum(plain)
         if value is None and not missing:
             missing.append(f"$(({text}))")
@@ -329,14 +378,18 @@ class Script:
                 return (word == "") == (sign == "-z")
             case [one, "=" | "==" | "!=" as sign, other]:
                 return (one == other) == (sign != "!=")
-            case [one, sign, other] if sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other):
+            case [one, sign, other] if (
+                sign in NUMBERS and INTEGER.fullmatch(one) and INTEGER.fullmatch(other)
+            ):
                 return bool(getattr(operator, sign[1:])(int(one), int(other)))
         text = " ".join(map(str, words))
         return Unset(text, (f"`[ {text} ]`",))
 
 
 def command_line(script: Script, text: str, entry: str) -> list[Word]:
-    """The arguments behind the word that starts the training: of the only command of the script that does."""
+    """The arguments behind the word that starts the training: of the only command of the script
+    that does.
+    """
     found: list[list[Word]] = []
     for command in script.read(text).commands:
         for place, word in reversed([*enumerate(command)]):

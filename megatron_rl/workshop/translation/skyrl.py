@@ -1,11 +1,23 @@
-"""SkyRL's `trainer.algorithm.off_policy_correction`, and losses whose ratio is to the sampler, as our `correction`."""
+"""SkyRL's `trainer.algorithm.off_policy_correction`, and losses whose ratio is to the sampler, as
+our `correction`.
+"""
 
 from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, ratio_rule, weigh
+from megatron_rl.workshop.translation.keys import (
+    NO_WEIGHT,
+    Keys,
+    Native,
+    Translation,
+    ratio_rule,
+    weigh,
+)
 from megatron_rl.workshop.translation.settings import settings
 
 MASK = "sequence_mask_metric"
-MASKS = {"geometric": ("geo", 0.99, 1.01, Reduce.mean), "product": ("product", 0.5, 2.0, Reduce.sum)}
+MASKS = {
+    "geometric": ("geo", 0.99, 1.01, Reduce.mean),
+    "product": ("product", 0.5, 2.0, Reduce.sum),
+}
 BY_SAMPLER = ("rollout_is", "dppo")
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
@@ -17,10 +29,16 @@ def skyrl(mapping: Native) -> Translation:
     keys.note_if(not keys.present and not keys.flag("use_tis", False), "nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
-    loss = keys.choice("policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION)
+    loss = keys.choice(
+        "policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION
+    )
     weighs = weight.level != Level.none
-    keys.refuse_if(loss in WITHOUT_CORRECTION and (bool(rules) or weighs), "policy_loss_type", "ignores")
-    keys.refuse_if(loss in BY_COVARIANCE and (weighs or keys.given(MASK)), "policy_loss_type", "covariance")
+    keys.refuse_if(
+        loss in WITHOUT_CORRECTION and (bool(rules) or weighs), "policy_loss_type", "ignores"
+    )
+    keys.refuse_if(
+        loss in BY_COVARIANCE and (weighs or keys.given(MASK)), "policy_loss_type", "covariance"
+    )
     if loss in BY_COVARIANCE:
         keys.note_if(bool(rules), "token_rules", loss=loss)
         rules = []
@@ -41,7 +59,9 @@ def skyrl(mapping: Native) -> Translation:
 def _weight(keys: Keys) -> WeightConfig:
     level = keys.choice("tis_ratio_type", None, "token", "sequence")
     if keys.flag("use_tis", False):
-        keys.refuse_if(not keys.given("tis_imp_ratio_cap"), "tis_imp_ratio_cap", "use_tis needs a cap")
+        keys.refuse_if(
+            not keys.given("tis_imp_ratio_cap"), "tis_imp_ratio_cap", "use_tis needs a cap"
+        )
         return weigh(None, keys.positive("tis_imp_ratio_cap"))
     if level is None:
         return NO_WEIGHT
@@ -66,7 +86,8 @@ def _sequence_rules(keys: Keys) -> list[RejectRule]:
 
 
 def _token_rules(keys: Keys, weight: WeightConfig) -> list[RejectRule]:
-    low_key, high_key = "token_mask_is_threshold_low", "token_mask_is_threshold_high"
+    low_key = "token_mask_is_threshold_low"
+    high_key = "token_mask_is_threshold_high"
     given = [name for name in (low_key, high_key) if keys.given(name)]
     if not given:
         return []

@@ -1,4 +1,6 @@
-"""Reader of another project's file in the form it ships: YAML with its bases, TOML, a script's command line, Python."""
+"""Reader of another project's file in the form it ships: YAML with its bases, TOML, a script's
+command line, Python.
+"""
 
 import ast
 import re
@@ -17,10 +19,14 @@ from megatron_rl.workshop.translation.table import Table
 
 ASSIGNED = re.compile(r"^(?:--+|[+~]{0,2})([A-Za-z_][\w.@/-]*)=(.*)$", re.DOTALL)
 NUMBER = re.compile(r"^-[\d.]")
-FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell")
+FORMS = {".toml": "TOML", ".py": "Python"} | dict.fromkeys(
+    (".sh", ".bash", ".sbatch", ".slurm"), "shell"
+)
 
 
-def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dict[str, Any], set[str]]:
+def read_native(
+    path: Path, rules: Table, given: Mapping[str, str]
+) -> tuple[dict[str, Any], set[str]]:
     """What a file says, in the types of YAML, and the variables that a script in it expands.
 
     `given`: variables and keys of the command line.
@@ -52,7 +58,9 @@ def read_native(path: Path, rules: Table, given: Mapping[str, str]) -> tuple[dic
 
 
 def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
-    """Flags with their values and `key=value` words; of a key that is given twice the last one counts."""
+    """Flags with their values and `key=value` words; of a key that is given twice the last one
+    counts.
+    """
     reading.spend(values=len(words))
     found: dict[str, Any] = {}
     flag = ""
@@ -77,11 +85,15 @@ def arguments(words: Sequence[Word], reading: Reading) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _value(word: Word, text: str, reading: Reading) -> Any:
-    return reading.scalar(text) if isinstance(word, str) else Unset(text, word.names)
+    if isinstance(word, str):
+        return reading.scalar(text)
+    return Unset(text, word.names)
 
 
 def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
@@ -96,15 +108,21 @@ def _layered(path: Path, text: str, reading: Reading) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for base in (path.parent / name for name in bases):
         if not base.exists():
-            raise TranslationError(f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too")
+            raise TranslationError(
+                f"{path}: defaults names {base.name}, which is not at {base}; fetch that file too"
+            )
         whole = overlaid(whole, _layered(base, reading.read(base), reading))
     if bases:
         mapping["defaults"] = [one for one in named if one not in (*bases, "_self_")]
-    return overlaid(whole, {key: value for key, value in mapping.items() if key != "defaults" or value})
+    return overlaid(
+        whole, {key: value for key, value in mapping.items() if key != "defaults" or value}
+    )
 
 
 def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, Any]:
-    """Arguments of the calls that make a configuration; without any, the command line of the module's docstring."""
+    """Arguments of the calls that make a configuration; without any, the command line of the
+    module's docstring.
+    """
     tree = ast.parse(text)
     found: dict[str, Any] = {}
     configured = False
@@ -115,7 +133,10 @@ def _python(path: Path, text: str, rules: Table, script: Script) -> dict[str, An
         if configured and not section:
             raise TranslationError(f"{name} is called twice; leave one of the calls")
         configured |= not section
-        named = {f"{name}[{place}]" if place else section or name: one for place, one in enumerate(call.args)}
+        named = {
+            f"{name}[{place}]" if place else section or name: one
+            for place, one in enumerate(call.args)
+        }
         for word in call.keywords:
             if word.arg is None:
                 said = f"{name} is called with **{ast.unparse(word.value)}, which is not read"

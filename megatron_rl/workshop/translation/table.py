@@ -1,11 +1,14 @@
-"""Reads the table of each other project in `tables/`: its recipe's keys, ours, and how values translate; docs show it.
+"""Reads the table of each other project in `tables/`: its recipe's keys, ours, and how values
+translate; docs show it.
 
-A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `derived.py` makes keys of, after a =),
-`default` (theirs, where the file is silent), `words` (ours for each of their values), `instead` (for some of them),
-`part` (the first value of a list where names and values take turns), `spread` (a list over several keys), `when` or
-`unless` (another of their keys that has to be on or off), `former` (its names in other versions), or `why` there is no
-counterpart and the values (`fine`) for which that does not matter. `not_needed` lists, by reason, patterns of keys that
-change nothing of what is trained; `correction` names the settings of a correction, which a module per project reads.
+A row is `theirs: ours`, or a mapping: `to` (our key, several, or a fact that `derived.py` makes
+keys of, after a =), `default` (theirs, where the file is silent), `words` (ours for each of their
+values), `instead` (for some of them), `part` (the first value of a list where names and values take
+turns), `spread` (a list over several keys), `when` or `unless` (another of their keys that has to
+be on or off), `former` (its names in other versions), or `why` there is no counterpart and the
+values (`fine`) for which that does not matter. `not_needed` lists, by reason, patterns of keys that
+change nothing of what is trained; `correction` names the settings of a correction, which a module
+per project reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,25 +46,40 @@ class Row:
 
     def asks(self, value: Any) -> bool:
         """Whether a key without a counterpart changes anything."""
-        return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*self.fine, []))
+        return not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool)
+            for one in (*self.fine, [])
+        )
 
     def ours(self, value: Any) -> Mapping[str, Any]:
         """Our keys with their values for theirs; KeyError where there are none."""
         if self.part is not None:
             value = value[self.part :: 2] if isinstance(value, list) else value
-        if isinstance(value, str) and value.lower() in ("true", "false") and self.words and value not in self.words:
+        if (
+            isinstance(value, str)
+            and value.lower() in ("true", "false")
+            and self.words
+            and value not in self.words
+        ):
             value = value.lower() == "true"
         if self.words is not None:
-            value = self.words["else"] if value not in self.words and "else" in self.words else self.words[value]
+            if value not in self.words and "else" in self.words:
+                value = self.words["else"]
+            else:
+                value = self.words[value]
         elif not isinstance(value, list | dict):
             value = self.instead.get(value, value)
         if self.spread and isinstance(value, list):
             return dict(zip(self.to, value, strict=False))
-        return value if isinstance(value, Mapping) else dict.fromkeys(self.to, value)
+        if isinstance(value, Mapping):
+            return value
+        return dict.fromkeys(self.to, value)
 
 
 def expected(key: str, value: Any) -> str:
-    """The number that should have stood there for a key or a fact of ours; empty where one does, or none is needed."""
+    """The number that should have stood there for a key or a fact of ours; empty where one does, or
+    none is needed.
+    """
     least, most = shared()["bounds"].get(key, (None, None))
     whole = isinstance(least, int)
     if least is None or (type(value) in (int, int if whole else float) and least <= value <= most):
@@ -78,7 +96,8 @@ class Names:
     beside: tuple[str, ...] = ()  # of settings outside of it that are read too, in full
     common: tuple[str, ...] = ()  # too short to look for typos of
     former: Mapping[str, str] = field(default_factory=dict)  # in other versions -> today
-    removed: Mapping[str, str] = field(default_factory=dict)  # no longer there -> what has taken its place
+    # no longer there -> what has taken its place
+    removed: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()  # that sound alike
     says: Mapping[str, str] = field(default_factory=dict)  # what is said of them, by a word for it
 
@@ -87,7 +106,9 @@ class Names:
         return {path.rpartition(".")[2] for path in self.beside}
 
     def is_removed(self, path: str) -> bool:
-        """Whether it is a removed name; under the section of another loss it is that section's own."""
+        """Whether it is a removed name; under the section of another loss it is that section's
+        own.
+        """
         *sections, name = path.split(".")
         return name in self.removed and set(self.others).isdisjoint(sections)
 
@@ -99,9 +120,11 @@ class Table:
     correction: Names
     version: str = ""  # of the project that the rows were read from
     command: str = ""  # a pattern of the word that starts its training
-    calls: Mapping[str, str] = field(default_factory=dict)  # in Python: whose arguments are settings -> their section
+    # in Python: whose arguments are settings -> their section
+    calls: Mapping[str, str] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()  # none where the correction alone is read
-    always: Mapping[str, Any] = field(default_factory=dict)  # of ours: what that project does without a key for it
+    # of ours: what that project does without a key for it
+    always: Mapping[str, Any] = field(default_factory=dict)
     not_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -121,7 +144,9 @@ class Table:
 
 @cache
 def shared() -> Mapping[str, Any]:
-    """`facts`: what a row may name after a =; `switches`; `others`: names like a correction's; `says`: notes."""
+    """`facts`: what a row may name after a =; `switches`; `others`: names like a correction's;
+    `says`: notes.
+    """
     return dict(read_yaml((FOLDER.parent / "shared.yaml").read_text(encoding="utf-8")))
 
 
@@ -130,7 +155,10 @@ def table(project: str) -> Table:
     read: dict[str, Any] = read_yaml((FOLDER / f"{project}.yaml").read_text(encoding="utf-8"))
     rows = tuple(_rows(read.pop("keys", {})))
     needless = {why: tuple(keys.split()) for why, keys in read.pop("not_needed", {}).items()}
-    words = {name: tuple(read["correction"].get(name, "").split()) for name in ("keys", "beside", "common", "others")}
+    words = {
+        name: tuple(read["correction"].get(name, "").split())
+        for name in ("keys", "beside", "common", "others")
+    }
     words["others"] += tuple(shared()["others"].split())
     names = Names(**{**read.pop("correction"), **words})
     return Table(project, correction=names, rows=rows, not_needed=needless, **read)
@@ -147,5 +175,7 @@ def _rows(keys: Mapping[str, Any]) -> Iterator[Row]:
         fields = dict(said) if isinstance(said, Mapping) else {"to": said}
         for name in ("to", "fine", "former"):
             if name in fields:
-                fields[name] = tuple(fields[name]) if isinstance(fields[name], list) else (fields[name],)
+                fields[name] = (
+                    tuple(fields[name]) if isinstance(fields[name], list) else (fields[name],)
+                )
         yield Row(theirs, **fields)

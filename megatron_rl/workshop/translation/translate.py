@@ -1,8 +1,10 @@
-"""`megatron-rl translate` without -o: another project's correction settings as ours, in YAML, or why that cannot be.
+"""`megatron-rl translate` without -o: another project's correction settings as ours, in YAML, or
+why that cannot be.
 
-`translate`, which recipe.py calls too, is exact or an error: where the result is the same only under a condition it
-says so in a note, where it cannot be the same it names the key and the reason. Group baselines are never recomputed
-after a rejection in those projects, so every translation has `rebaseline: false`.
+`translate`, which recipe.py calls too, is exact or an error: where the result is the same only
+under a condition it says so in a note, where it cannot be the same it names the key and the reason.
+Group baselines are never recomputed after a rejection in those projects, so every translation has
+`rebaseline: false`.
 """
 
 import textwrap
@@ -22,7 +24,13 @@ from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, N
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, did_you_mean, printable
+from megatron_rl.workshop.translation.keys import (
+    Native,
+    Translation,
+    TranslationError,
+    did_you_mean,
+    printable,
+)
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
@@ -36,24 +44,34 @@ from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
 
 FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
-    one.__name__: one for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
+    one.__name__: one
+    for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
 }
 
 
 def translate(framework: str, mapping: Native) -> Translation:
-    """The native keys of a project as our config: the section or a whole file; nested, dotted or as flags."""
+    """The native keys of a project as our config: the section or a whole file; nested, dotted or as
+    flags.
+    """
     name = known_project(framework)
     if not isinstance(mapping, Mapping):
-        raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
+        raise TranslationError(
+            f"{framework}: expected keys and values, got {type(mapping).__name__}"
+        )
     config, notes, loss, read = FRAMEWORKS[name](mapping)
     if loss:
-        notes.append("goes with " + ", ".join(f"loss.{key}: {as_written(value)}" for key, value in loss.items()))
+        notes.append(
+            "goes with "
+            + ", ".join(f"loss.{key}: {as_written(value)}" for key, value in loss.items())
+        )
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
         config = replace(config, non_finite=NonFinite.one)
     if problems := check_correction(config):
-        raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
+        raise TranslationError(
+            f"{framework}: these settings make no valid correction: " + "; ".join(problems)
+        )
     conditions_first = sorted(notes, key=lambda note: note.startswith(LEFT_OUT))
     return Translation(config, conditions_first, loss, read)
 
@@ -62,25 +80,36 @@ def known_project(framework: str) -> str:
     name = framework.lower().replace("-", "_")
     if name not in FRAMEWORKS:
         known = ", ".join(FRAMEWORKS)
-        raise TranslationError(f"framework is {framework!r}: {did_you_mean(name, FRAMEWORKS)} known are {known}")
+        raise TranslationError(
+            f"framework is {framework!r}: {did_you_mean(name, FRAMEWORKS)} known are {known}"
+        )
     return name
 
 
 def translate_file(framework: str, path: Path, given: Mapping[str, str] | None = None) -> str:
-    """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes as comments."""
+    """The YAML text of the correction of a file of native keys (`-`: YAML on standard input), notes
+    as comments.
+    """
     mapping, flat = native(framework, path, given or {})
     config, notes, _, read = translate(framework, flat)
     if idle := sorted((given or {}).keys() & flat.keys() - read):
         notes.append(f"of the command line, not about correction: {', '.join(idle)}")
     # one that fits our own schema, in which presets and bases are names
-    ours = not any(misfits({key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)}, Config))
+    ours = not any(
+        misfits(
+            {key: one for key, one in mapping.items() if key not in ("base", *PRESET_SECTIONS)},
+            Config,
+        )
+    )
     if mapping and ours and config == translate(framework, {}).config:
         said = f"a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
         raise TranslationError(f"{path}: this is {said}")
     return document([f"{framework}: {path.name}", *notes], correction_section(config))
 
 
-def native(framework: str, path: Path, given: Mapping[str, str]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+def native(
+    framework: str, path: Path, given: Mapping[str, str]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The keys of a file, as it has them; and dotted, with those of the command line over them."""
     rules = table(known_project(framework))
     mapping, variables = read_native(path, rules, given)
@@ -93,31 +122,41 @@ def native(framework: str, path: Path, given: Mapping[str, str]) -> tuple[Mappin
             flat[name] = value
         elif name not in variables:
             hint = did_you_mean(name, {*known, *variables}) or "leave it out"
-            raise TranslationError(f"{name}: no variable that {path} reads, and no key of {framework}; {hint}")
+            raise TranslationError(
+                f"{name}: no variable that {path} reads, and no key of {framework}; {hint}"
+            )
     return mapping, flat
 
 
 def document(lines: Sequence[str], mapping: Mapping[str, Any]) -> str:
-    """YAML with these lines as comments, which is read back: it holds the mapping and nothing else."""
+    """YAML with these lines as comments, which is read back: it holds the mapping and nothing
+    else.
+    """
     section = write_yaml(mapping)
     text = "".join(f"{comment(line)}\n" for line in lines) + section
     with suppress(ValueError, yaml.YAMLError):
         if write_yaml(read_yaml(text)) == section:
             return text
     raise TranslationError(
-        "the translated recipe is not read back as it is: its keys are too many, too long or too deep"
+        "the translated recipe is not read back as it is: its keys are too many, too long or too "
+        "deep"
     )
 
 
 def comment(text: str) -> str:
-    wrapper = textwrap.TextWrapper(100, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        100, "# ", "#   ", break_long_words=False, break_on_hyphens=False
+    )
     return wrapper.fill(printable(text))
 
 
 def correction_section(config: CorrectionConfig) -> dict[str, Any]:
     """The whole config under `correction:`, so that nothing is inherited from a recipe's base."""
     whole = asdict(config)
-    whole["reject"] = [{name: value for name, value in rule.items() if value is not None} for rule in whole["reject"]]
+    whole["reject"] = [
+        {name: value for name, value in rule.items() if value is not None}
+        for rule in whole["reject"]
+    ]
     return {"correction": whole}
 
 

@@ -1,4 +1,6 @@
-"""verl's `algorithm.rollout_correction` as our `correction`; its loss settings decide how that is read."""
+"""verl's `algorithm.rollout_correction` as our `correction`; its loss settings decide how that is
+read.
+"""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -9,14 +11,32 @@ from megatron_rl.workshop.translation.settings import flatten, settings
 from megatron_rl.workshop.translation.table import table
 
 NORMALIZE = "rollout_is_batch_normalize"
-AGG, DRO = "loss_agg_mode", "dro_beta"
+AGG = "loss_agg_mode"
+DRO = "dro_beta"
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # the section that loss_mode bypass_mode reads, under the default trainer
 IN_LOSS = "actor_rollout_ref.actor.policy_loss.rollout_correction"
-MODES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode")
-ROW_MODES = {"gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo"}  # a mean over rows, whatever loss_agg_mode says
+MODES = (
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "dro",
+    "cispo",
+    "bypass_mode",
+)
+# a mean over rows, whatever loss_agg_mode says
+ROW_MODES = {
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "geo_mean": "gmpo",
+}
 STATS = {"k1": Stat.ratio, "k2": Stat.k2, "k3": Stat.k3}
-RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, stat in STATS.items()} | {
+RULES = {
+    f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, stat in STATS.items()
+} | {
     f"seq_{reduce.value}_{name}": RejectRule(stat=stat, reduce=reduce)
     for reduce in (Reduce.sum, Reduce.mean, Reduce.max)
     for name, stat in STATS.items()
@@ -26,14 +46,19 @@ RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, sta
 
 def verl(mapping: Native) -> Translation:
     flat = flatten(mapping)
-    in_loss = {path: flat.pop(path) for path in list(flat) if ".policy_loss.rollout_correction." in f".{path}."}
+    in_loss = {
+        path: flat.pop(path)
+        for path in list(flat)
+        if ".policy_loss.rollout_correction." in f".{path}."
+    }
     keys = settings("verl", flat)
     if in_loss:
         names = replace(table("verl").correction, section=IN_LOSS, beside=())
         _read_in_loss(keys, settings("verl", in_loss, names, bare=False))
     keys.note_if(not keys.present, "nothing")
     bypass = _bypasses(keys)
-    weight, rules = _weight(keys), _rules(keys)
+    weight = _weight(keys)
+    rules = _rules(keys)
     reinforce = keys.choice("loss_type", "ppo_clip", "ppo_clip", "reinforce") == "reinforce"
     corrects = bool(rules) or weight.level != Level.none
     unseen = (corrects or bypass) and not keys.flag("calculate_log_probs", True)
@@ -41,7 +66,8 @@ def verl(mapping: Native) -> Translation:
     keys.note_if(any(rule.level == Level.sequence for rule in rules), "clamps")
     keys.refuse_if(keys.text(AGG) == "token-sum", AGG, "token_sum")
     keys.choice(AGG, "token-mean", *AGG_MODES)
-    if keys.text("loss_mode") == "dro" and not (bypass and not keys.flag("use_v1", True)):  # which puts its loss there
+    # which puts its loss there
+    if keys.text("loss_mode") == "dro" and not (bypass and not keys.flag("use_v1", True)):
         _dro(keys, weight)
     if bypass:
         return _bypass(keys, weight, rules, reinforce)
@@ -76,12 +102,20 @@ def _bypasses(keys: Keys) -> bool:
     return True
 
 
-def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool) -> Translation:
-    """verl's new trainer only takes the sampler's logprobs as old ones, its loss reads its own section."""
+def _bypass(
+    keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool
+) -> Translation:
+    """verl's new trainer only takes the sampler's logprobs as old ones, its loss reads its own
+    section.
+    """
     if (rules or reinforce) and not keys.replaced:
-        keys.refuse_if(keys.flag("use_v1", False), "rollout_rs" if rules else "loss_type", "v1_ignores")
+        keys.refuse_if(
+            keys.flag("use_v1", False), "rollout_rs" if rules else "loss_type", "v1_ignores"
+        )
         keys.note_if(not keys.given("use_v1"), "v1_default")
-    _refuse_mixed_denominators(keys, rules, _reduction(keys) if keys.flag("use_v1", True) else keys.text(AGG))
+    _refuse_mixed_denominators(
+        keys, rules, _reduction(keys) if keys.flag("use_v1", True) else keys.text(AGG)
+    )
     keys.refuse_if(weight.normalize, NORMALIZE, "micro_batch")
     if reinforce:
         keys.goes_with(name="reinforce")
@@ -92,7 +126,9 @@ def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
-    """Whether rejected tokens leave verl's denominators: with token-mean, under its legacy trainer."""
+    """Whether rejected tokens leave verl's denominators: with token-mean, under its legacy
+    trainer.
+    """
     reduction = _reduction(keys)
     if not rules:
         return True
@@ -108,7 +144,9 @@ def _reduction(keys: Keys) -> str:
     mode = keys.text("loss_mode")
     if mode not in ROW_MODES:
         return keys.text(AGG) or "token-mean"
-    keys.note("all_rows", mode=mode, micro_batch=", those of a micro-batch" if mode == "geo_mean" else "")
+    keys.note(
+        "all_rows", mode=mode, micro_batch=", those of a micro-batch" if mode == "geo_mean" else ""
+    )
     keys.goes_with(name=ROW_MODES[mode], reduction="seq_mean_token_mean")
     keys.note_if(mode == "gspo" and keys.text(AGG) != "seq-mean-token-mean", "old_gspo")
     return "seq-mean-token-mean"
@@ -143,7 +181,9 @@ def _rules(keys: Keys) -> list[RejectRule]:
         return []
     names = list(dict.fromkeys(_words(keys, "rollout_rs")))
     for name in names or ["at all"]:
-        keys.refuse_if(name not in RULES, "rollout_rs", f"no rule {name}; known are {', '.join(RULES)}")
+        keys.refuse_if(
+            name not in RULES, "rollout_rs", f"no rule {name}; known are {', '.join(RULES)}"
+        )
     bounds = _words(keys, "rollout_rs_threshold")
     _note_unquoted(keys, "rollout_rs_threshold", ",".join(bounds))
     bounds *= len(names) if len(bounds) == 1 else 1
@@ -161,7 +201,10 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
 def _words(keys: Keys, name: str) -> list[str]:
     """Words listed in YAML, or between commas."""
     value = keys.raw(name)
-    listed = value if isinstance(value, list | tuple) else (keys.text(name) or "").split(",")
+    if isinstance(value, list | tuple):
+        listed = value
+    else:
+        listed = (keys.text(name) or "").split(",")
     return [word for word in (str(each).strip() for each in listed) if word]
 
 
@@ -170,7 +213,13 @@ def _rule(keys: Keys, name: str, bound: str) -> RejectRule:
     keys.refuse_if(min(parts) <= 0, "rollout_rs_threshold", "expected numbers above 0")
     if name.endswith("k1"):
         low, high = parts if len(parts) == 2 else (1.0 / parts[0], parts[0])
-        keys.refuse_if(low >= high, "rollout_rs_threshold", f"{name} would keep nothing: {low:g} is not below {high:g}")
+        keys.refuse_if(
+            low >= high,
+            "rollout_rs_threshold",
+            f"{name} would keep nothing: {low:g} is not below {high:g}",
+        )
         return replace(RULES[name], low=1.0 / high, high=1.0 / low)
-    keys.refuse_if(len(parts) == 2, "rollout_rs_threshold", f"{name} takes one upper bound, not {bound}")
+    keys.refuse_if(
+        len(parts) == 2, "rollout_rs_threshold", f"{name} takes one upper bound, not {bound}"
+    )
     return replace(RULES[name], high=parts[0])

@@ -20,7 +20,8 @@ from megatron_rl.workshop.comparison.page import write_comparison
 from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[3]
-RECORDED = Path(__file__).parent / "recorded" / "evidence"  # two steps of real runs, each with both engines
+# two steps of real runs, each with both engines
+RECORDED = Path(__file__).parent / "recorded" / "evidence"
 
 
 def cell(*labels: str, areas: tuple[float, ...], state: str = "finished") -> Cell:
@@ -40,7 +41,8 @@ def compared(*cells: Cell, reference: tuple[str, ...] | None = None) -> Comparis
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory):
     """Real runs, as a grid of one axis."""
-    folder, cells = tmp_path_factory.mktemp("runs"), {}
+    folder = tmp_path_factory.mktemp("runs")
+    cells = {}
     runs = []
     for file in sorted(RECORDED.glob("*.jsonl")):
         label, _, seed = file.stem.rpartition("_s")
@@ -50,7 +52,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory):
         runs.append(load_run(folder / file.stem))
         cells.setdefault(label, []).append(Result.of(runs[-1], int(seed)))
     assert len(runs) == 4
-    return Comparison("tiny", ("correction",), tuple(Cell((k,), tuple(v)) for k, v in cells.items())), runs
+    return Comparison(
+        "tiny", ("correction",), tuple(Cell((k,), tuple(v)) for k, v in cells.items())
+    ), runs
 
 
 def test_the_area_is_the_mean_height():
@@ -63,7 +67,8 @@ def test_the_area_is_the_mean_height():
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(-1, 1))
 def test_noise_is_that_of_differences(values, shift):
     """What all runs of a seed share is no noise; a difference of nothing is never beyond it."""
-    here, moved = cell("a", "x", areas=tuple(values)), cell("a", "y", areas=tuple(v + shift for v in values))
+    here = cell("a", "x", areas=tuple(values))
+    moved = cell("a", "y", areas=tuple(v + shift for v in values))
     assert not beyond_noise(here, here)
     if abs(shift) > 1e-3:
         assert beyond_noise(moved, here) is (shift > 0)
@@ -73,7 +78,11 @@ def test_noise_is_that_of_differences(values, shift):
 def test_noise_agrees_with_scipy():
     from scipy import stats
 
-    for a, b in (((0.5, 0.6, 0.7), (0.4, 0.5, 0.55)), ((0.5, 0.6, 0.7), (0.45, 0.65, 0.6)), ((0.9, 0.8), (0.1, 0.2))):
+    for a, b in (
+        ((0.5, 0.6, 0.7), (0.4, 0.5, 0.55)),
+        ((0.5, 0.6, 0.7), (0.45, 0.65, 0.6)),
+        ((0.9, 0.8), (0.1, 0.2)),
+    ):
         test = stats.ttest_rel(a, b)
         above = test.pvalue < 0.05 and test.statistic > 0
         assert beyond_noise(cell("p", "a", areas=a), cell("p", "b", areas=b)) is bool(above)
@@ -96,12 +105,19 @@ def test_the_best_beyond_noise_is_named_with_what_it_beats():
         reference=("exact", "none"),
     )
     (found,) = findings(shown)
-    assert str(found).startswith("s: good has the largest area under the accuracy curve, 0.710 (0.700 to 0.720).")
-    assert "Beyond the noise of 3 seeds it is above bad, and is not told apart from near" in str(found)
+    assert str(found).startswith(
+        "s: good has the largest area under the accuracy curve, 0.710 (0.700 to 0.720)."
+    )
+    assert "Beyond the noise of 3 seeds it is above bad, and is not told apart from near" in str(
+        found
+    )
     assert "not judged: torn (0 of 3 runs finished)" in str(found)
     assert said(shown)[-1] == "s / good is -0.030 from it, beyond noise."
     assert recommendation(shown).startswith("Take one of good and near")
-    alone = (cell("t", "good", areas=(0.70, 0.71, 0.72)), cell("t", "near", areas=(0.7,), state="failed"))
+    alone = (
+        cell("t", "good", areas=(0.70, 0.71, 0.72)),
+        cell("t", "near", areas=(0.7,), state="failed"),
+    )
     more = compared(*shown.cells[:3], *alone)
     assert recommendation(more).endswith("good has the shortest steps."), "failed runs take no time"
 
@@ -115,12 +131,18 @@ def test_nothing_is_recommended_where_nothing_differs():
 
 
 def test_corrections_that_did_the_same_are_named():
-    tis, icepop = cell("s", "tis", areas=(0.7, 0.6)), cell("s", "icepop", areas=(0.7, 0.6))
+    tis = cell("s", "tis", areas=(0.7, 0.6))
+    icepop = cell("s", "icepop", areas=(0.7, 0.6))
     moved = replace(tis.results[1], numbers=tis.results[1].numbers | {"step_s": 9.0})
-    other, same = cell("s", "none", areas=(0.7, 0.5)), "No weight was changed by what tells tis and icepop apart"
-    assert same in str(findings(compared(other, replace(tis, results=(tis.results[0], moved)), icepop))[0])
+    other = cell("s", "none", areas=(0.7, 0.5))
+    same = "No weight was changed by what tells tis and icepop apart"
+    assert same in str(
+        findings(compared(other, replace(tis, results=(tis.results[0], moved)), icepop))[0]
+    )
     assert "No weight was changed" not in str(findings(compared(other, tis))[0])
-    assert same in str(findings(compared(*(replace(one, results=one.results[:1]) for one in (tis, icepop))))[0])
+    assert same in str(
+        findings(compared(*(replace(one, results=one.results[:1]) for one in (tis, icepop))))[0]
+    )
 
 
 def test_corrections_that_did_the_same_are_told_where_they_would_differ():
@@ -128,7 +150,8 @@ def test_corrections_that_did_the_same_are_told_where_they_would_differ():
     reached = replace(tis, results=(replace(tis.results[0], ratios=(0.7, 1.3)),))
     told = str(findings(compared(reached, icepop))[0])
     assert (
-        "lay in [0.7, 1.3], and a bound acts inside of that, such as correction.weight.high=1.15; the smallest" in told
+        "lay in [0.7, 1.3], and a bound acts inside of that, such as correction.weight.high=1.15; "
+        "the smallest" in told
     )
     assert "tools/compare_corrections.py by itself (recipes/first_comparison.yaml)" in told
     assert "ratios" not in str(findings(compared(tis, icepop))[0])
@@ -136,16 +159,24 @@ def test_corrections_that_did_the_same_are_told_where_they_would_differ():
 
 def test_ratios_are_those_of_all_tokens_of_a_run(tmp_path):
     names = ("progress/step", "rollout_corr/rho_min", "rollout_corr/rho_max")
-    lines = [json.dumps(dict(zip(names, values, strict=True))) for values in ((1, 0.8, 1.1), (2, 0.9, 1.4))]
+    lines = [
+        json.dumps(dict(zip(names, values, strict=True)))
+        for values in ((1, 0.8, 1.1), (2, 0.9, 1.4))
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert Result.of(load_run(tmp_path), 1).ratios == (0.8, 1.4)
 
 
 def test_what_holds_in_one_place_alone_is_not_recommended_for_all():
-    cells = [cell(place, label, areas=areas) for place, label, areas in (
-        ("s", "a", (0.7, 0.7, 0.71)), ("s", "b", (0.1, 0.1, 0.12)),
-        ("t", "a", (0.1, 0.1, 0.11)), ("t", "b", (0.7, 0.7, 0.72)),
-    )]  # fmt: skip
+    cells = [
+        cell(place, label, areas=areas)
+        for place, label, areas in (
+            ("s", "a", (0.7, 0.7, 0.71)),
+            ("s", "b", (0.1, 0.1, 0.12)),
+            ("t", "a", (0.1, 0.1, 0.11)),
+            ("t", "b", (0.7, 0.7, 0.72)),
+        )
+    ]
     assert recommendation(compared(*cells)) == (
         "No choice of correction holds everywhere. Beyond the noise of the seeds: s: a; t: b."
     )
@@ -156,7 +187,13 @@ def test_the_page_of_recorded_runs(recorded, tmp_path):
     comparison, runs = recorded
     write_comparison(comparison, runs, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    for heading in ("Recommendation", "Cells", "Held-out accuracy", "Effective sample size", "Runs"):
+    for heading in (
+        "Recommendation",
+        "Cells",
+        "Held-out accuracy",
+        "Effective sample size",
+        "Runs",
+    ):
         assert f"<h2>{heading}</h2>" in html
     assert "Mismatch of sampler and learner" in html
     assert "Time of a step" in html
@@ -168,8 +205,14 @@ def test_the_page_of_recorded_runs(recorded, tmp_path):
 def test_the_picture_of_recorded_runs(recorded):
     comparison, _ = recorded
     root = ElementTree.fromstring(comparison_svg(comparison))
-    assert len(root.findall(".//{*}polyline")) == len(root.findall(".//{*}polygon")) == len(comparison.cells)
-    assert {one.labels[-1] for one in comparison.cells} <= {text.text for text in root.findall(".//{*}text")}
+    assert (
+        len(root.findall(".//{*}polyline"))
+        == len(root.findall(".//{*}polygon"))
+        == len(comparison.cells)
+    )
+    assert {one.labels[-1] for one in comparison.cells} <= {
+        text.text for text in root.findall(".//{*}text")
+    }
     _, _, width, height = map(float, root.get("viewBox").split())
     for line in root.findall(".//{*}polyline"):
         for point in line.get("points").split():
@@ -184,7 +227,8 @@ def test_pages_are_written_between_their_markers(recorded, tmp_path):
     page.parent.mkdir()
     kinds = ("table", "findings", "figure")
     page.write_text(
-        "top\n" + "".join(f"<!-- tiny: {kind} -->\n{kind} of old\n<!-- /tiny -->\nkept\n" for kind in kinds)
+        "top\n"
+        + "".join(f"<!-- tiny: {kind} -->\n{kind} of old\n<!-- /tiny -->\nkept\n" for kind in kinds)
     )
     write_docs(comparison, [page], page.parent)
     text = page.read_text()
@@ -193,12 +237,14 @@ def test_pages_are_written_between_their_markers(recorded, tmp_path):
     assert "](tiny.svg)" in text
     assert all(f"| {one.labels[-1]} | 2 of 2 |" in text for one in comparison.cells)
     again = stored(page.parent / "tiny.json")
-    assert with_blocks(text, again, page, page.parent) == text  # what is stored writes the same words
+    # what is stored writes the same words
+    assert with_blocks(text, again, page, page.parent) == text
     assert again.cells[0].curve(ACCURACY)[1].steps == comparison.cells[0].curve(ACCURACY)[1].steps
 
 
 @pytest.mark.parametrize(
-    "text", ["no marker", "<!-- tiny: tabel -->\n<!-- /tiny -->", "<!-- other: table -->\n<!-- /other -->"]
+    "text",
+    ["no marker", "<!-- tiny: tabel -->\n<!-- /tiny -->", "<!-- other: table -->\n<!-- /other -->"],
 )
 def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, tmp_path, text):
     (tmp_path / "page.md").write_text(text)
@@ -211,7 +257,8 @@ OF_EVIDENCE = ("evidence", "evidence_hot", "evidence_full")
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [*((name, "evidence") for name in OF_EVIDENCE), ("one_arithmetic", "one_arithmetic")]
+    ("name", "page"),
+    [*((name, "evidence") for name in OF_EVIDENCE), ("one_arithmetic", "one_arithmetic")],
 )
 def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
     """docs/NAME.json is what the runs came to; every block that shows it is written from it."""
@@ -219,7 +266,11 @@ def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
     comparison = stored(numbers)
     assert comparison.name == name
     assert (ROOT / "docs" / f"{name}.svg").read_text() == comparison_svg(comparison)
-    pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if f"<!-- {name}: " in page.read_text()]
+    pages = [
+        page
+        for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+        if f"<!-- {name}: " in page.read_text()
+    ]
     assert ROOT / "docs" / f"{page}.md" in pages
     for page in pages:
         assert with_blocks(page.read_text(), comparison, page, ROOT / "docs") == page.read_text()

@@ -8,7 +8,15 @@ from run_factory import make_config, make_run, make_scored, make_yaml, quiet
 
 from megatron_rl import cli
 from megatron_rl.batch import collate
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Level, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    Anchor,
+    CorrectionConfig,
+    Level,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
 from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
@@ -35,7 +43,9 @@ def test_a_recorded_batch_is_the_batch_of_the_step(run):
     assert batch.mask_BT.sum(dim=1).tolist() == [len(one.rollout.token_ids) for one in scored]
     assert batch.rewards_B.tolist() == [one.reward for one in scored]
     assert torch.equal(batch.tokens_BS, collate(scored).tokens_BS)
-    direct = rollout_correction(recorded.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig())
+    direct = rollout_correction(
+        recorded.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig()
+    )
     found = replay([recorded], {"tis": CorrectionConfig()}, AdvantageConfig())["tis"]
     assert found["kl"] == pytest.approx(direct.metrics["rollout_corr/kl"])
 
@@ -44,7 +54,9 @@ def test_a_rule_on_staleness_judges_by_the_version_that_the_step_began_with(run)
     step, path = recorded_steps(RunDir(run).rollouts)[1]
     recorded = load_recorded(path)
     oldest = step - 1 - int(recorded.batch.token_versions_BT[recorded.batch.mask_BT].min())
-    rules = {high: [RejectRule(Level.token, Stat.staleness, high=high)] for high in (oldest, oldest - 1)}
+    rules = {
+        high: [RejectRule(Level.token, Stat.staleness, high=high)] for high in (oldest, oldest - 1)
+    }
     corrections = {str(high): CorrectionConfig(reject=rule) for high, rule in rules.items()}
     found = replay([recorded], corrections, AdvantageConfig())
     assert found[str(oldest)]["stale_masked_fraction"] == 0
@@ -53,14 +65,27 @@ def test_a_rule_on_staleness_judges_by_the_version_that_the_step_began_with(run)
 
 def test_the_trade_between_bias_and_variance_shows(run):
     batches = [load_recorded(path) for _, path in recorded_steps(RunDir(run).rollouts)]
-    weights = {"none": WeightConfig(level=Level.none), "tis": WeightConfig(high=1.2), "raw": WeightConfig(high=None)}
+    weights = {
+        "none": WeightConfig(level=Level.none),
+        "tis": WeightConfig(high=1.2),
+        "raw": WeightConfig(high=None),
+    }
     corrections = {name: CorrectionConfig(weight=weight) for name, weight in weights.items()}
-    corrections["mask"] = CorrectionConfig(reject=[RejectRule(level=Level.token, stat=Stat.ratio, low=0.5, high=2.0)])
+    corrections["mask"] = CorrectionConfig(
+        reject=[RejectRule(level=Level.token, stat=Stat.ratio, low=0.5, high=2.0)]
+    )
     table = replay(batches, corrections, AdvantageConfig())
-    assert table["raw"]["weight_bias"] == pytest.approx(0.0, abs=1e-6) != table["tis"]["weight_bias"]
+    assert (
+        table["raw"]["weight_bias"] == pytest.approx(0.0, abs=1e-6) != table["tis"]["weight_bias"]
+    )
     assert table["none"]["weight_variance"] < table["raw"]["weight_variance"]
     assert table["tis"]["rollout_is_eff_sample_size"] > table["raw"]["rollout_is_eff_sample_size"]
-    assert table["mask"]["rollout_rs_masked_fraction"] > 0.05 > table["raw"]["rollout_rs_masked_fraction"] == 0
+    assert (
+        table["mask"]["rollout_rs_masked_fraction"]
+        > 0.05
+        > table["raw"]["rollout_rs_masked_fraction"]
+        == 0
+    )
     assert math.isclose(table["tis"]["rollout_is_max"], 1.2, rel_tol=1e-6)
     lines = describe(table).splitlines()
     assert len(lines) == 5

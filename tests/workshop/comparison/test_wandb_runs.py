@@ -1,4 +1,6 @@
-"""A comparison at W&B reads by itself: an offline group, read back from the files that `wandb sync` sends."""
+"""A comparison at W&B reads by itself: an offline group, read back from the files that `wandb sync`
+sends.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_a_correction_has_a_column_for_every_value(group: tuple[Path, Comparison
     assert in_columns({"run": {}}) == {"run": {}}
 
 
-def test_one_run_of_the_group_holds_the_tables_and_the_figure(group: tuple[Path, Comparison]) -> None:
+def test_one_run_of_the_group_holds_the_tables_and_the_figure(
+    group: tuple[Path, Comparison],
+) -> None:
     folder, comparison = group
     run = folder / f"{GROUP}_comparison"
     (record,) = list(records(file_of(run), "run"))[:1]
@@ -104,15 +108,25 @@ def test_one_run_of_the_group_holds_the_tables_and_the_figure(group: tuple[Path,
     kept: dict[str, dict[str, Any]] = {}
     for item in history.history.item:
         kept.setdefault(item.nested_key[0], {})[item.nested_key[-1]] = json.loads(item.value_json)
-    tables = {name: json.loads((folder_of(run) / kept[name]["path"]).read_text()) for name in ("runs", "cells")}
-    rows = [dict(zip(tables["runs"]["columns"], row, strict=True)) for row in tables["runs"]["data"]]
+    tables = {
+        name: json.loads((folder_of(run) / kept[name]["path"]).read_text())
+        for name in ("runs", "cells")
+    }
+    rows = [
+        dict(zip(tables["runs"]["columns"], row, strict=True)) for row in tables["runs"]["data"]
+    ]
     assert [row["run"] for row in rows] == [f"{GROUP}_tis", f"{GROUP}_geo_mask"]
     assert [row["correction"] for row in rows] == ["tis", "geo_mask"]
-    assert [row["id"] for row in rows] == [(folder / row["run"] / ID).read_text().strip() for row in rows]
+    assert [row["id"] for row in rows] == [
+        (folder / row["run"] / ID).read_text().strip() for row in rows
+    ]
     assert rows[0][AREA] == pytest.approx(0.625)
     assert rows[0]["correction.weight.level"] == "token"
     assert rows[1]["correction.reject.1.low"] == "0.95"
-    assert {row[0]: row[2] for row in tables["cells"]["data"]} == {"tis": pytest.approx(0.625), "geo_mask": 0.4375}
+    assert {row[0]: row[2] for row in tables["cells"]["data"]} == {
+        "tis": pytest.approx(0.625),
+        "geo_mask": 0.4375,
+    }
     figure = (folder_of(run) / kept["learning curves"]["path"]).read_text()
     assert "<svg" in figure
     assert "plotly-file" in {kept[f"accuracy/{GROUP}"]["_type"], kept["area"]["_type"]}

@@ -38,11 +38,19 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return hf_config(family, num_hidden_layers=2, rms_norm_eps=1e-6, rope_theta=10000.0, **changes)
 
 
-def made(folder: Path, config: dict[str, Any], seed: int = 0, file_bytes: int = 1 << 30, scale: float = 0.1) -> Path:
+def made(
+    folder: Path,
+    config: dict[str, Any],
+    seed: int = 0,
+    file_bytes: int = 1 << 30,
+    scale: float = 0.1,
+) -> Path:
     """BF16 weights, norms near one."""
     shape = ModelShape.from_hf(config)
     tensors = {
-        name: (1 + 0.02 * tensor if tensor.ndim == 1 and not name.endswith("bias") else scale * tensor).bfloat16()
+        name: (
+            1 + 0.02 * tensor if tensor.ndim == 1 and not name.endswith("bias") else scale * tensor
+        ).bfloat16()
         for name, tensor in random_hf(shape, torch.float32, seed).items()
     }
     write_folder(folder, tensors, config, file_bytes)

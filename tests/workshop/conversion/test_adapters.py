@@ -32,7 +32,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config_of("qwen3", tie_word_embeddings=True)
     base = made(folder / "hf", config)
     shape = replace(ModelShape.from_hf(config), lora=Lora(4, 6.0, tuple(LORA["targets"])))
-    random, policy, found = torch.Generator().manual_seed(1), folder / "policy", []
+    random = torch.Generator().manual_seed(1)
+    policy = folder / "policy"
+    found = []
     policy.mkdir()
     for param in params(shape):
         for one in adapters(param, shape):
@@ -61,28 +63,38 @@ def test_peft_reads_what_a_run_has_trained(tmp_path: Path, run: Path) -> None:
     moved = {name for name, weight in ours.items() if not torch.equal(weight.float(), before[name])}
     assert {name.split(".")[-2] for name in moved} == set(LORA["targets"]) and len(moved) == 2 * 4
     for name, weight in ours.items():
-        assert bool(((weight.float() - its[name]).abs() <= its[name].abs() * 2**-8 + 1e-7).all()), name
+        assert bool(((weight.float() - its[name]).abs() <= its[name].abs() * 2**-8 + 1e-7).all()), (
+            name
+        )
 
 
-def test_what_peft_has_written_is_merged(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_peft_has_written_is_merged(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done("adapters", f"{run}@3", tmp_path / "peft")
     done("export", tmp_path / "peft", tmp_path / "merged", "--hf", run.parent / "hf")
     done("export", run, tmp_path / "of_run")
     assert_same_bits(list(tensors_of(tmp_path / "merged").items()), tensors_of(tmp_path / "of_run"))
-    of_step, of_folder = (by_learner(sources.find(str(one)), [(1, 2, 3)]) for one in (f"{run}@3", tmp_path / "merged"))
+    of_step, of_folder = (
+        by_learner(sources.find(str(one)), [(1, 2, 3)]) for one in (f"{run}@3", tmp_path / "merged")
+    )
     assert torch.equal(of_step[0], of_folder[0]), "what `verify --logprobs` compares"
     capsys.readouterr()
     done("inspect", tmp_path / "peft", "--hf", run.parent / "hf")
     assert "PEFT's adapters" in capsys.readouterr().out
-    stored = StoredWeights(find(tmp_path / "peft", None, run.parent / "hf"))  # what engines are given to evaluate
+    # what engines are given to evaluate
+    stored = StoredWeights(find(tmp_path / "peft", None, run.parent / "hf"))
     shards = dict(stored.named_parameters())
     name = "model.layers.0.self_attn.o_proj.weight"
     assert torch.equal(
-        shards["decoder.layers.0.self_attention.linear_proj.weight"], tensors_of(tmp_path / "merged")[name]
+        shards["decoder.layers.0.self_attention.linear_proj.weight"],
+        tensors_of(tmp_path / "merged")[name],
     )
 
 
-def test_adapters_of_another_kind_are_refused(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_of_another_kind_are_refused(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hf = ("--hf", run.parent / "hf")
     done("adapters", f"{run}@3", tmp_path / "peft")
     (tmp_path / "peft" / "adapter_config.json").write_text('{"peft_type": "IA3"}')

@@ -1,4 +1,6 @@
-"""Folders that other tools have quantized, back to plain weights: as those tools read them themselves."""
+"""Folders that other tools have quantized, back to plain weights: as those tools read them
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,27 @@ from safetensors.torch import save_file
 from megatron_rl.quantization.formats import FP8_MAX
 from megatron_rl.workshop.conversion.sources import find
 
-ROWS, COLUMNS = 192, 320
+ROWS = 192
+COLUMNS = 320
 WEIGHT = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
 
 
 def scaled(args: QuantizationArgs, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    largest = {"int": 2 ** (args.num_bits - 1) - 1, "float": FP8_MAX if args.num_bits == 8 else 6.0}[args.type]
-    scale = (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2))) * float(WEIGHT.abs().max()) / largest
+    largest = {
+        "int": 2 ** (args.num_bits - 1) - 1,
+        "float": FP8_MAX if args.num_bits == 8 else 6.0,
+    }[args.type]
+    scale = (
+        (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2)))
+        * float(WEIGHT.abs().max())
+        / largest
+    )
     return {"weight": WEIGHT, "weight_scale": scale}
 
 
-def case(compressor: Any, bits: int, kind: str, strategy: str, shape: tuple[int, ...], **more: Any) -> Any:
+def case(
+    compressor: Any, bits: int, kind: str, strategy: str, shape: tuple[int, ...], **more: Any
+) -> Any:
     return compressor, QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, **more), shape
 
 
@@ -41,17 +53,23 @@ CASES = {
     "fp8 block": case(Naive, 8, "float", "block", (3, 5), block_structure=[64, 64]),
     "int8 asymmetric": case(Naive, 8, "int", "channel", (ROWS, 1), symmetric=False),
     "int4 group": case(Packed, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64),
-    "int4 asymmetric": case(Packed, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64, symmetric=False),
+    "int4 asymmetric": case(
+        Packed, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64, symmetric=False
+    ),
     "int8 packed": case(Packed, 8, "int", "channel", (ROWS, 1)),
     "nvfp4": case(Nvfp4, 4, "float", "tensor_group", (ROWS, COLUMNS // 16), group_size=16),
 }
 
 
-def folder_of(path: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) -> Path:
+def folder_of(
+    path: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]
+) -> Path:
     path.mkdir()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps({"model_type": "other", "quantization_config": dict(quantization)}))
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "other", "quantization_config": dict(quantization)})
+    )
     return path
 
 
@@ -62,9 +80,12 @@ def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     given = scaled(args, shape)
     if not args.symmetric:
-        low, high = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
+        low = -(2 ** (args.num_bits - 1))
+        high = 2 ** (args.num_bits - 1) - 1
         generator = torch.Generator().manual_seed(3)
-        given["weight_zero_point"] = torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
+        given["weight_zero_point"] = torch.randint(
+            low, high, shape, generator=generator, dtype=torch.int8
+        )
     if name == "nvfp4":
         given["weight_global_scale"] = torch.tensor([37.0])
         given["weight_scale"] = given["weight_scale"] * 37.0
@@ -72,7 +93,9 @@ def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
         stored = compressor.compress(given, scheme)
         expected = compressor.decompress(stored, scheme)["weight"]
     layer = "model.layers.0.self_attn"
-    tensors = {f"{layer}.q_proj.{part}": tensor for part, tensor in stored.items() if tensor is not None}
+    tensors = {
+        f"{layer}.q_proj.{part}": tensor for part, tensor in stored.items() if tensor is not None
+    }
     rest = {"model.norm.weight": torch.ones(4), f"{layer}.q_proj.bias": torch.ones(3)}
     more = {f"{layer}.k_scale": torch.ones(1), f"{layer}.q_proj.input_scale": torch.ones(1)}
     groups = {"group_0": {"weights": json.loads(args.model_dump_json())}}
@@ -90,27 +113,50 @@ def test_blocks_as_deepseek_stores_them(tmp_path: Path) -> None:
     blocks = torch.rand(2, 3) + 0.5
     quantized = WEIGHT.to(torch.float8_e4m3fn)
     full = blocks.repeat_interleave(128, 0)[:ROWS].repeat_interleave(128, 1)[:, :COLUMNS]
-    tensors = {"a.weight": quantized, "a.weight_scale_inv": blocks, "b.weight": torch.ones(2, 2).bfloat16()}
-    folder = folder_of(tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    tensors = {
+        "a.weight": quantized,
+        "a.weight_scale_inv": blocks,
+        "b.weight": torch.ones(2, 2).bfloat16(),
+    }
+    folder = folder_of(
+        tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    )
     done("dequantize", folder, tmp_path / "plain")
     got = tensors_of(tmp_path / "plain")
     assert torch.equal(got["a.weight"], (quantized.float() * full).bfloat16())
     assert got.keys() == {"a.weight", "b.weight"}
 
 
-@pytest.mark.fault("a quantized folder lacks a scale, or is of a form that is not read", "dequantize names the tensor")
+@pytest.mark.fault(
+    "a quantized folder lacks a scale, or is of a form that is not read",
+    "dequantize names the tensor",
+)
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
         ({"a.weight": torch.ones(2, 2, dtype=torch.int8)}, "there is no a.weight_scale"),
-        ({"a.weight_scale": torch.ones(2, 1)}, "a.weight_scale belongs to a weight that is not there"),
+        (
+            {"a.weight_scale": torch.ones(2, 1)},
+            "a.weight_scale belongs to a weight that is not there",
+        ),
         ({"a.weight_packed": torch.ones(2, 2, dtype=torch.uint8)}, "there is no a.weight_scale"),
-        ({"a.weight_g_idx": torch.ones(2, dtype=torch.int32)}, "a.weight_g_idx: columns in an order of their own"),
-        ({"a.weight": torch.ones(2, dtype=torch.int8), "a.weight_scale": torch.ones(1)}, "no matrix"),
-        ({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
-         "a.weight_scale is [3, 5]"),
+        (
+            {"a.weight_g_idx": torch.ones(2, dtype=torch.int32)},
+            "a.weight_g_idx: columns in an order of their own",
+        ),
+        (
+            {"a.weight": torch.ones(2, dtype=torch.int8), "a.weight_scale": torch.ones(1)},
+            "no matrix",
+        ),
+        (
+            {
+                "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+                "a.weight_scale": torch.ones(3, 5),
+            },
+            "a.weight_scale is [3, 5]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_understood(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tensors: dict[str, torch.Tensor], said: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""What a stranger may have put into a folder that is converted: one line names it, and nothing runs or is written."""
+"""What a stranger may have put into a folder that is converted: one line names it, and nothing runs
+or is written.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def in_pickle(folder: Path) -> None:
 
 
 def leads_out(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../other.safetensors"}}'
+    )
 
 
 def link(folder: Path) -> None:
@@ -58,26 +62,39 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "disguised": (weights(lambda _: pickle.dumps(Attack())), "is not a safetensors file"),
     "leads out": (leads_out, "weight_map"),
     "link": (link, "is a link out of its folder"),
-    "header bomb": (weights(lambda had: struct.pack("<Q", 1 << 62) + had[8:]), "not a safetensors file or is cut off"),
-    "huge header": (weights(lambda _: struct.pack("<Q", 64 << 20) + bytes(65 << 20)), "a header of"),
+    "header bomb": (
+        weights(lambda had: struct.pack("<Q", 1 << 62) + had[8:]),
+        "not a safetensors file or is cut off",
+    ),
+    "huge header": (
+        weights(lambda _: struct.pack("<Q", 64 << 20) + bytes(65 << 20)),
+        "a header of",
+    ),
     "lying shape": (
-        weights(lambda had: had.replace(b'"shape":[101,64]', b'"shape":[101,65]', 1)), "[101, 65], but has",
+        weights(lambda had: had.replace(b'"shape":[101,64]', b'"shape":[101,65]', 1)),
+        "[101, 65], but has",
     ),
     "cut off": (weights(lambda had: had[:-1]), "is cut off or padded"),
     "another family": (config(model_type="gpt_oss"), "'gpt_oss' is not supported"),
     "quantized": (quantized, "holds quantized weights (fp8)"),
     "a tensor less": (config(num_hidden_layers=3), "num_hidden_layers of config.json is 3"),
-}  # fmt: skip
+}
 # commands that need to know the model; export needs to know whether it is quantized
 ASKED = dict.fromkeys(("another family", "a tensor less"), ("import", "quantize"))
 ASKED["quantized"] = ("import", "quantize", "export")
 CASES = [(command, name) for name in ATTACKS for command in ASKED.get(name, COMMANDS)]
 
 
-@pytest.mark.fault("a hostile model folder", "every command says what is wrong in one line, and writes nothing")
+@pytest.mark.fault(
+    "a hostile model folder", "every command says what is wrong in one line, and writes nothing"
+)
 @pytest.mark.parametrize(("command", "name"), CASES)
 def test_an_attack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    name: str,
 ) -> None:
     attack, expected = ATTACKS[name]
     monkeypatch.chdir(tmp_path)
@@ -88,7 +105,9 @@ def test_an_attack(
     other = made(tmp_path / "good", config_of("llama")) if command == "verify" else tmp_path / "out"
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     target = [] if command == "inspect" else [other]
-    said = fails(capsys, command, source, *target, *(["--format", "int8"] if command == "quantize" else []))
+    said = fails(
+        capsys, command, source, *target, *(["--format", "int8"] if command == "quantize" else [])
+    )
     assert expected in said
     assert said.count("error: ") == 1
     assert "Traceback" not in said
@@ -96,11 +115,15 @@ def test_an_attack(
 
 
 @pytest.mark.fault("a hostile checkpoint", "verify refuses it as export does")
-def test_a_checkpoint_whose_index_is_an_attack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_whose_index_is_an_attack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = made(tmp_path / "hf", config_of("llama"))
     done("import", source, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Attack()))
     for words in (["verify", "hf", "checkpoint"], ["inspect", "checkpoint"]):
-        assert "which no checkpoint needs" in fails(capsys, words[0], *(tmp_path / word for word in words[1:]))
+        assert "which no checkpoint needs" in fails(
+            capsys, words[0], *(tmp_path / word for word in words[1:])
+        )
     assert torch.load(tmp_path / "checkpoint" / "common.pt", weights_only=True) == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]

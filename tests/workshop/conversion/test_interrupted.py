@@ -1,4 +1,6 @@
-"""Conversions that are killed at random moments, or lack room: their folder is complete or absent."""
+"""Conversions that are killed at random moments, or lack room: their folder is complete or
+absent.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(command: str, source: Path, target: Path) -> list[str]:
-    return [command, str(source), str(target), *(["--format", "int8"] if command == "quantize" else [])]
+    return [
+        command,
+        str(source),
+        str(target),
+        *(["--format", "int8"] if command == "quantize" else []),
+    ]
 
 
 CONVERSION = f"""
@@ -60,8 +67,15 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def begun(words: list[str], before: str = "", said: IO[Any] | None = None) -> Process:
-    """A conversion in a process of its own: a fork of this one, which has threads, might not get far."""
-    return Process("torch", [sys.executable, "-c", CONVERSION % before, *words], stdout=DEVNULL, stderr=said or DEVNULL)
+    """A conversion in a process of its own: a fork of this one, which has threads, might not get
+    far.
+    """
+    return Process(
+        "torch",
+        [sys.executable, "-c", CONVERSION % before, *words],
+        stdout=DEVNULL,
+        stderr=said or DEVNULL,
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -70,7 +84,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.fault("kill -9 of a conversion at random moments", "begun again it ends with the same bytes")
+@pytest.mark.fault(
+    "kill -9 of a conversion at random moments", "begun again it ends with the same bytes"
+)
 @pytest.mark.parametrize("command", ["import", "export", "quantize"])
 def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(command)
@@ -78,14 +94,19 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
     if command == "export":
         done("import", source, tmp_path / "checkpoint")
         source = tmp_path / "checkpoint"
-    words, undisturbed = (asked(command, source, tmp_path / name) for name in ("out", "undisturbed"))
-    assert begun(asked(command, source, tmp_path / "first")).wait() == 0  # which may wait for imports
+    words, undisturbed = (
+        asked(command, source, tmp_path / name) for name in ("out", "undisturbed")
+    )
+    # which may wait for imports
+    assert begun(asked(command, source, tmp_path / "first")).wait() == 0
     started = time.perf_counter()
     assert begun(undisturbed).wait() == 0
     whole_s = time.perf_counter() - started
-    before, killed = content(source), 0
+    before = content(source)
+    killed = 0
     least = KILLS if command == "import" else KILLS // 2
-    for attempt in range(10 * least):  # the moments are of a duration that the next one need not have
+    # the moments are of a duration that the next one need not have
+    for attempt in range(10 * least):
         if attempt >= least and killed >= 3:
             break
         if (tmp_path / "out").exists():
@@ -104,7 +125,8 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
 
 
 def test_what_a_kill_has_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
+    source = made(tmp_path / "hf", config_of("llama"))
+    target = tmp_path / "out"
     left = partial_of(target)
     left.mkdir()
     for name in (LOCK, "weights_1.distcp"):
@@ -117,9 +139,12 @@ def test_what_a_kill_has_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert torch.equal(tensors_of(tmp_path / "back")[name], tensor)
 
 
-@pytest.mark.fault("two conversions to one target at once", "the second is refused and the first goes on")
+@pytest.mark.fault(
+    "two conversions to one target at once", "the second is refused and the first goes on"
+)
 def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
+    source = made(tmp_path / "hf", config_of("llama"))
+    target = tmp_path / "out"
     partial_of(target).mkdir()
     with (partial_of(target) / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -127,11 +152,15 @@ def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     done("import", source, target)
 
 
-@pytest.mark.fault("no space is left, or a file may not grow", "one line with file and reason; it succeeds with room")
+@pytest.mark.fault(
+    "no space is left, or a file may not grow",
+    "one line with file and reason; it succeeds with room",
+)
 @pytest.mark.parametrize("command", ["import", "quantize"])
 def test_no_space_left(tmp_path: Path, command: str) -> None:
     """RLIMIT_FSIZE refuses as a full disk does."""
-    source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
+    source = made(tmp_path / "hf", config_of("llama"))
+    target = tmp_path / "out"
     words = asked(command, source, target)
 
     with (tmp_path / "said").open("w") as said_to:
@@ -143,15 +172,23 @@ def test_no_space_left(tmp_path: Path, command: str) -> None:
     done(*words)
 
 
-@pytest.mark.fault("a disk whose room is known to be too little", "one line with need and have, at once")
+@pytest.mark.fault(
+    "a disk whose room is known to be too little", "one line with need and have, at once"
+)
 @pytest.mark.parametrize("command", ["import", "quantize"])
 def test_too_small_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     """The model's file is a hole, of twice the bytes that are free."""
-    narrow, wide = 1 << 15, 1 << 20  # 206 GB in each layer
+    # 206 GB in each layer
+    narrow = 1 << 15
+    wide = 1 << 20
     layers = 1 + 2 * shutil.disk_usage(tmp_path).free // (2 * 3 * narrow * wide)
     sizes = {"hidden_size": narrow, "intermediate_size": wide, "vocab_size": wide}
-    config, source = config_of("llama", **sizes) | {"num_hidden_layers": layers}, tmp_path / "hf"
-    specs = [TensorSpec(name, "bfloat16", size) for name, size in hf_shapes(ModelShape.from_hf(config)).items()]
+    config = config_of("llama", **sizes) | {"num_hidden_layers": layers}
+    source = tmp_path / "hf"
+    specs = [
+        TensorSpec(name, "bfloat16", size)
+        for name, size in hf_shapes(ModelShape.from_hf(config)).items()
+    ]
     header = make_header(specs)
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))

@@ -1,7 +1,9 @@
-"""Folders as llm-compressor publishes them: made by the library that it saves with, and by its presets.
+"""Folders as llm-compressor publishes them: made by the library that it saves with, and by its
+presets.
 
-llm-compressor itself chooses scales; here they are those of the largest values. What it then does is this: the presets
-applied to a model of transformers, `ModelCompressor.compress_model`, `save_pretrained`, `update_config`.
+llm-compressor itself chooses scales; here they are those of the largest values. What it then does
+is this: the presets applied to a model of transformers, `ModelCompressor.compress_model`,
+`save_pretrained`, `update_config`.
 """
 
 from __future__ import annotations
@@ -34,9 +36,17 @@ PUBLISHED = {  # preset -> the format that config.json then names
     "FP8_BLOCK": "float-quantized",
 }
 KEYS = {
-    "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",
-    "quantization_status", "sparsity_config", "transform_config", "version",
-}  # fmt: skip
+    "config_groups",
+    "format",
+    "global_compression_ratio",
+    "ignore",
+    "kv_cache_scheme",
+    "quant_method",
+    "quantization_status",
+    "sparsity_config",
+    "transform_config",
+    "version",
+}
 ROWS = [(1, 5, 9, 20, 33, 7, 8), (4, 4, 90, 12, 3)]
 
 
@@ -44,13 +54,21 @@ ROWS = [(1, 5, 9, 20, 33, 7, 8), (4, 4, 90, 12, 3)]
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows and columns that are whole groups of 128, and blocks that are not."""
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
-    about = {"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 64}
-    return made(tmp_path_factory.mktemp("plain") / "hf", config_of("qwen3", **sizes, **about), scale=0.03)
+    about = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+    }
+    return made(
+        tmp_path_factory.mktemp("plain") / "hf", config_of("qwen3", **sizes, **about), scale=0.03
+    )
 
 
 def scaled(weight_OI: torch.Tensor, scale: torch.Tensor, args: QuantizationArgs) -> Any:
     """Scales and zero points of the form that the library has laid out."""
-    rows, columns = (-(-whole // parts) for whole, parts in zip(weight_OI.shape, scale.shape, strict=True))
+    rows, columns = (
+        -(-whole // parts) for whole, parts in zip(weight_OI.shape, scale.shape, strict=True)
+    )
     pad = (0, -weight_OI.shape[1] % columns, 0, -weight_OI.shape[0] % rows)
     padded_OI = torch.nn.functional.pad(weight_OI, pad)
     parts = padded_OI.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -61,10 +79,14 @@ def published(source: Path, target: Path, preset: str) -> dict[str, torch.Tensor
     """The plain tensors that the library itself reads out of the folder."""
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     group = preset_name_to_scheme(preset, ["Linear"])
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"]))
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
+    )
     for module in model.modules():
         if hasattr(module, "weight_scale"):
-            scale, zero = scaled(module.weight.data, module.weight_scale, module.quantization_scheme.weights)
+            scale, zero = scaled(
+                module.weight.data, module.weight_scale, module.quantization_scheme.weights
+            )
             module.weight_scale.data.copy_(scale)
             if not module.quantization_scheme.weights.symmetric:
                 module.weight_zero_point.data.copy_(zero.round())
@@ -73,7 +95,11 @@ def published(source: Path, target: Path, preset: str) -> dict[str, torch.Tensor
     model.save_pretrained(target)
     compressor.update_config(str(target))
     compressor.decompress_model(model)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name.endswith(".weight")}
+    return {
+        name: tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if name.endswith(".weight")
+    }
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -92,7 +118,10 @@ def test_what_its_own_library_reads(tmp_path: Path, plain: Path, preset: str) ->
     done("import", tmp_path / "plain", tmp_path / "checkpoint")
     # zero points are rounded, which moves the largest values by more than half a step
     bound, verdict = (0.2, "within_the_bound") if preset.endswith("ASYM") else (0, "within_a_step")
-    assert verdicts(tmp_path, plain, folder, "--bound", bound) == {"equal": len(got) - 14, verdict: 14}
+    assert verdicts(tmp_path, plain, folder, "--bound", bound) == {
+        "equal": len(got) - 14,
+        verdict: 14,
+    }
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", "fp8_block"])

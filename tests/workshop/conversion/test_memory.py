@@ -1,6 +1,7 @@
 """A conversion holds a few tensors, not the model.
 
-Each is measured in a fork of one process, as the tool is: this file, run as a script that reads lines of JSON.
+Each is measured in a fork of one process, as the tool is: this file, run as a script that reads
+lines of JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ CONVERSIONS = {
     "dequantize int8": (["dequantize"], "int8"),
     "dequantize fp8_block": (["dequantize"], "fp8_block"),
 }
-MOST = 100e6  # of each of two threads: what megatron joins, what that is made of, and the steps of rounding
+# of each of two threads: what megatron joins, what that is made of, and the steps of rounding
+MOST = 100e6
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,10 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Of a model of 136 MB, whose largest tensor has 8.4 MB, and 17 MB as megatron joins it."""
     folder = tmp_path_factory.mktemp("sizes")
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000, "head_dim": 64}
-    configs = {"large": config_of("llama", **wide) | {"num_hidden_layers": 5}, "small": config_of("llama")}
+    configs = {
+        "large": config_of("llama", **wide) | {"num_hidden_layers": 5},
+        "small": config_of("llama"),
+    }
     for name, config in configs.items():
         made(folder / name / "hf", config)
         done("import", folder / name / "hf", folder / name / "checkpoint")
@@ -45,11 +50,17 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
         (command, *options), source = CONVERSIONS[name]
         return [command, str(folder / size / source), str(folder / size / f"of {name}"), *options]
 
-    asked = "".join(json.dumps([words(name, "small"), words(name, "large")]) + "\n" for name in CONVERSIONS)
+    asked = "".join(
+        json.dumps([words(name, "small"), words(name, "large")]) + "\n" for name in CONVERSIONS
+    )
     told = subprocess.run(
-        [sys.executable, __file__], input=asked, capture_output=True, text=True, check=False,
+        [sys.executable, __file__],
+        input=asked,
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | convert.LARGE_PAGES | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert told.returncode == 0, told.stderr
     return dict(zip(CONVERSIONS, map(int, told.stdout.splitlines()), strict=True))
 
@@ -73,7 +84,8 @@ def main() -> None:
 
 def peak(first: list[str], words: list[str]) -> int:
     """Of `words`; `first` goes before, since what it imports is not what a conversion holds."""
-    answer, sys.stdout = sys.stdout, sys.stderr
+    answer = sys.stdout
+    sys.stdout = sys.stderr
     failed = convert.main(first)
     Path("/proc/self/clear_refs").write_text("5")
     before = held("VmRSS")
@@ -83,7 +95,9 @@ def peak(first: list[str], words: list[str]) -> int:
 
 
 def held(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10
 
 

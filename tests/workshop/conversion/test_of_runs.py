@@ -1,4 +1,6 @@
-"""A run's checkpoints, also as its sampler had them; and the commands of tools/README.md, which begin with runs."""
+"""A run's checkpoints, also as its sampler had them; and the commands of tools/README.md, which
+begin with runs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.workshop.evaluation import stored_model
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights
 
-JOURNEYS = re.findall(r"```bash journey\n(.*?)```", (ROOT / "tools" / "README.md").read_text(), re.DOTALL)
+JOURNEYS = re.findall(
+    r"```bash journey\n(.*?)```", (ROOT / "tools" / "README.md").read_text(), re.DOTALL
+)
 Run = tuple[Path, dict[str, torch.Tensor]]
 
 
@@ -43,39 +47,65 @@ def leave_step(run: Path, imported: Path, step: int, state: dict[str, torch.Tens
     """A checkpoint of a run whose policy is what was imported."""
     partial = checkpoints.partial_of(run / "checkpoints", step)
     (partial / "ranks").mkdir(parents=True)
-    shutil.copytree(imported, partial / "policy", ignore=shutil.ignore_patterns("hf", "parity.json"))
+    shutil.copytree(
+        imported, partial / "policy", ignore=shutil.ignore_patterns("hf", "parity.json")
+    )
     save_file({"rng.cpu": torch.get_rng_state()}, partial / "ranks" / "rank_0.safetensors")
     save_file(state, partial / "sync.safetensors")
-    files = {str(p.relative_to(partial)): list(checkpoints.digest(p)) for p in partial.rglob("*") if p.is_file()}
+    files = {
+        str(p.relative_to(partial)): list(checkpoints.digest(p))
+        for p in partial.rglob("*")
+        if p.is_file()
+    }
     driver = {"position": step, "seen": {}, "best": None}
-    about: dict[str, Any] = {"updates": step, "layout": asdict(Layout(tp=2, dp=2)), "files": files, "driver": driver}
+    about: dict[str, Any] = {
+        "updates": step,
+        "layout": asdict(Layout(tp=2, dp=2)),
+        "files": files,
+        "driver": driver,
+    }
     checkpoints.publish(partial, run / "checkpoints", step=step, **about)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Its last sync smoothed, quantized to INT8 and sent the scales of an FP8 cache; what it sent."""
+    """Its last sync smoothed, quantized to INT8 and sent the scales of an FP8 cache; what it
+    sent.
+    """
     folder = tmp_path_factory.mktemp("run")
-    config, layers = config_of("qwen3", tie_word_embeddings=True), 2
-    source, shape = made(folder / "hf", config), ModelShape.from_hf(config)
+    config = config_of("qwen3", tie_word_embeddings=True)
+    layers = 2
+    source = made(folder / "hf", config)
+    shape = ModelShape.from_hf(config)
     done("import", source, folder / "imported")
     amax_LNH = 1 + 40 * torch.rand(layers, 2, shape.hidden) ** 8
     smoothing = Smoothing(shape, 0.5, 10, TorchGroup(), lambda: amax_LNH)
     cache = CacheScales(layers, TorchGroup(), lambda: torch.rand(layers, 2) + 1)
     weights = StoredWeights(stored_model.find(source, None, None))
-    sync = ShardSource(weights.model, weights.groups, Format.int8, ["lm_head"], smoothing=smoothing, cache_scales=cache)
+    sync = ShardSource(
+        weights.model,
+        weights.groups,
+        Format.int8,
+        ["lm_head"],
+        smoothing=smoothing,
+        cache_scales=cache,
+    )
     sent = dict(sync.tensors(dict(weights.named_parameters())))
     leave_run(folder / "run", source, smoothing=0.5, kv_cache="fp8")
     leave_step(folder / "run", folder / "imported", 3, smoothing.state() | cache.state())
     return folder / "run", sent
 
 
-def test_as_its_sampler_had_it(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_its_sampler_had_it(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, sent = run
     done("quantize", f"{folder}@3", tmp_path / "out", "--format", "as_sampler")
     assert_same_bits(list(tensors_of(tmp_path / "out").items()), sent)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"] == quantization_config(Format.int8, ["lm_head"], KvCache.fp8)
+    assert config["quantization_config"] == quantization_config(
+        Format.int8, ["lm_head"], KvCache.fp8
+    )
     verdicts(tmp_path, f"{folder}@3", tmp_path / "out")
 
 
@@ -85,16 +115,22 @@ def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixtur
     done("export", folder, tmp_path / "of_run")
     capsys.readouterr()
     for name in ("of_step", "of_run"):
-        assert_same_bits(list(tensors_of(tmp_path / name).items()), tensors_of(folder.parent / "hf"))
+        assert_same_bits(
+            list(tensors_of(tmp_path / name).items()), tensors_of(folder.parent / "hf")
+        )
     done("inspect", f"{folder}@3")
     said = capsys.readouterr().out
     assert "checkpoint of step 3 of the run run, saved under tp=2 dp=2" in said
     assert f"export {folder}@3 HF_FOLDER" in said
-    assert "no checkpoint of step 4" in (said := fails(capsys, "export", f"{folder}@4", tmp_path / "x"))
+    assert "no checkpoint of step 4" in (
+        said := fails(capsys, "export", f"{folder}@4", tmp_path / "x")
+    )
     assert "(there are: 3)" in said
 
 
-@pytest.mark.fault("a checkpoint of a run is torn", "export names the file, and takes no other in its place")
+@pytest.mark.fault(
+    "a checkpoint of a run is torn", "export names the file, and takes no other in its place"
+)
 def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run[0], folder)
@@ -102,14 +138,17 @@ def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert f"{data} was changed after it was written" in fails(capsys, "export", f"{folder}@3", tmp_path / "x")
+    assert f"{data} was changed after it was written" in fails(
+        capsys, "export", f"{folder}@3", tmp_path / "x"
+    )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands name."""
     folder = tmp_path_factory.mktemp("journeys")
-    config, run = config_of("qwen3", tie_word_embeddings=True), folder / "runs" / "dapo"
+    config = config_of("qwen3", tie_word_embeddings=True)
+    run = folder / "runs" / "dapo"
     policy = made(folder / "models" / "policy", config)
     done("quantize", policy, folder / "models" / "released-fp8", "--format", "fp8_block")
     leave_run(run, policy)

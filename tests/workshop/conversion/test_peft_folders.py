@@ -22,7 +22,8 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.workshop.evaluation import peft_folder
 from megatron_rl.workshop.evaluation.adapters import merged, read
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 MODEL = config_of("qwen3", tie_word_embeddings=True)
 SHAPE = ModelShape.from_hf(MODEL)
 
@@ -180,7 +181,9 @@ def folder(tmp_path: Path) -> Path:
     """Adapters of rank 4 that can be read, in a folder of their own."""
     parts = product(("0", "1"), "kv", (("A", (4, 64)), ("B", (64, 4))))
     tensors = {
-        f"base_model.model.model.layers.{layer}.self_attn.{one}_proj.lora_{letter}.weight": torch.full(size, 0.01)
+        f"base_model.model.model.layers.{layer}.self_attn.{one}_proj.lora_{letter}.weight": torch.full(
+            size, 0.01
+        )
         for layer, one, (letter, size) in parts
     }
     path = tmp_path / "adapters"
@@ -198,7 +201,9 @@ def refused(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("pair", rows(REFUSED))
-def test_a_config_that_is_not_understood(folder: Path, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_is_not_understood(
+    folder: Path, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peft_folder, "PATTERNS_S", 1.0)
     good = (folder / CONFIG).read_text()
     (folder / CONFIG).write_text(f"{good[:-1]}, {pair}}}")

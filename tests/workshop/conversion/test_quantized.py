@@ -1,4 +1,6 @@
-"""A quantized folder holds what a sync would have sent, bit for bit, whatever the form of its source."""
+"""A quantized folder holds what a sync would have sent, bit for bit, whatever the form of its
+source.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from megatron_rl.workshop.evaluation.stored_model import StoredWeights
 IGNORE = ("lm_head", "re:.*layers.1.mlp.down_proj")
 
 
-def sent(folder: Path, format: Format, ignore: tuple[str, ...], smoothing: Smoothing | None = None) -> dict[str, Any]:
+def sent(
+    folder: Path, format: Format, ignore: tuple[str, ...], smoothing: Smoothing | None = None
+) -> dict[str, Any]:
     """What an engine of this format would be sent."""
     weights = StoredWeights(stored_model.find(folder, None, None))
     source = ShardSource(weights.model, weights.groups, format, ignore, smoothing=smoothing)
@@ -36,7 +40,10 @@ def sent(folder: Path, format: Format, ignore: tuple[str, ...], smoothing: Smoot
 
 @pytest.mark.parametrize(
     ("family", "format"),
-    [*((family, "int8") for family in ALL), *zip(ALL, itertools.cycle(["fp8", "fp8_block"]), strict=False)],
+    [
+        *((family, "int8") for family in ALL),
+        *zip(ALL, itertools.cycle(["fp8", "fp8_block"]), strict=False),
+    ],
 )
 def test_the_bytes_of_a_sync(tmp_path: Path, family: str, format: str) -> None:
     """And the way back: a quantized folder becomes one that can be trained again."""
@@ -44,30 +51,54 @@ def test_the_bytes_of_a_sync(tmp_path: Path, family: str, format: str) -> None:
     source = made(tmp_path / "hf", config_of(family, tie_word_embeddings=tied), file_bytes=40_000)
     words = [word for pattern in IGNORE for word in ("--ignore", pattern)]
     done("quantize", source, tmp_path / "out", "--format", format, *words)
-    assert_same_bits(list(tensors_of(tmp_path / "out").items()), sent(source, Format(format), IGNORE))
+    assert_same_bits(
+        list(tensors_of(tmp_path / "out").items()), sent(source, Format(format), IGNORE)
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"] == quantization_config(Format(format), IGNORE)
     done("import", source, tmp_path / "checkpoint")
-    done("quantize", tmp_path / "checkpoint", tmp_path / "of_checkpoint", "--format", format, *words)
-    one, other = (json.loads((tmp_path / n / "parity.json").read_text()) for n in ("out", "of_checkpoint"))
+    done(
+        "quantize", tmp_path / "checkpoint", tmp_path / "of_checkpoint", "--format", format, *words
+    )
+    one, other = (
+        json.loads((tmp_path / n / "parity.json").read_text()) for n in ("out", "of_checkpoint")
+    )
     assert one["output"] == other["output"]
     verdicts(tmp_path, source, tmp_path / "out")
     done("dequantize", tmp_path / "out", tmp_path / "plain")
     done("import", tmp_path / "plain", tmp_path / "of_plain")
-    shapes = [{name: tensor.shape for name, tensor in tensors_of(tmp_path / n).items()} for n in ("hf", "plain")]
+    shapes = [
+        {name: tensor.shape for name, tensor in tensors_of(tmp_path / n).items()}
+        for n in ("hf", "plain")
+    ]
     assert shapes[0] == shapes[1]
     verdicts(tmp_path, tmp_path / "plain", tmp_path / "out")
 
 
-def test_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Given what was measured, it folds and quantizes as a sync does; `verify` finds the folding in the norms."""
+def test_smoothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given what was measured, it folds and quantizes as a sync does; `verify` finds the folding in
+    the norms.
+    """
     config = config_of("qwen3")
-    source, shape = made(tmp_path / "hf", config), ModelShape.from_hf(config)
+    source = made(tmp_path / "hf", config)
+    shape = ModelShape.from_hf(config)
     (tmp_path / "texts.txt").write_text("a\n")
     amax_LNH = torch.rand(shape.layers, 2, shape.hidden)
     amax_LNH[..., ::7] *= 50
     monkeypatch.setattr(calibration, "activation_amax", lambda *_: (amax_LNH, "1 sample"))
-    done("quantize", source, tmp_path / "out", "--format", "int8", "--smooth", 0.5, "--calibrate", "texts.txt")
+    done(
+        "quantize",
+        source,
+        tmp_path / "out",
+        "--format",
+        "int8",
+        "--smooth",
+        0.5,
+        "--calibrate",
+        "texts.txt",
+    )
     smoothing = Smoothing(shape, 0.5, 1, TorchGroup(), lambda: amax_LNH)
     expected = sent(source, Format.int8, ("lm_head",), smoothing)
     assert bool((smoothing.scales_LNH != 1).any())
@@ -84,13 +115,18 @@ def test_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert said in fails(capsys, "quantize", source, tmp_path / "x", *words)
 
 
-@pytest.mark.fault("weights that are quantized already, or hold NaN", "quantize names the folder or the tensor")
+@pytest.mark.fault(
+    "weights that are quantized already, or hold NaN", "quantize names the folder or the tensor"
+)
 def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = made(tmp_path / "hf", config_of("llama"))
     done("quantize", source, tmp_path / "int8", "--format", "int8")
     for command, *options in (["import"], ["export"], ["quantize", "--format", "fp8"]):
-        assert f"dequantize {tmp_path / 'int8'}" in fails(capsys, command, tmp_path / "int8", tmp_path / "x", *options)
-    weights, stored = source / "model.safetensors", tensors_of(source)["model.layers.1.mlp.up_proj.weight"]
+        assert f"dequantize {tmp_path / 'int8'}" in fails(
+            capsys, command, tmp_path / "int8", tmp_path / "x", *options
+        )
+    weights = source / "model.safetensors"
+    stored = tensors_of(source)["model.layers.1.mlp.up_proj.weight"]
     numbers = stored.view(torch.uint8).numpy().tobytes()[:64]
     weights.write_bytes(weights.read_bytes().replace(numbers, b"\xff" * 64))
     said = fails(capsys, "quantize", source, tmp_path / "x", "--format", "int8")

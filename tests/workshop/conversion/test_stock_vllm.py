@@ -1,4 +1,5 @@
-"""What vLLM, as anybody starts it, transformers and the learner compute with the folders that are made here.
+"""What vLLM, as anybody starts it, transformers and the learner compute with the folders that are
+made here.
 
 One vLLM process, which imports nothing of this project, loads all folders in turn.
 """
@@ -25,23 +26,38 @@ from megatron_rl.processes.process import SHORT_SPIN
 from megatron_rl.sampler.client.engine_process import engine_environment
 from megatron_rl.workshop.conversion.calibration import Rows, token_rows
 from megatron_rl.workshop.conversion.sources import find
-from megatron_rl.workshop.conversion.verification import PLAIN_GATE, QUANTIZED_GATE, Scores, by_learner, by_transformers
+from megatron_rl.workshop.conversion.verification import (
+    PLAIN_GATE,
+    QUANTIZED_GATE,
+    Scores,
+    by_learner,
+    by_transformers,
+)
 
 MODELOPT = ("modelopt_fp8_kv", "modelopt_nvfp4")
-NEW = {"phi3": "Phi3ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM"}  # families that nothing else here starts
+# families that nothing else here starts
+NEW = {
+    "phi3": "Phi3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+}
 FOLDERS = ("hf", "int8", "smooth", "fp8", *MODELOPT, *NEW, *(f"{family}-int8" for family in NEW))
 TEXTS = "".join(f"{a}+{b}={a + b}\n" for a in range(4, 12) for b in (3, 17, 58))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every form of one small model; its weights are large enough for logprobs to be far from uniform."""
+    """Every form of one small model; its weights are large enough for logprobs to be far from
+    uniform.
+    """
     folder = tmp_path_factory.mktemp("forms")
     write_toy(folder / "toy")
     (folder / "toy" / "model").rename(folder / "hf")
-    config, generator = read_hf_config(folder / "hf"), torch.Generator().manual_seed(4)
+    config = read_hf_config(folder / "hf")
+    generator = torch.Generator().manual_seed(4)
     tensors = {
-        name: ((1 if len(size) == 1 else 0) + 0.06 * torch.randn(size, generator=generator)).bfloat16()
+        name: (
+            (1 if len(size) == 1 else 0) + 0.06 * torch.randn(size, generator=generator)
+        ).bfloat16()
         for name, size in hf_shapes(ModelShape.from_hf(config)).items()
     }
     write_folder(folder / "hf", tensors, config)
@@ -53,9 +69,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in forms.items():
         done("quantize", folder / "hf", folder / name, "--format", *options)
     for family, architecture in NEW.items():
-        sizes = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-        about = {"architectures": [architecture], "max_position_embeddings": 64, "hidden_act": "silu"}
-        made(folder / family, config_of(family, vocab_size=config["vocab_size"], **sizes, **about), scale=0.06)
+        sizes = {
+            "hidden_size": 128,
+            "head_dim": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        about = {
+            "architectures": [architecture],
+            "max_position_embeddings": 64,
+            "hidden_act": "silu",
+        }
+        made(
+            folder / family,
+            config_of(family, vocab_size=config["vocab_size"], **sizes, **about),
+            scale=0.06,
+        )
         done("quantize", folder / family, folder / f"{family}-int8", "--format", "int8")
     return folder
 
@@ -77,10 +106,17 @@ def plain_vllm(folders: list[Path], rows: Rows) -> list[Scores | str]:
     request = {"folders": list(map(str, folders)), "rows": rows, "arguments": arguments}
     done = subprocess.run(
         [sys.executable, "-P", str(Path(__file__).parent / "plain_logprobs.py")],
-        input=json.dumps(request), capture_output=True, text=True, env=engine_environment() | SHORT_SPIN, check=True,
-    )  # fmt: skip
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=engine_environment() | SHORT_SPIN,
+        check=True,
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    return [one["error"] if isinstance(one, dict) else [torch.tensor(row) for row in one] for one in answers]
+    return [
+        one["error"] if isinstance(one, dict) else [torch.tensor(row) for row in one]
+        for one in answers
+    ]
 
 
 def distance(one: Scores | str, other: Scores | str) -> float:
@@ -90,7 +126,9 @@ def distance(one: Scores | str, other: Scores | str) -> float:
 
 
 @pytest.mark.engine
-def test_plain_weights(folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str]) -> None:
+def test_plain_weights(
+    folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str]
+) -> None:
     """Transformers, learner and vLLM agree, on families too that nothing else here starts."""
     for name in ("hf", "checkpoint", *NEW):
         by_vllm = answers["hf" if name == "checkpoint" else name]
@@ -100,7 +138,9 @@ def test_plain_weights(folders: Path, rows: list[tuple[int, ...]], answers: dict
 
 @pytest.mark.engine
 def test_quantized_weights(answers: dict[str, Scores | str]) -> None:
-    pairs = [("hf", name) for name in ("int8", "smooth", "fp8")] + [(family, f"{family}-int8") for family in NEW]
+    pairs = [("hf", name) for name in ("int8", "smooth", "fp8")] + [
+        (family, f"{family}-int8") for family in NEW
+    ]
     for plain, quantized in pairs:
         assert 0 < distance(answers[plain], answers[quantized]) < QUANTIZED_GATE, quantized
 
@@ -110,7 +150,9 @@ def test_quantized_weights(answers: dict[str, Scores | str]) -> None:
 def test_modelopt_s_folders_load_up_to_the_kernel(
     tmp_path: Path, folders: Path, answers: dict[str, Scores | str], name: str
 ) -> None:
-    """vLLM on hosts reads them all, and then lacks what multiplies them; the weights come back from each."""
+    """vLLM on hosts reads them all, and then lacks what multiplies them; the weights come back from
+    each.
+    """
     said = answers[name]
     if isinstance(said, str):
         assert re.search(r"_C::\w*(fp8|fp4|scaled)|kernel|capability", said), said
@@ -123,8 +165,12 @@ def test_modelopt_s_folders_load_up_to_the_kernel(
     assert calibrated.endswith("100.0% of the places to measure were reached")
 
 
-def test_verify_with_logprobs(tmp_path: Path, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Folders by transformers, a checkpoint by the learner; beyond the gate the exit status is 1."""
+def test_verify_with_logprobs(
+    tmp_path: Path, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders by transformers, a checkpoint by the learner; beyond the gate the exit status is
+    1.
+    """
     texts = ["--logprobs", folders / "texts.txt", "--report", tmp_path / "parity.json"]
     for one, other, gate in (("checkpoint", "hf", PLAIN_GATE), ("hf", "int8", QUANTIZED_GATE)):
         done("verify", folders / one, folders / other, *texts)
@@ -133,10 +179,21 @@ def test_verify_with_logprobs(tmp_path: Path, folders: Path, capsys: pytest.Capt
     another = tmp_path / "another"
     shutil.copytree(folders / "hf", another)
     tensors = tensors_of(another)
-    write_folder(another, tensors | {"model.norm.weight": 4 * tensors["model.norm.weight"]}, read_hf_config(another))
-    assert convert.main([str(word) for word in ("verify", folders / "hf", another, "--bound", "9", *texts)]) == 1
+    write_folder(
+        another,
+        tensors | {"model.norm.weight": 4 * tensors["model.norm.weight"]},
+        read_hf_config(another),
+    )
+    assert (
+        convert.main(
+            [str(word) for word in ("verify", folders / "hf", another, "--bound", "9", *texts)]
+        )
+        == 1
+    )
     assert "TOO FAR" in capsys.readouterr().out
     said = json.loads((tmp_path / "parity.json").read_text())
     assert said["verdict"] == "not verified"
     assert said["tensors"]["within_the_bound"] == 1
-    assert "runs no weights of this form" in fails(capsys, "verify", folders / "hf", folders / MODELOPT[0], *texts)
+    assert "runs no weights of this form" in fails(
+        capsys, "verify", folders / "hf", folders / MODELOPT[0], *texts
+    )

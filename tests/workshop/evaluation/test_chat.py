@@ -24,7 +24,9 @@ class Counter(Script):
         self.params: list[SamplingParams] = []
         self._tokenizer = tokenizer
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams, **_: Any) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, **_: Any
+    ) -> list[Rollout]:
         self.params.append(params)
         self.asked += self._tokenizer.decode([list(prompt.token_ids) for prompt in prompts])
         ids = self._tokenizer.encode(str(len(prompts[0].token_ids)))
@@ -38,7 +40,9 @@ def chat(tmp_path: Path, talks: bool, **sections: Any) -> tuple[Chat, Counter]:
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = FolderTokenizer(tmp_path)
     sampler = Counter(tokenizer)
-    config = from_mapping({"rollout": {"max_prompt_tokens": 12, "max_response_tokens": 5}, **sections})
+    config = from_mapping(
+        {"rollout": {"max_prompt_tokens": 12, "max_response_tokens": 5}, **sections}
+    )
     return Chat(sampler, tokenizer, config, talks), sampler  # type: ignore[arg-type]
 
 
@@ -64,7 +68,9 @@ def test_the_run_s_system_prompt_and_options_come_first(tmp_path: Path) -> None:
 
 def test_a_text_that_has_no_room_is_refused_and_forgotten(tmp_path: Path) -> None:
     talk, sampler = chat(tmp_path, talks=True)
-    with pytest.raises(Unanswered, match=r"14 tokens, the engine takes 12: raise rollout\.max_prompt_tokens"):
+    with pytest.raises(
+        Unanswered, match=r"14 tokens, the engine takes 12: raise rollout\.max_prompt_tokens"
+    ):
         talk.answer("1234567890123")
     assert talk.answer("1") == "2"
     assert sampler.asked == ["1="]

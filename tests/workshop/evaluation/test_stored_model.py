@@ -44,7 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> Path:
     """Of a warm start, with what no other process can repeat."""
-    config = load(ROOT / "recipes" / "toy_sft.yaml", [f"model.path={model}", "quantization.smoothing=0.5"])
+    config = load(
+        ROOT / "recipes" / "toy_sft.yaml", [f"model.path={model}", "quantization.smoothing=0.5"]
+    )
     home = tmp_path / "runs" / "mine"
     home.mkdir(parents=True)
     (home / "config.yaml").write_text(to_yaml(config))
@@ -63,13 +65,20 @@ def test_the_weights_are_the_folder_s_in_bf16(model: Path) -> None:
 
 def test_a_run_is_its_model_once_there_is_one(run: Path, model: Path) -> None:
     config = load(run / "config.yaml")
-    with pytest.raises(ConfigError, match=r"runs/mine: no model/ and no whole checkpoint yet; .*log\.export=true"):
+    with pytest.raises(
+        ConfigError, match=r"runs/mine: no model/ and no whole checkpoint yet; .*log\.export=true"
+    ):
         find(run, config, None)
     copy_companions(model, run / "model")
     os.link(model / "model.safetensors", run / "model" / "model.safetensors")
     found = find(run, config, None)
     assert (found.folder, found.label, found.note) == (run / "model", "mine", "")
-    assert run_of(run) == run_of(run / "model") == run_of(run / "checkpoints" / "step_3" / "policy") == run
+    assert (
+        run_of(run)
+        == run_of(run / "model")
+        == run_of(run / "checkpoints" / "step_3" / "policy")
+        == run
+    )
     assert run_of(model) is run_of(run / "logs") is None
     assert find(run / "model", config, None).label == "mine-model"
 
@@ -83,7 +92,9 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 def test_a_bare_checkpoint_needs_a_tokenizer_from_somewhere(tmp_path: Path, model: Path) -> None:
     for name in ("metadata.json", ".metadata"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match=r"weights alone, and nobody says where they are: .* --hf FOLDER"):
+    with pytest.raises(
+        ConfigError, match=r"weights alone, and nobody says where they are: .* --hf FOLDER"
+    ):
         find(tmp_path, None, None)
     assert find(tmp_path, None, model).folder == model
 
@@ -92,7 +103,11 @@ def test_a_run_s_settings_without_what_only_a_run_has(run: Path, model: Path) ->
     stored = find(model, None, None)
     config = settings(run, stored, "int8", ["eval.samples=4"])
     assert (config.quantization.format, config.quantization.smoothing) == (Format.int8, None)
-    assert (config.eval.samples, config.rollout.max_response_tokens, config.run.stop) == (4, 8, None)
+    assert (config.eval.samples, config.rollout.max_response_tokens, config.run.stop) == (
+        4,
+        8,
+        None,
+    )
     assert config.data.eval == "data/toy/test.jsonl"
 
 
@@ -107,17 +122,31 @@ def test_a_mismatch_is_looked_for_as_the_run_had_it(tmp_path: Path) -> None:
     options = SimpleNamespace(format=None, forward=None, head=None)
     assert {"learner.router=replay", "learner.precision=fp32"} < {*as_the_run(options, tmp_path)}
     assert options.format == "int4"
-    rollout = Rollout(Prompt(0, (1, 2), "", {}), 0, 0, [3, 4], [-1, -1], [1, 1], "stop", 0, "", [3, 5, 4], [2, 1])
-    assert (cut(rollout, 2).token_ids.tolist(), cut(rollout, 2).kept_ids) == ([3], None), "among all, as the engine"
+    rollout = Rollout(
+        Prompt(0, (1, 2), "", {}), 0, 0, [3, 4], [-1, -1], [1, 1], "stop", 0, "", [3, 5, 4], [2, 1]
+    )
+    assert (cut(rollout, 2).token_ids.tolist(), cut(rollout, 2).kept_ids) == ([3], None), (
+        "among all, as the engine"
+    )
 
 
 def test_sets_are_named_by_file_name_or_preset() -> None:
-    config = from_mapping({"data": {"eval": "e.jsonl"}, "eval": {"sets": {"a": {"samples": 2}, "b": {}}}})
+    config = from_mapping(
+        {"data": {"eval": "e.jsonl"}, "eval": {"sets": {"a": {"samples": 2}, "b": {}}}}
+    )
     chosen = held_out(with_sets(config, ["a", "eval", "some/x.y.jsonl", "z=f.jsonl", "math"]))
-    files = {"": "e.jsonl", "a": "e.jsonl", "x_y": "some/x.y.jsonl", "z": "f.jsonl", "math": "data/math500.parquet"}
+    files = {
+        "": "e.jsonl",
+        "a": "e.jsonl",
+        "x_y": "some/x.y.jsonl",
+        "z": "f.jsonl",
+        "math": "data/math500.parquet",
+    }
     assert [(one.name, one.path) for one in chosen] == list(files.items())
     assert [one.name for one in held_out(with_sets(config, []))] == ["", "a", "b"]
-    assert [(one.name, one.path) for one in held_out(with_sets(config, ["a"]))] == [("a", "e.jsonl")]
+    assert [(one.name, one.path) for one in held_out(with_sets(config, ["a"]))] == [
+        ("a", "e.jsonl")
+    ]
     for twice in (["some/x.jsonl", "x.jsonl"], ["a b=x.jsonl"]):
         with pytest.raises(ConfigError, match="write NAME=FILE"):
             with_sets(config, twice)
@@ -128,23 +157,43 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["eval", "MODEL", "--set", "missing.jsonl"], "eval.sets.missing.path: no file 'missing.jsonl'"),
+        (
+            ["eval", "MODEL", "--set", "missing.jsonl"],
+            "eval.sets.missing.path: no file 'missing.jsonl'",
+        ),
         (["eval", "MODEL"], "--set: nothing to evaluate on"),
-        (["eval", "MODEL", "--set", "x.jsonl", "reward.name=exact_macth"], "did you mean exact_match?"),
+        (
+            ["eval", "MODEL", "--set", "x.jsonl", "reward.name=exact_macth"],
+            "did you mean exact_match?",
+        ),
         (["eval", "MODEL", "--set", "x.jsonl", "--format", "fp8_block"], "no CPU kernel"),
         (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
         (["chat", "nowhere", "-p", "1"], "nowhere: no such folder"),
         (["chat", "/root", "-p", "1"], "/root: neither a run"),
         (["chat", "MODEL", "-p", "a\udcff"], "is not UTF-8"),
-        (["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"], "'json:Nobody' cannot be imported"),
+        (
+            ["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"],
+            "'json:Nobody' cannot be imported",
+        ),
         (["mismatch", "nowhere"], "nowhere: no such folder"),
         (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
-        (["mismatch", "MODEL", "--format", "fp8_block", "--forward", "as_sampler"], "as_sampler with quantization.f"),
-        (["mismatch", "MODEL", "sampler.tensor_parallel=2"], "mismatch: an engine of sampler.tensor_parallel=2"),
+        (
+            ["mismatch", "MODEL", "--format", "fp8_block", "--forward", "as_sampler"],
+            "as_sampler with quantization.f",
+        ),
+        (
+            ["mismatch", "MODEL", "sampler.tensor_parallel=2"],
+            "mismatch: an engine of sampler.tensor_parallel=2",
+        ),
     ],
 )
 def test_the_commands_refuse_before_anything_starts(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words, said
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words,
+    said,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([str(model) if word == "MODEL" else word for word in words]) == 2
@@ -152,13 +201,22 @@ def test_the_commands_refuse_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.fault("chat is given a pipe without a text, of other bytes or without an end", "nothing starts")
+@pytest.mark.fault(
+    "chat is given a pipe without a text, of other bytes or without an end", "nothing starts"
+)
 @pytest.mark.parametrize(
     ("redirection", "said"),
-    [("</dev/null", "nothing to answer"), ("<&-", "nothing to answer"), ("</dev/zero", "longer than 1048576"),
-     ("< <(printf '\\n \\n')", "nothing to answer"), ("< <(printf '\\377')", "UTF-8")],
-)  # fmt: skip
-def test_what_a_pipe_gives_is_refused_before_anything_starts(model: Path, redirection: str, said: str) -> None:
+    [
+        ("</dev/null", "nothing to answer"),
+        ("<&-", "nothing to answer"),
+        ("</dev/zero", "longer than 1048576"),
+        ("< <(printf '\\n \\n')", "nothing to answer"),
+        ("< <(printf '\\377')", "UTF-8"),
+    ],
+)
+def test_what_a_pipe_gives_is_refused_before_anything_starts(
+    model: Path, redirection: str, said: str
+) -> None:
     command = f'exec "$0" -m megatron_rl.cli chat "$1" {redirection}'
     words = ["bash", "-c", command, sys.executable, str(model)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,6 @@
-"""A chat with an environment's tools and a scripted policy: what it is asked and shown, and what may go wrong."""
+"""A chat with an environment's tools and a scripted policy: what it is asked and shown, and what
+may go wrong.
+"""
 
 import json
 import os
@@ -35,12 +37,16 @@ HELLO = "What is 12 + 30?"
 
 
 class Spelled(ScriptedPolicy):
-    """Samples its words letter by letter, as nobody would tokenize them again; keeps what it has sampled."""
+    """Samples its words letter by letter, as nobody would tokenize them again; keeps what it has
+    sampled.
+    """
 
     def __init__(self, tokenizer: FolderTokenizer, says: Callable[[str, int], str]) -> None:
         super().__init__(self, says)  # type: ignore[arg-type]
-        self.known, self.sampled = tokenizer, list[list[int]]()
-        self.stop_token_ids, self.decode_all = tokenizer.stop_token_ids, tokenizer.decode_all
+        self.known = tokenizer
+        self.sampled = list[list[int]]()
+        self.stop_token_ids = tokenizer.stop_token_ids
+        self.decode_all = tokenizer.decode_all
 
     def encode(self, text: str) -> list[int]:
         ids = [one for letter in text for one in self.known.encode(letter)]
@@ -51,13 +57,20 @@ class Spelled(ScriptedPolicy):
 class Talked:
     """A chat, and what was shown before its answers."""
 
-    def __init__(self, folder: Path, says: Callable[[str, int], str], row: dict[str, Any], **sections: Any) -> None:
+    def __init__(
+        self, folder: Path, says: Callable[[str, int], str], row: dict[str, Any], **sections: Any
+    ) -> None:
         environment = {"name": f"{HERE}:Guess", "tool_parser": "hermes", "tool_timeout_s": 2.0}
         environment |= sections.pop("environment", {})
-        rollout = {"max_response_tokens": 256, "max_context_tokens": 4096, **sections.pop("rollout", {})}
+        rollout = {
+            "max_response_tokens": 256,
+            "max_context_tokens": 4096,
+            **sections.pop("rollout", {}),
+        }
         self.config = from_mapping({"environment": environment, "rollout": rollout, **sections})
         self.tokenizer = FolderTokenizer(folder_of(folder, APPENDS))
-        self.policy, self.shown = Spelled(self.tokenizer, says), list[str]()
+        self.policy = Spelled(self.tokenizer, says)
+        self.shown = list[str]()
         self.pool = EnvironmentPool(self.config.environment)
         self.pool.start()
         given: Any = (self.policy, self.tokenizer, self.config, self.pool, row, self.shown.append)
@@ -69,21 +82,27 @@ class Talked:
 
 
 @contextmanager
-def talk(folder: Path, says: Callable[[str, int], str], row: Any = None, **sections: Any) -> Iterator[Talked]:
+def talk(
+    folder: Path, says: Callable[[str, int], str], row: Any = None, **sections: Any
+) -> Iterator[Talked]:
     talked = Talked(folder, says, row or {}, **sections)
     with closing(talked.chat):
         yield talked
 
 
 def adds(text: str, seed: int) -> str:
-    return "42" if text.endswith("42<|im_end|>\n<|im_start|>assistant\n") else call("add", a=12, b=30)
+    return (
+        "42" if text.endswith("42<|im_end|>\n<|im_start|>assistant\n") else call("add", a=12, b=30)
+    )
 
 
 def test_tools_are_called_shown_and_read_in_the_exact_tokens(tmp_path: Path) -> None:
     with talk(tmp_path, adds, data={"system_prompt": "Be brief."}) as talked:
         assert [talked.chat.answer(text) for text in (HELLO, "Again.")] == ["42", "42"]
     assert talked.shown == ['-> add {"a": 12, "b": 30}', "<- 42"] * 2
-    assert talked.last().startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n" + HELLO)
+    assert talked.last().startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n" + HELLO
+    )
     assert "42<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n" in talked.last()
     asked = [tokens for tokens, _, _ in talked.policy.asked]
     for before, sampled, after in zip(asked, talked.policy.sampled, asked[1:], strict=False):
@@ -94,13 +113,16 @@ def test_what_a_tool_does_wrong_is_shown_and_the_chat_goes_on(tmp_path: Path) ->
     wrong = {
         "hang": (call("wait", seconds=600), "wait was stopped: it took too long"),
         "die": (call("die"), "die: its proc"),
-        "raise": (call("raises"), "nothing there"), "unread": ("<tool_call>{add", "could not be read"),
+        "raise": (call("raises"), "nothing there"),
+        "unread": ("<tool_call>{add", "could not be read"),
         "flood": (call("flood"), "[cut: the first 512 tokens]"),
-    }  # fmt: skip
+    }
 
     def says(text: str, seed: int) -> str:
         said = text.rpartition("<|im_start|>user\n")[2]
-        return "so be it" if "<|im_start|>tool" in said else wrong[said.partition("<|im_end|>")[0]][0]
+        return (
+            "so be it" if "<|im_start|>tool" in said else wrong[said.partition("<|im_end|>")[0]][0]
+        )
 
     with talk(tmp_path, says, rollout={"max_context_tokens": 16384}) as talked:
         for name, (_, shown) in wrong.items():
@@ -118,9 +140,13 @@ def test_a_model_that_never_stops_calling_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_context_that_is_full_begins_another_conversation(tmp_path: Path) -> None:
-    with talk(tmp_path, lambda *_: "41", rollout={"max_context_tokens": 60, "max_response_tokens": 8}) as talked:
+    with talk(
+        tmp_path, lambda *_: "41", rollout={"max_context_tokens": 60, "max_response_tokens": 8}
+    ) as talked:
         assert [talked.chat.answer("Hm?") for _ in range(3)] == ["41", "41", "41"]
-        with pytest.raises(Unanswered, match=r"rollout\.max_context_tokens: 60 are reached; raise it"):
+        with pytest.raises(
+            Unanswered, match=r"rollout\.max_context_tokens: 60 are reached; raise it"
+        ):
             talked.chat.answer("Hm?")
         assert talked.chat.answer("Well?") == "41"
         assert "Hm?" not in talked.last()
@@ -140,13 +166,17 @@ def test_what_reset_reads_is_given_and_what_it_raises_is_said(tmp_path: Path) ->
 
 
 def test_what_cannot_be_a_chat_is_known_before_an_engine_starts(tmp_path: Path) -> None:
-    stored, notes = StoredModel(tmp_path, tmp_path, "model"), list[str]()
+    stored = StoredModel(tmp_path, tmp_path, "model")
+    notes = list[str]()
 
     def opened(name: str) -> Any:
         config = from_mapping({"environment": {"name": name, "tool_parser": "hermes"}})
         return refusal(begun(config, stored, {}, notes.append).__enter__)
 
-    assert "cannot be imported" in (said := opened(f"{HERE}:Nothing")) and "environment.name=null chats with" in said
+    assert (
+        "cannot be imported" in (said := opened(f"{HERE}:Nothing"))
+        and "environment.name=null chats with" in said
+    )
     assert "has no chat template" in opened(f"{HERE}:Guess")
     config = from_mapping({"environment": {"name": f"{HERE}:agent"}})
     with _environment(config, tmp_path, notes.append) as pool:
@@ -174,9 +204,13 @@ with talk(Path(sys.argv[1]), lambda *_: call("wait", seconds=600), environment={
 def test_an_interrupt_ends_a_chat_and_its_tools(tmp_path: Path) -> None:
     around = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", ALONE, str(tmp_path)]
-    process = subprocess.Popen(command, env=around, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
+    process = subprocess.Popen(
+        command, env=around, stdout=subprocess.PIPE, text=True, preexec_fn=heed
+    )
     whole = psutil.Process(process.pid)
-    wait_for(lambda: len(whole.children(recursive=True)) == 2, "the nursery, and a process in a tool")
+    wait_for(
+        lambda: len(whole.children(recursive=True)) == 2, "the nursery, and a process in a tool"
+    )
     below = whole.children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert "interrupted" in process.communicate(timeout=60)[0]
@@ -200,13 +234,17 @@ class Slow(Environment):
 
 
 def write_caller(folder: Path) -> None:
-    """A model that calls the calculator whatever it is asked: each token is followed by one that it alone decides."""
+    """A model that calls the calculator whatever it is asked: each token is followed by one that it
+    alone decides.
+    """
     write_tool_tokenizer(folder)
     about = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(about))
     said = FolderTokenizer(folder).encode(f"\n{CALL_START}3*4{CALL_END}{TURN_END}")
     weights = {
-        name: (torch.ones if len(size) == 1 else torch.zeros)(size)  # norms are ones; layers add nothing
+        name: (torch.ones if len(size) == 1 else torch.zeros)(
+            size
+        )  # norms are ones; layers add nothing
         for param in params(Model.of(about, Layout()).shape)
         for name, size in param.sizes.items()
     }
@@ -220,11 +258,22 @@ def write_caller(folder: Path) -> None:
 def test_a_live_engines_call_reaches_the_tool_and_ctrl_c_ends_all(tmp_path: Path) -> None:
     write_caller(tmp_path / "model")
     (tmp_path / "slow.py").write_text(SLOW)
-    words = ["chat", "model", "environment.name=slow.py:Slow", "environment.tool_timeout_s=600", "-p", "3*4"]
+    words = [
+        "chat",
+        "model",
+        "environment.name=slow.py:Slow",
+        "environment.tool_timeout_s=600",
+        "-p",
+        "3*4",
+    ]
     command = [sys.executable, "-m", "megatron_rl.cli", *words]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, preexec_fn=heed, **pipes)
-    wait_for(lambda: (tmp_path / "hangs").exists() or process.poll() is not None, "the second call", 300)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, preexec_fn=heed, **pipes
+    )
+    wait_for(
+        lambda: (tmp_path / "hangs").exists() or process.poll() is not None, "the second call", 300
+    )
     below = psutil.Process(process.pid).children(recursive=True)
     assert any("megatron_rl.engine" in " ".join(one.cmdline()) for one in below)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

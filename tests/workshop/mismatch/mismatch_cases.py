@@ -1,4 +1,6 @@
-"""A learner in this process beside live engines in processes of their own; what is found is left as JSON."""
+"""A learner in this process beside live engines in processes of their own; what is found is left as
+JSON.
+"""
 
 import json
 import sys
@@ -43,7 +45,9 @@ class Case:
         with startable():
             self.live.sampler.start()
         self.live.update(SEED)
-        save_file(self.live.model.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"})
+        save_file(
+            self.live.model.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"}
+        )
         self.rollouts = self.live.rollouts(params=SamplingParams(samples=1, max_tokens=12))[:3]
 
     @contextmanager
@@ -56,7 +60,8 @@ class Case:
 
     def walk(self, learner: Learner) -> dict[str, Any]:
         batches = [collate([Scored(rollout, reward=0.0)]) for rollout in self.rollouts]
-        walk, before = Walk(learner), [learner.logprobs(batch).tolist() for batch in batches]
+        walk = Walk(learner)
+        before = [learner.logprobs(batch).tolist() for batch in batches]
         for batch, rollout in zip(batches, self.rollouts, strict=True):
             walk.add(batch, self.values(rollout))
         logits = self.values(self.rollouts[0])["lm_head"]
@@ -84,7 +89,9 @@ class Case:
         return self.live.sampler.activations([*rollout.prompt.token_ids, *rollout.token_ids])
 
     def beside_transformers(self) -> dict[str, float]:
-        """The largest difference of each point from transformers' modules, as a share of the values' size."""
+        """The largest difference of each point from transformers' modules, as a share of the
+        values' size.
+        """
         model = Qwen3ForCausalLM.from_pretrained(self.live.model.folder, dtype=torch.bfloat16)
         passed: dict[str, torch.Tensor] = {}
         for name, module in model.named_modules():
@@ -106,7 +113,8 @@ class Case:
 
 
 def main() -> None:
-    out, found = Path(sys.argv[1]), dict[str, Any]()
+    out = Path(sys.argv[1])
+    found = dict[str, Any]()
     for format in (Format.int8, Format.fp8):
         case = Case(out / format.value, format)
         with closing(case.live.sampler):

@@ -1,4 +1,6 @@
-"""Updates that are not finite: left out so many times, written down, and repeated by one command."""
+"""Updates that are not finite: left out so many times, written down, and repeated by one
+command.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = tmp_path_factory.mktemp("nonfinite")
 
     def job(name: str, on_nonfinite: str = "skip_and_dump", **more: Any) -> dict[str, Any]:
-        place = {"name": name, "kind": "nonfinite", "hf": cases.QWEN3, "dump": str(work / name / "dumps")}
+        place = {
+            "name": name,
+            "kind": "nonfinite",
+            "hf": cases.QWEN3,
+            "dump": str(work / name / "dumps"),
+        }
         return place | {"on_nonfinite": on_nonfinite} | more
 
     one = [
@@ -33,12 +40,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def rerun(dump: Path) -> dict[str, str]:
-    done = run("megatron", [sys.executable, "-m", "megatron_rl.cli", "rerun-step", str(dump)], timeout=120)
+    done = run(
+        "megatron", [sys.executable, "-m", "megatron_rl.cli", "rerun-step", str(dump)], timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(re.fullmatch(r"(\S+( it:)?) +(.*)", line).groups()[::2] for line in done.stdout.splitlines())
+    return dict(
+        re.fullmatch(r"(\S+( it:)?) +(.*)", line).groups()[::2] for line in done.stdout.splitlines()
+    )
 
 
-@pytest.mark.fault("one advantage is infinite, twice in a row", "both updates are left out, written down, and repeat")
+@pytest.mark.fault(
+    "one advantage is infinite, twice in a row",
+    "both updates are left out, written down, and repeat",
+)
 def test_an_infinite_advantage(results: dict[str, Any]) -> None:
     assert results["twice"]["next"]["optim/updates"] == 1
     (folder,) = (results["work"] / "twice" / "dumps").iterdir()
@@ -46,22 +60,31 @@ def test_an_infinite_advantage(results: dict[str, Any]) -> None:
     said = rerun(folder / "minibatch_2.safetensors")
     assert said["first:"] == "the advantage of row 1 is inf"
     assert said["repeats"] == "yes"
-    recorded, now = (re.match(r"loss (\S+), gradient norm (\S+) ", said[name]) for name in ("then", "now"))
+    recorded, now = (
+        re.match(r"loss (\S+), gradient norm (\S+) ", said[name]) for name in ("then", "now")
+    )
     assert recorded.groups() == now.groups()
 
 
-@pytest.mark.fault("weights of a layer are huge, on one rank or two", "a rerun names the layer and the token")
+@pytest.mark.fault(
+    "weights of a layer are huge, on one rank or two", "a rerun names the layer and the token"
+)
 @pytest.mark.parametrize("name", ["a layer", "two ranks"])
 def test_weights_that_are_too_large(results: dict[str, Any], name: str) -> None:
     (folder,) = (results["work"] / name / "dumps").iterdir()
     said = rerun(folder)
-    assert re.match(r"the output of decoder\.layers\.2\.mlp\.\S+ holds \d+ of \d+ values that are no", said["first:"])
+    assert re.match(
+        r"the output of decoder\.layers\.2\.mlp\.\S+ holds \d+ of \d+ values that are no",
+        said["first:"],
+    )
     assert re.search(r"first at row \d+, token \d+ of the (prompt|response)$", said["first:"])
     assert said["repeats"] == "yes"
     assert ("note:" in said) == (name == "two ranks")
 
 
-def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(results: dict[str, Any]) -> None:
+def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(
+    results: dict[str, Any],
+) -> None:
     error = results["all advantages"]["error"]
     command = re.search(r"`megatron-rl rerun-step (\S.*)` repeats it", error)
     said = rerun(Path(command[1]))
@@ -69,10 +92,14 @@ def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(results: 
     assert said["repeats"] == "yes"
 
 
-@pytest.mark.fault("update after update is not finite", "after ten steps the run ends, by a sentence and a dump")
+@pytest.mark.fault(
+    "update after update is not finite", "after ten steps the run ends, by a sentence and a dump"
+)
 def test_they_are_left_out_so_many_times(results: dict[str, Any]) -> None:
     found = results["for ever"]
     assert found["unchanged"]
     assert "11 updates in a row; learner.on_nonfinite=skip leaves out 10" in found["error"]
     assert "optim.lr" in found["error"]
-    assert (results["work"] / "for ever" / "dumps" / "nonfinite_0" / "minibatch_11.safetensors").is_file()
+    assert (
+        results["work"] / "for ever" / "dumps" / "nonfinite_0" / "minibatch_11.safetensors"
+    ).is_file()

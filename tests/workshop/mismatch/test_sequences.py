@@ -18,7 +18,9 @@ from megatron_rl.workshop.mismatch.mismatch import Wanted, prompts, recorded
 def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         scored, _ = make_scored(40, length=30, seed=step)
-        empty = replace(scored[0], rollout=replace(scored[0].rollout, token_ids=(), logprobs=(), loss_mask=()))
+        empty = replace(
+            scored[0], rollout=replace(scored[0].rollout, token_ids=(), logprobs=(), loss_mask=())
+        )
         (tmp_path / "rollouts").mkdir(exist_ok=True)
         write_rollouts(tmp_path / "rollouts" / f"step_{step}.parquet", [empty, *scored])
     return tmp_path
@@ -27,7 +29,9 @@ def run(tmp_path: Path) -> Path:
 def test_the_last_recorded_rollouts_spread_over_the_step(run: Path) -> None:
     found = recorded(Wanted(4, 128, run=run), 128)
     scored, _ = make_scored(40, length=30, seed=2)
-    assert [list(one.token_ids) for one in found] == [list(one.rollout.token_ids) for one in scored[::10]]
+    assert [list(one.token_ids) for one in found] == [
+        list(one.rollout.token_ids) for one in scored[::10]
+    ]
     every = recorded(Wanted(99, 128, run=run), 128)
     assert len(every) == 40 and all(one.token_ids for one in every)
 
@@ -36,7 +40,8 @@ def test_the_last_recorded_rollouts_spread_over_the_step(run: Path) -> None:
 def test_prompt_and_answer_fit_the_room(run: Path, room: int) -> None:
     cut, uncut = (recorded(Wanted(40, most, run=run), most) for most in (room, 128))
     for one, whole in zip(cut, uncut, strict=True):
-        tokens, answer = len(one.prompt.token_ids), len(one.token_ids)
+        tokens = len(one.prompt.token_ids)
+        answer = len(one.token_ids)
         assert tokens >= 1 and 1 <= answer == len(one.logprobs) == len(one.loss_mask)
         assert tokens + answer == min(room, len(whole.prompt.token_ids) + len(whole.token_ids))
         assert whole.token_ids[:answer] == one.token_ids
@@ -48,7 +53,8 @@ def test_experts_are_cut_as_their_tokens_are(tmp_path: Path) -> None:
     rows = []
     for one in scored:
         tokens = [*one.rollout.prompt.token_ids, *one.rollout.token_ids]
-        experts_SLK = np.array(tokens[:-1], np.uint8)[:, None, None].repeat(2, 1)  # each token's own number
+        # each token's own number
+        experts_SLK = np.array(tokens[:-1], np.uint8)[:, None, None].repeat(2, 1)
         rows.append(replace(one, rollout=replace(one.rollout, experts_SLK=experts_SLK)))
     (tmp_path / "rollouts").mkdir()
     write_rollouts(tmp_path / "rollouts" / "step_1.parquet", rows, experts=True)
@@ -64,7 +70,9 @@ def test_without_a_run_or_with_a_file_there_are_prompts(run: Path, tmp_path: Pat
     file = Wanted(3, 16, tmp_path / "toy" / "test.jsonl", run)
     assert recorded(file, 16) == recorded(Wanted(3, 16), 16) == []
     folder = tmp_path / "toy" / "model"
-    assert [len(one.token_ids) <= 8 for one in prompts(Config(), folder, 50, file, 16)] == [True] * 3
+    assert [len(one.token_ids) <= 8 for one in prompts(Config(), folder, 50, file, 16)] == [
+        True
+    ] * 3
     random, again = (prompts(Config(), folder, 50, Wanted(3, 16), 16) for _ in range(2))
     assert [len(one.token_ids) for one in random] == [8] * 3
     assert max(token for one in random for token in one.token_ids) < 50

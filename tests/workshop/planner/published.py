@@ -1,7 +1,8 @@
 """Configurations of megatron-core learners that others have published, with what became of them.
 
-Taken as they are given; where something is not said it is as megatron-core has it. Context-parallel ranks share what
-data-parallel ranks do, and a sequence: they stand here as data-parallel ranks on a part of the sequence.
+Taken as they are given; where something is not said it is as megatron-core has it. Context-parallel
+ranks share what data-parallel ranks do, and a sequence: they stand here as data-parallel ranks on a
+part of the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megatron_rl.workshop.planner.plan import Plan, plan
 
 SWIFT = "github.com/modelscope/ms-swift at 3602360, examples/megatron/"
 NEMO_RL = (
-    "github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md (v0.4) and examples/configs/recipes/llm/performance/"
+    "github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md (v0.4) and "
+    "examples/configs/recipes/llm/performance/"
 )
 VERL = "github.com/ISEEKYAN/verl_megatron_practice, grpo_qwen2.5_7b.csv, number "
 BRIDGE = "github.com/NVIDIA-NeMo/Megatron-Bridge, skills/perf-memory-tuning/SKILL.md and pull request 3107"
@@ -26,13 +28,25 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SP = {"sequence_parallel": True}
 
 LLAMA_2_7B = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-    "intermediate_size": 11008, "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-}  # fmt: skip
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
 QWEN2_5_14B = {
-    "model_type": "qwen2", "num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "intermediate_size": 13824, "vocab_size": 152064, "rope_theta": 1e6,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "num_hidden_layers": 48,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 13824,
+    "vocab_size": 152064,
+    "rope_theta": 1e6,
+}
 OTHERS = {"Llama-2-7B": LLAMA_2_7B, "Qwen2.5-14B": QWEN2_5_14B}
 
 
@@ -53,22 +67,34 @@ class Published:
     def config(self) -> Config:
         sampler: dict[str, Any] = {"fleet": {"addresses": ["http://127.0.0.1:8000"]}}
         if self.engine:
-            sampler = {"devices": "0", "sleep": "discard", "vllm": {"gpu_memory_utilization": self.engine}}
+            sampler = {
+                "devices": "0",
+                "sleep": "discard",
+                "vllm": {"gpu_memory_utilization": self.engine},
+            }
         return from_mapping(
             {
                 "rollout": {
-                    "max_prompt_tokens": 1, "max_response_tokens": self.tokens - 1,
-                    "prompts_per_step": self.rows // 2, "samples_per_prompt": 2,
+                    "max_prompt_tokens": 1,
+                    "max_response_tokens": self.tokens - 1,
+                    "prompts_per_step": self.rows // 2,
+                    "samples_per_prompt": 2,
                 },
-                "learner": {**self.learner, "tokens_per_microbatch": self.tokens, "megatron": self.megatron},
+                "learner": {
+                    **self.learner,
+                    "tokens_per_microbatch": self.tokens,
+                    "megatron": self.megatron,
+                },
                 "loss": {"kl_coef": 0.001 if self.reference else 0.0},
                 "sampler": sampler,
             }
-        )  # fmt: skip
+        )
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        return OTHERS.get(self.model) or json.loads((CONF / "model" / f"{self.model}.json").read_text())
+        return OTHERS.get(self.model) or json.loads(
+            (CONF / "model" / f"{self.model}.json").read_text()
+        )
 
     @property
     def plan(self) -> Plan:
@@ -76,78 +102,189 @@ class Published:
 
 
 def ranks(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> dict[str, Any]:
-    return {"tensor_parallel": tp, "pipeline_parallel": pp, "data_parallel": dp, "expert_parallel": ep}
+    return {
+        "tensor_parallel": tp,
+        "pipeline_parallel": pp,
+        "data_parallel": dp,
+        "expert_parallel": ep,
+    }
 
 
 RAN = {
     "Qwen3-30B-A3B, PP2 EP8": Published(
-        SWIFT + "moe/qwen3_moe.sh", "Qwen3-30B-A3B", "2x8xA100", ranks(pp=2, dp=8, ep=8), 8192, 16, gib=60,
+        SWIFT + "moe/qwen3_moe.sh",
+        "Qwen3-30B-A3B",
+        "2x8xA100",
+        ranks(pp=2, dp=8, ep=8),
+        8192,
+        16,
+        gib=60,
         megatron=FULL,
     ),
     "Qwen3-30B-A3B, TP4 PP2 EP4": Published(
-        SWIFT + "mcore_bridge/full/moe.sh", "Qwen3-30B-A3B", "1x8xA100", ranks(tp=4, pp=2, ep=4), 8192, 4, gib=76,
-        megatron={**FULL, **SP, "expert_tensor_parallel_size": 1, "num_layers_in_first_pipeline_stage": 25},
+        SWIFT + "mcore_bridge/full/moe.sh",
+        "Qwen3-30B-A3B",
+        "1x8xA100",
+        ranks(tp=4, pp=2, ep=4),
+        8192,
+        4,
+        gib=76,
+        megatron={
+            **FULL,
+            **SP,
+            "expert_tensor_parallel_size": 1,
+            "num_layers_in_first_pipeline_stage": 25,
+        },
     ),
     "Qwen2.5-14B, TP4": Published(
-        SWIFT + "base_to_chat.sh", "Qwen2.5-14B", "1x8xA100", ranks(tp=4, dp=2), 8192, 16, gib=65,
+        SWIFT + "base_to_chat.sh",
+        "Qwen2.5-14B",
+        "1x8xA100",
+        ranks(tp=4, dp=2),
+        8192,
+        16,
+        gib=65,
         megatron={**SP, "recompute_granularity": "selective", "bias_activation_fusion": True},
     ),
     "Qwen3-32B, TP8": Published(
-        SWIFT + "dense/qwen3_32b.sh", "Qwen3-32B", "1x8xA100", ranks(tp=8), 8192, 16, gib=80, megatron={**FULL, **SP}
+        SWIFT + "dense/qwen3_32b.sh",
+        "Qwen3-32B",
+        "1x8xA100",
+        ranks(tp=8),
+        8192,
+        16,
+        gib=80,
+        megatron={**FULL, **SP},
     ),
     "Llama-3-70B, TP4 PP4": Published(
-        BRIDGE, "Llama-3.1-70B", "4x8xH100", ranks(tp=4, pp=4, dp=2), 4096, 32, gib=58.8,
+        BRIDGE,
+        "Llama-3.1-70B",
+        "4x8xH100",
+        ranks(tp=4, pp=4, dp=2),
+        4096,
+        32,
+        gib=58.8,
         megatron={**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True},
     ),
     "Llama-3-70B, TP4 PP8": Published(
-        BRIDGE, "Llama-3.1-70B", "4x8xH100", ranks(tp=4, pp=8), 4096, 32, gib=53.2,
+        BRIDGE,
+        "Llama-3.1-70B",
+        "4x8xH100",
+        ranks(tp=4, pp=8),
+        4096,
+        32,
+        gib=53.2,
         megatron={**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True},
     ),
     "Llama-3-70B, TP8 PP4": Published(
-        BRIDGE, "Llama-3.1-70B", "4x8xH100", ranks(tp=8, pp=4), 4096, 32, gib=50.2,
+        BRIDGE,
+        "Llama-3.1-70B",
+        "4x8xH100",
+        ranks(tp=8, pp=4),
+        4096,
+        32,
+        gib=50.2,
         megatron={**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True},
     ),
     "Llama-3.1-8B, PP2": Published(
-        NEMO_RL + "grpo-llama3.1-8b-instruct-2n8g.yaml", "Llama-3.1-8B", "2x8xH100", ranks(pp=2, dp=8), 4096, 512,
+        NEMO_RL + "grpo-llama3.1-8b-instruct-2n8g.yaml",
+        "Llama-3.1-8B",
+        "2x8xH100",
+        ranks(pp=2, dp=8),
+        4096,
+        512,
         megatron=FULL,
     ),
     "Qwen3-32B, TP4 PP4": Published(
-        NEMO_RL + "grpo-qwen3-32b-4n8g.yaml", "Qwen3-32B", "4x8xH100", ranks(tp=4, pp=4, dp=2), 4096, 512, megatron=SP
+        NEMO_RL + "grpo-qwen3-32b-4n8g.yaml",
+        "Qwen3-32B",
+        "4x8xH100",
+        ranks(tp=4, pp=4, dp=2),
+        4096,
+        512,
+        megatron=SP,
     ),
     "Qwen3-30B-A3B, EP8": Published(
-        NEMO_RL + "grpo-qwen3-30ba3b-4n8g.yaml", "Qwen3-30B-A3B", "4x8xH100", ranks(dp=32, ep=8), 4096, 512
+        NEMO_RL + "grpo-qwen3-30ba3b-4n8g.yaml",
+        "Qwen3-30B-A3B",
+        "4x8xH100",
+        ranks(dp=32, ep=8),
+        4096,
+        512,
     ),
     "Qwen3-235B-A22B, TP2 CP2 PP8 EP16": Published(
-        NEMO_RL + "grpo-qwen3-235b-16n8g.yaml", "Qwen3-235B-A22B", "16x8xH100", ranks(tp=2, pp=8, dp=8, ep=16),
-        8192 // 2, 512,
+        NEMO_RL + "grpo-qwen3-235b-16n8g.yaml",
+        "Qwen3-235B-A22B",
+        "16x8xH100",
+        ranks(tp=2, pp=8, dp=8, ep=16),
+        8192 // 2,
+        512,
         megatron={
-            **FULL, **SP, "expert_tensor_parallel_size": 1,
-            "num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11,
+            **FULL,
+            **SP,
+            "expert_tensor_parallel_size": 1,
+            "num_layers_in_first_pipeline_stage": 11,
+            "num_layers_in_last_pipeline_stage": 11,
         },
     ),
     "Qwen2.5-7B, TP4, an engine beside it": Published(
-        VERL + "2", "Qwen2.5-7B", "1x8xH100", ranks(tp=4, dp=2), 10240, 512, engine=0.6, reference=True,
+        VERL + "2",
+        "Qwen2.5-7B",
+        "1x8xH100",
+        ranks(tp=4, dp=2),
+        10240,
+        512,
+        engine=0.6,
+        reference=True,
         megatron=SP,
     ),
-}  # fmt: skip
+}
 DIED = {
     "Llama-2-7B, TP1": Published(
         "github.com/NVIDIA/Megatron-LM, issue 606", "Llama-2-7B", "1x8xA100-40", ranks(dp=8), 64, 8
     ),
     "Qwen2.5-7B, TP2 CP2, an engine with 0.8": Published(
-        VERL + "4", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240 // 2, 512, engine=0.8, reference=True,
+        VERL + "4",
+        "Qwen2.5-7B",
+        "1x8xH100",
+        ranks(tp=2, dp=4),
+        10240 // 2,
+        512,
+        engine=0.8,
+        reference=True,
         megatron=SP,
     ),
     "Qwen2.5-7B, TP2 CP2, an engine with 0.5": Published(
-        VERL + "5", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240 // 2, 512, engine=0.5, reference=True,
+        VERL + "5",
+        "Qwen2.5-7B",
+        "1x8xH100",
+        ranks(tp=2, dp=4),
+        10240 // 2,
+        512,
+        engine=0.5,
+        reference=True,
         megatron=SP,
     ),
     "Qwen2.5-7B, TP2, an engine with 0.6": Published(
-        VERL + "10", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240, 512, engine=0.6, reference=True,
+        VERL + "10",
+        "Qwen2.5-7B",
+        "1x8xH100",
+        ranks(tp=2, dp=4),
+        10240,
+        512,
+        engine=0.6,
+        reference=True,
         megatron=SP,
     ),
     "Qwen2.5-7B, TP2, recomputed, an engine with 0.6": Published(
-        VERL + "11", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240, 512, engine=0.6, reference=True,
+        VERL + "11",
+        "Qwen2.5-7B",
+        "1x8xH100",
+        ranks(tp=2, dp=4),
+        10240,
+        512,
+        engine=0.6,
+        reference=True,
         megatron={**SP, **FULL},
     ),
-}  # fmt: skip
+}

@@ -11,15 +11,23 @@ from megatron_rl.preflight.roles import roles
 
 HOST = Machine(Device.cpu, "a host")
 LINE = {
-    "time/step": 4.0, "time/update": 2.0, "rollout/tokens": 8000, "rollout/n_trained": 100,
-    "rollout/trained_tokens": 1500, "rollout/response_tokens_mean": 5.0,
-}  # fmt: skip
+    "time/step": 4.0,
+    "time/update": 2.0,
+    "rollout/tokens": 8000,
+    "rollout/n_trained": 100,
+    "rollout/trained_tokens": 1500,
+    "rollout/response_tokens_mean": 5.0,
+}
 
 
 def achieved(tmp_path, machine: Machine) -> Achieved:
-    write_toy(tmp_path, shape=ToyShape(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96))
+    write_toy(
+        tmp_path, shape=ToyShape(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96)
+    )
     model = Model.read(tmp_path / "model", LearnerSection())
-    return Achieved(model, roles(model.layout, SamplerSection(), machine.gpus).gpus, machine, sampled=True)
+    return Achieved(
+        model, roles(model.layout, SamplerSection(), machine.gpus).gpus, machine, sampled=True
+    )
 
 
 def test_operations_are_those_of_the_matrices(tmp_path) -> None:

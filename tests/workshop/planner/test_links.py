@@ -28,7 +28,9 @@ def test_gathers_are_what_crosses(layout: Layout, format: Format) -> None:
         assert plan.gathers[pp, None] == tuple(crossed[rank] for rank in range(1, layout.tp))
         for ep in range(layout.ep if shape.experts and layout.expert_tp > 1 else 0):
             crossed = groups["etp", pp, ep, 0].sent
-            assert plan.gathers[pp, ep] == tuple(crossed[rank] for rank in range(1, layout.expert_tp))
+            assert plan.gathers[pp, ep] == tuple(
+                crossed[rank] for rank in range(1, layout.expert_tp)
+            )
 
 
 def one(
@@ -40,18 +42,39 @@ def one(
 
 def test_links_by_hand() -> None:
     """One layer of one size, counted on paper."""
-    config = hf_config("llama", num_hidden_layers=1, hidden_size=64, head_dim=8, intermediate_size=128, vocab_size=64)
-    shape, layout = ModelShape.from_hf(config), Layout(tp=2, dp=3)
+    config = hf_config(
+        "llama",
+        num_hidden_layers=1,
+        hidden_size=64,
+        head_dim=8,
+        intermediate_size=128,
+        vocab_size=64,
+    )
+    shape = ModelShape.from_hf(config)
+    layout = Layout(tp=2, dp=3)
     plan = plan_sync(Model(shape, layout, {}), Format.int8)
     matrices = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128  # q, k and v, o, gate and up and down
-    column_rows, row_rows = 64 + 2 * 32 + 2 * 128, 64 + 64  # rows with a scale of 4 bytes
+    # rows with a scale of 4 bytes
+    column_rows = 64 + 2 * 32 + 2 * 128
+    row_rows = 64 + 64
     embeddings = 2 * 64 * 64 * 2
     assert plan.nbytes == matrices + 4 * (column_rows + row_rows) + embeddings + 3 * 64 * 2
-    crossing = (matrices + 4 * column_rows + embeddings) // 2  # scales of row-parallel weights are on every rank
-    assert one(plan, SamplerLayout(), "learner: gather of dense") == (1, crossing, crossing, crossing)
+    # scales of row-parallel weights are on every rank
+    crossing = (matrices + 4 * column_rows + embeddings) // 2
+    assert one(plan, SamplerLayout(), "learner: gather of dense") == (
+        1,
+        crossing,
+        crossing,
+        crossing,
+    )
     maxima = 4 * row_rows
     assert one(plan, SamplerLayout(), "learner: row maxima") == (2, maxima, 2 * maxima, maxima)
-    assert one(plan, SamplerLayout(2, 5), "learner -> sampler") == (10, plan.nbytes, 10 * plan.nbytes, plan.nbytes)
+    assert one(plan, SamplerLayout(2, 5), "learner -> sampler") == (
+        10,
+        plan.nbytes,
+        10 * plan.nbytes,
+        plan.nbytes,
+    )
     of_four = plan_sync(Model(shape, Layout(tp=4), {}), Format.int8)
     each = 2 * maxima * 3 // 4  # three quarters on the way to the sum, three on the way back
     assert one(of_four, SamplerLayout(), "learner: row maxima") == (4, each, 4 * each, each)
@@ -60,13 +83,23 @@ def test_links_by_hand() -> None:
     assert bound.out == plan.nbytes // 6
     assert bound.into == crossing + 4 * row_rows + 3 * 64 * 2
     assert bound.total == 10 * bound.into
-    assert one(plan, SamplerLayout(2, 5), "learner -> files", Transport.file) == (1, *[plan.nbytes] * 3)
+    assert one(plan, SamplerLayout(2, 5), "learner -> files", Transport.file) == (
+        1,
+        *[plan.nbytes] * 3,
+    )
     read = plan.nbytes  # of a model this small nothing is cut
-    assert one(plan, SamplerLayout(2, 5), "files -> sampler", Transport.file) == (10, read, 10 * read, read)
+    assert one(plan, SamplerLayout(2, 5), "files -> sampler", Transport.file) == (
+        10,
+        read,
+        10 * read,
+        read,
+    )
 
 
 def test_the_bound_knows_who_holds_what() -> None:
-    """A stage's weights leave its own ranks only; key-value heads are copied beyond their number."""
+    """A stage's weights leave its own ranks only; key-value heads are copied beyond their
+    number.
+    """
     shape = ModelShape.from_hf(hf_config("qwen3_moe"))
     layout = Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1)
     plan = plan_sync(Model(shape, layout, {}), Format.none)

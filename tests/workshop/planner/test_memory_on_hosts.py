@@ -1,4 +1,6 @@
-"""The plan's bytes against what a real learner's ranks hold: storages, and tensors that autograd saves."""
+"""The plan's bytes against what a real learner's ranks hold: storages, and tensors that autograd
+saves.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,19 @@ from megatron_rl.workshop.planner.memory.learner import of_stage
 pytestmark = pytest.mark.ranks
 SMALL = {**cases.QWEN3, "vocab_size": 512}
 UNTIED = {**cases.QWEN2, "vocab_size": 512, "max_position_embeddings": 1024}
-LARGE = {**cases.LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 1024}
+LARGE = {
+    **cases.LLAMA,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "vocab_size": 1024,
+}
 EXPERTS = {**cases.QWEN3_MOE, "vocab_size": 512, "moe_intermediate_size": 96}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 ONE_OF_TWO = {**cases.CHUNKS, **FULL, "recompute_method": "block"}
-SHORT, LONG = {"rows": 16, "prompt": 4, "response": 60}, {"rows": 4, "prompt": 20, "response": 480}
+SHORT = {"rows": 16, "prompt": 4, "response": 60}
+LONG = {"rows": 4, "prompt": 20, "response": 480}
 
 # name -> model, learner section, rows, precision
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], str]] = {
@@ -56,7 +65,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], str]] =
         SHORT,
         "bf16",
     ),
-    "dp2, attention recomputed": (SMALL, {"data_parallel": 2, "megatron": SELECTIVE}, SHORT, "bf16"),
+    "dp2, attention recomputed": (
+        SMALL,
+        {"data_parallel": 2, "megatron": SELECTIVE},
+        SHORT,
+        "bf16",
+    ),
     "dp2, fp32": (LARGE, {"data_parallel": 2}, SHORT, "fp32"),
     "tp2, logits in fp32": (LARGE, {"tensor_parallel": 2}, SHORT, "bf16"),
 }
@@ -73,7 +87,9 @@ def head(name: str) -> Precision:
 
 def predicted(name: str, stage: int) -> dict[str, float]:
     hf, section, rows, precision = LAYOUTS[name]
-    learner = LearnerSection(**section, precision=Precision(precision), tokens_per_microbatch=budget(rows))
+    learner = LearnerSection(
+        **section, precision=Precision(precision), tokens_per_microbatch=budget(rows)
+    )
     model = Model.of(hf, Layout.from_config(learner), head(name))
     length = rows["prompt"] + rows["response"]
     in_pack = budget(rows) // length
@@ -90,7 +106,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     jobs = []
     for name, (hf, section, rows, precision) in LAYOUTS.items():
         layout = {**section, "tokens_per_microbatch": budget(rows)}
-        job = {"name": name, "kind": "memory", "hf": hf, "layout": layout, "batch": rows, "precision": precision}
+        job = {
+            "name": name,
+            "kind": "memory",
+            "hf": hf,
+            "layout": layout,
+            "batch": rows,
+            "precision": precision,
+        }
         job["head"] = head(name).value
         jobs.append(job)
     return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("memory"))

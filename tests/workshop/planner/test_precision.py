@@ -1,4 +1,6 @@
-"""`megatron-rl plan --precision` and `--fit`: seconds by format, where low ones pay, costs from runs; the page."""
+"""`megatron-rl plan --precision` and `--fit`: seconds by format, where low ones pay, costs from
+runs; the page.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,25 @@ from megatron_rl.workshop.planner.fit import Costs, fitted, measured, seconds_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "precision.md"
-DAPO, WIDE = (str(ROOT / "recipes" / f"{name}.yaml") for name in ("dapo_fp8", "dapo-qwen3_32b-1n8g-int8"))
+DAPO, WIDE = (
+    str(ROOT / "recipes" / f"{name}.yaml") for name in ("dapo_fp8", "dapo-qwen3_32b-1n8g-int8")
+)
 HOST = Machine(Device.cpu, "x86_64 CPU")
 PHASES = ("rollout", "prox", "update", "sync")
 # a machine that is slow at what formats differ in
 TRUE = Costs(
-    {("rollout", "int8 products"): 6.0, ("rollout", "rounding fp8"): 3.0, ("rollout", "layer"): 0.5},
+    {
+        ("rollout", "int8 products"): 6.0,
+        ("rollout", "rounding fp8"): 3.0,
+        ("rollout", "layer"): 0.5,
+    },
     {"rollout": 1.3, "prox": 2.0, "update": 2.0, "sync": 4.0},
 )
 
 
-def case(place: Path, format: str = "none", width: int = 1, answer: int = 64, **rollout: Any) -> Case:
+def case(
+    place: Path, format: str = "none", width: int = 1, answer: int = 64, **rollout: Any
+) -> Case:
     hf_config = read_hf_config(place / "data/toy/model")
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     hf_config |= {name: hf_config[name] * width for name in sizes}
@@ -50,9 +60,19 @@ def case(place: Path, format: str = "none", width: int = 1, answer: int = 64, **
     return Case(config, hf_config, HOST, replace(Assumptions(), response=0.5, prompt=0.5))
 
 
-def a_run(place: Path, name: str, case: Case, steps: int = 12, slow: int = 3, devices: tuple[str, ...] = ()) -> Path:
-    """What a run of the `TRUE` machine leaves; `slow` of its steps were held up by something else."""
-    run, work = place / "runs" / name, case.work
+def a_run(
+    place: Path,
+    name: str,
+    case: Case,
+    steps: int = 12,
+    slow: int = 3,
+    devices: tuple[str, ...] = (),
+) -> Path:
+    """What a run of the `TRUE` machine leaves; `slow` of its steps were held up by something
+    else.
+    """
+    run = place / "runs" / name
+    work = case.work
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(case.config))
     (run / "env.json").write_text(json.dumps({"devices": devices}))
@@ -66,8 +86,15 @@ def a_run(place: Path, name: str, case: Case, steps: int = 12, slow: int = 3, de
         "sync/total_s": seconds["sync"],
     } | {f"time/{phase}": seconds[phase] for phase in PHASES[:3]}
     warming = {"time/rollout": 9 * seconds["rollout"]}
-    kinds = [warming] * 2 + [{"time/rollout": 5 * seconds["rollout"]}] * slow + [{}] * (steps - 2 - slow)
-    rows = [json.dumps(line | more | {"progress/step": step}) + "\n" for step, more in enumerate(kinds, 1)]
+    kinds = (
+        [warming] * 2
+        + [{"time/rollout": 5 * seconds["rollout"]}] * slow
+        + [{}] * (steps - 2 - slow)
+    )
+    rows = [
+        json.dumps(line | more | {"progress/step": step}) + "\n"
+        for step, more in enumerate(kinds, 1)
+    ]
     (run / "metrics.jsonl").write_text("".join(rows))
     return run
 
@@ -86,7 +113,9 @@ def rows(command: Command, *words: object) -> dict[str, dict[str, Any]]:
 def test_a_node_of_gpus(command: Command) -> None:
     found = rows(command, DAPO, "--on", "1x8xH100-80")
     assert list(found) == ["BF16", "INT8", "FP8", "FP8, FP8 cache"]
-    plain, fp8, cache = found["BF16"], found["FP8"], found["FP8, FP8 cache"]
+    plain = found["BF16"]
+    fp8 = found["FP8"]
+    cache = found["FP8, FP8 cache"]
     assert plain["ratio"] == 1
     assert plain["quantizing"] == 0 < fp8["quantizing"] < fp8["seconds"]["sync"]
     assert cache["seconds"]["rollout"] < fp8["seconds"]["rollout"] < plain["seconds"]["rollout"]
@@ -96,12 +125,18 @@ def test_a_node_of_gpus(command: Command) -> None:
         assert row["step"] == pytest.approx(sum(row["seconds"].values()))
         assert row["ratio"] == pytest.approx(row["step"] / plain["step"])
     ahead = rows(command, ROOT / "recipes/dapo-qwen3_8b-1n8g-int8-ahead.yaml")["FP8"]
-    shorter = min(ahead["seconds"]["rollout"], ahead["seconds"]["prox"] + ahead["seconds"]["update"])
+    shorter = min(
+        ahead["seconds"]["rollout"], ahead["seconds"]["prox"] + ahead["seconds"]["update"]
+    )
     assert ahead["step"] == pytest.approx(sum(ahead["seconds"].values()) - shorter)
 
 
-@pytest.mark.parametrize(("machine", "without"), [("1x8xB200", {"INT8"}), ("1x8xA100-80", {"FP8", "FP8, FP8 cache"})])
-def test_what_a_gpu_does_not_run_is_left_out(command: Command, machine: str, without: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("machine", "without"), [("1x8xB200", {"INT8"}), ("1x8xA100-80", {"FP8", "FP8, FP8 cache"})]
+)
+def test_what_a_gpu_does_not_run_is_left_out(
+    command: Command, machine: str, without: set[str]
+) -> None:
     assert precision.NAMES.keys() - rows(command, DAPO, "--on", machine).keys() == without
     said = command("plan", DAPO, "--on", machine, "--precision")
     assert all(f"left out  {name}: " in said for name in sorted(without)[:1])
@@ -110,15 +145,29 @@ def test_what_a_gpu_does_not_run_is_left_out(command: Command, machine: str, wit
 
 def test_a_break_even_is_where_a_step_takes_as_long(place: Path) -> None:
     base = case(place, answer=64)
-    costs = Costs({("rollout", "int8 products"): 0.1, ("rollout", "calls int8"): 0.4, ("rollout", "layer"): 0.2}, {})
+    costs = Costs(
+        {
+            ("rollout", "int8 products"): 0.1,
+            ("rollout", "calls int8"): 0.4,
+            ("rollout", "layer"): 0.2,
+        },
+        {},
+    )
     where = dict(precision._breaks(base, "INT8", costs))["answers in a step"]
     word, number = where.split()
     assert word == "above"
     samples = base.config.rollout.samples_per_prompt
     ratios = [
-        precision._step(costs, precision._with(at, "INT8")) / precision._step(costs, precision._with(at, "BF16"))
+        precision._step(costs, precision._with(at, "INT8"))
+        / precision._step(costs, precision._with(at, "BF16"))
         for share in (0.7, 1.0, 1.4)
-        for at in [case(place, answer=64, prompts_per_step=round(float(number.replace(",", "")) / samples * share))]
+        for at in [
+            case(
+                place,
+                answer=64,
+                prompts_per_step=round(float(number.replace(",", "")) / samples * share),
+            )
+        ]
     ]
     assert ratios[0] > 1 > ratios[2]
     assert abs(ratios[1] - 1) < 0.3 * min(ratios[0] - 1, 1 - ratios[2])
@@ -139,7 +188,8 @@ def test_costs_of_runs_carry_over_to_other_sizes_and_lengths(place: Path) -> Non
         for low in (int8, fp8):
             true, planned, assumed = (one / other for one, other in zip(low, plain, strict=True))
             assert planned == pytest.approx(true, rel=0.06)
-            assert abs(planned - true) < abs(assumed - true) / 2  # what is assumed is another machine
+            # what is assumed is another machine
+            assert abs(planned - true) < abs(assumed - true) / 2
         assert plain[1] == pytest.approx(plain[0], rel=0.1)
 
 
@@ -148,7 +198,9 @@ def test_what_fills_no_block_is_prefilled_for_each_answer(place: Path) -> None:
 
     def products(length: int, **sampler: Any) -> float:
         one = case(place, max_prompt_tokens=2 * length, max_response_tokens=64)
-        one = replace(one, config=replace(one.config, sampler=replace(one.config.sampler, vllm=sampler)))
+        one = replace(
+            one, config=replace(one.config, sampler=replace(one.config.sampler, vllm=sampler))
+        )
         return seconds_of(one)["rollout", "none products"]
 
     token = products(2) - products(1)
@@ -159,12 +211,17 @@ def test_what_fills_no_block_is_prefilled_for_each_answer(place: Path) -> None:
     assert products(130, enable_prefix_caching=False) - products(1) == pytest.approx(129 * token)
 
 
-def test_one_run_tells_one_factor_and_the_others_are_called_assumed(place: Path, command: Command) -> None:
+def test_one_run_tells_one_factor_and_the_others_are_called_assumed(
+    place: Path, command: Command
+) -> None:
     run = a_run(place, "int8", case(place, "int8"))
     found = measured(run, HOST)
-    assert fitted([found]).phases(found.case) == pytest.approx({**found.seconds}, rel=0.01)  # slow steps left out
+    # slow steps left out
+    assert fitted([found]).phases(found.case) == pytest.approx({**found.seconds}, rel=0.01)
     recipe = place / "mine.yaml"
-    recipe.write_text(f"base: {ROOT}/recipes/quickstart.yaml\nmodel: {{path: {place}/data/toy/model}}\n")
+    recipe.write_text(
+        f"base: {ROOT}/recipes/quickstart.yaml\nmodel: {{path: {place}/data/toy/model}}\n"
+    )
     rows_of = rows(command, recipe, "--fit", run)
     assert [name for name, row in rows_of.items() if row["assumed"]] == ["BF16", "FP8"]
     assert [row["sample_size"] for row in rows_of.values()] == [None, pytest.approx(0.9), None]
@@ -189,7 +246,9 @@ def test_what_is_no_run_is_refused_with_the_way_out(place: Path) -> None:
     few = a_run(place, "few", case(place), steps=5, slow=0)
     assert "3 step(s) behind the 2 that warm up, and 5 are needed" in refusal(measured, few, HOST)
     host = a_run(place, "host", case(place))
-    assert "it ran on a host, and the plan is for 1 node of 8" in refusal(measured, host, named("1x8xH100-80"))
+    assert "it ran on a host, and the plan is for 1 node of 8" in refusal(
+        measured, host, named("1x8xH100-80")
+    )
     gpus = a_run(place, "gpus", case(place), devices=("H100",))
     assert "it ran on GPUs" in refusal(measured, gpus, HOST)
     (place / "model_1" / "config.json").unlink()
@@ -218,4 +277,7 @@ def test_the_page_s_runs(place: Path) -> None:
     for line in block(PAGE, "sh", 0).splitlines():
         typed(place, line.replace("run.steps=20", "rollout.prompts_per_step=4 run.steps=7"))
     said = typed(place, block(PAGE, "sh", 1))
-    assert "fitted    to runs/none (none, 5 steps), runs/int8 (int8, 5 steps), runs/fp8 (fp8, 5 steps)" in said
+    assert (
+        "fitted    to runs/none (none, 5 steps), runs/int8 (int8, 5 steps), runs/fp8 (fp8, 5 steps)"
+        in said
+    )

@@ -1,4 +1,6 @@
-"""The plan against what others have published: what ran fits, what died does not, and what was slower is slower."""
+"""The plan against what others have published: what ran fits, what died does not, and what was
+slower is slower.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def test_what_ran_fits(name: str) -> None:
     found = RAN[name].plan
     learning = [one for one in found.memory if one.kind != "engine"]
     assert {one.verdict for one in learning} <= {"fits", "tight"}
-    if RAN[name].gib is not None:  # those learners keep FP32 logits, or gradients and activations in fewer bytes
+    # those learners keep FP32 logits, or gradients and activations in fewer bytes
+    if RAN[name].gib is not None:
         assert max(one.peak for one in learning) / GIB == pytest.approx(RAN[name].gib, rel=0.35)
 
 
@@ -62,16 +65,22 @@ class Timed:
         config = from_mapping(
             {
                 "rollout": {
-                    "max_prompt_tokens": self.prompt, "max_response_tokens": self.limit,
-                    "prompts_per_step": self.sequences // 16, "samples_per_prompt": 16,
+                    "max_prompt_tokens": self.prompt,
+                    "max_response_tokens": self.limit,
+                    "prompts_per_step": self.sequences // 16,
+                    "samples_per_prompt": 16,
                 },
                 "learner": section,
                 "sampler": {
                     "tensor_parallel": tp,
-                    "fleet": {"addresses": [f"http://127.0.0.1:{8000 + number}" for number in range(count)]},
+                    "fleet": {
+                        "addresses": [
+                            f"http://127.0.0.1:{8000 + number}" for number in range(count)
+                        ]
+                    },
                 },
             }
-        )  # fmt: skip
+        )
         hf_config = json.loads((CONF / "model" / f"{self.model}.json").read_text())
         if self.layers is not None:
             hf_config["num_hidden_layers"] = self.layers
@@ -82,12 +91,27 @@ class Timed:
 
 
 def nemo(
-    model: str, machine: str, learner: dict[str, Any], engines: tuple[int, int], response: int, seconds: float
+    model: str,
+    machine: str,
+    learner: dict[str, Any],
+    engines: tuple[int, int],
+    response: int,
+    seconds: float,
 ) -> Timed:
     sequences, updates = (512, 1) if "235B" in model else (2048, 4)
     limit = 8192 if "235B" in model else 4096
     return Timed(
-        published.NEMO_RL, model, machine, learner, sequences, response, seconds, "step", updates, engines, limit
+        published.NEMO_RL,
+        model,
+        machine,
+        learner,
+        sequences,
+        response,
+        seconds,
+        "step",
+        updates,
+        engines,
+        limit,
     )
 
 
@@ -98,36 +122,100 @@ def verl(machine: str, learner: dict[str, Any], seconds: float, part: str, engin
         "tokens_per_microbatch": 20480,
         "megatron": {**SP, **FULL} if learner["tensor_parallel"] > 1 else FULL,
     }
-    return Timed(source, "Qwen2.5-7B", machine, section, 8192, 1500, seconds, part, 16, (engines, 1), 8192, 300)
+    return Timed(
+        source,
+        "Qwen2.5-7B",
+        machine,
+        section,
+        8192,
+        1500,
+        seconds,
+        part,
+        16,
+        (engines, 1),
+        8192,
+        300,
+    )
 
 
 def llama(pp: int, tp: int, dp: int, tflops: float) -> Timed:
     """Seconds of an update out of the operations it was seen to do in one."""
     section = {**ranks(tp=tp, pp=pp, dp=dp), "tokens_per_microbatch": 4096}
-    section["megatron"] = {**SP, "virtual_pipeline_model_parallel_size": 5, "bias_activation_fusion": True}
-    return Timed(published.BRIDGE, "Llama-3.1-70B", "4x8xH100", section, 32, 3896, 1e3 / tflops, "update", limit=3896)
+    section["megatron"] = {
+        **SP,
+        "virtual_pipeline_model_parallel_size": 5,
+        "bias_activation_fusion": True,
+    }
+    return Timed(
+        published.BRIDGE,
+        "Llama-3.1-70B",
+        "4x8xH100",
+        section,
+        32,
+        3896,
+        1e3 / tflops,
+        "update",
+        limit=3896,
+    )
 
 
 def pai(tp: int, dp: int, seconds: float) -> Timed:
     source = "github.com/alibaba/Pai-Megatron-Patch, issue 658"
     megatron = {**FULL, "expert_tensor_parallel_size": 1, "virtual_pipeline_model_parallel_size": 3}
     megatron |= SP if tp > 1 else {}
-    section = {**ranks(tp=tp, pp=32, dp=dp, ep=8), "tokens_per_microbatch": 16384, "megatron": megatron}
+    section = {
+        **ranks(tp=tp, pp=32, dp=dp, ep=8),
+        "tokens_per_microbatch": 16384,
+        "megatron": megatron,
+    }
     # the two ends of its pipeline count as layers
-    return Timed(source, "Qwen3-235B-A22B", "32x8xH100", section, 4096, 3896, seconds, "update", limit=3896, layers=96)
+    return Timed(
+        source,
+        "Qwen3-235B-A22B",
+        "32x8xH100",
+        section,
+        4096,
+        3896,
+        seconds,
+        "update",
+        limit=3896,
+        layers=96,
+    )
 
 
 ETP1 = {"expert_tensor_parallel_size": 1}
-OF_235B = {**FULL, **SP, **ETP1, "num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}
+OF_235B = {
+    **FULL,
+    **SP,
+    **ETP1,
+    "num_layers_in_first_pipeline_stage": 11,
+    "num_layers_in_last_pipeline_stage": 11,
+}
 
 # each list from fast to slow
 ORDERED: dict[str, list[Timed]] = {
     "models": [
-        nemo("Llama-3.1-8B", "2x8xH100", {**ranks(pp=2, dp=8), "megatron": FULL}, (16, 1), 1060, 97.7),
-        nemo("Qwen3-30B-A3B", "4x8xH100", {**ranks(tp=2, dp=16, ep=8), "megatron": {**SP, **ETP1}}, (8, 4), 3154, 225),
-        nemo("Qwen3-32B", "4x8xH100", {**ranks(tp=4, pp=4, dp=2), "megatron": SP}, (8, 4), 3206, 393),
         nemo(
-            "Qwen3-235B-A22B", "16x8xH100", {**ranks(tp=2, pp=8, dp=8, ep=16), "megatron": OF_235B}, (8, 16), 5671, 506
+            "Llama-3.1-8B", "2x8xH100", {**ranks(pp=2, dp=8), "megatron": FULL}, (16, 1), 1060, 97.7
+        ),
+        nemo(
+            "Qwen3-30B-A3B",
+            "4x8xH100",
+            {**ranks(tp=2, dp=16, ep=8), "megatron": {**SP, **ETP1}},
+            (8, 4),
+            3154,
+            225,
+        ),
+        nemo(
+            "Qwen3-32B", "4x8xH100", {**ranks(tp=4, pp=4, dp=2), "megatron": SP}, (8, 4), 3206, 393
+        ),
+        nemo(
+            "Qwen3-235B-A22B",
+            "16x8xH100",
+            {**ranks(tp=2, pp=8, dp=8, ep=16), "megatron": OF_235B},
+            (8, 16),
+            5671,
+            506,
         ),
     ],
     "GPUs": [
@@ -142,7 +230,7 @@ ORDERED: dict[str, list[Timed]] = {
     "four ranks or eight for each matrix": [llama(4, 4, 2, 704), llama(4, 8, 1, 508.7)],
     "more stages or more ranks for each matrix": [llama(8, 4, 1, 668), llama(4, 8, 1, 508.7)],
     "a pair of ranks for each tensor": [pai(1, 8, 42.5), pai(2, 4, 43.5)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ORDERED)

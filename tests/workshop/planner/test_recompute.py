@@ -46,7 +46,8 @@ def update(config: Config, machine: Machine, card: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_recomputes_no_more_than_before(recipe: Path) -> None:
-    config, machine = load(recipe), named(str(cluster(recipe)[1]))
+    config = load(recipe)
+    machine = named(str(cluster(recipe)[1]))
     found, _ = decided(config, machine)
     assert update(found, machine, read_card(str(config.model.folder))) <= 1 - TIGHT
     if "-1n" in recipe.stem and recipe.stem not in RECOMPUTED:

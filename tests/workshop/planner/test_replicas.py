@@ -1,4 +1,6 @@
-"""The plan says where more, smaller engines on the same GPUs would sample faster, and does not where they would not."""
+"""The plan says where more, smaller engines on the same GPUs would sample faster, and does not
+where they would not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from megatron_rl.workshop.planner.plan import Plan, plan
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SHORT = ["rollout.max_response_tokens=1024", "reward.overlong_buffer=0"]
-SAID = re.compile(r"(\d+) engines of (\d+) on the same GPUs would take (\S+) for a rollout, not (\S+) .*")
+SAID = re.compile(
+    r"(\d+) engines of (\d+) on the same GPUs would take (\S+) for a rollout, not (\S+) .*"
+)
 
 
 def planned(recipe: str, *overrides: str) -> Plan:
@@ -31,7 +35,11 @@ def test_what_is_said_is_what_the_plan_has_for_a_fleet_of_them() -> None:
     one = planned("dr_grpo-qwen2.5_7b-1n8g-int8", *apart)
     ((count, gpus, seconds, instead),) = said(one)
     assert (count, gpus) == ("2", "2")
-    fleet = ["sampler.fleet.replicas=2", "sampler.tensor_parallel=2", "sampler.devices=['4,5','6,7']"]
+    fleet = [
+        "sampler.fleet.replicas=2",
+        "sampler.tensor_parallel=2",
+        "sampler.devices=['4,5','6,7']",
+    ]
     two = planned("dr_grpo-qwen2.5_7b-1n8g-int8", *apart, *fleet)
     assert one.time is not None
     assert two.time is not None
@@ -40,12 +48,15 @@ def test_what_is_said_is_what_the_plan_has_for_a_fleet_of_them() -> None:
 
 
 def test_nothing_is_said_of_what_is_no_faster_or_does_not_fit() -> None:
-    assert said(planned("dapo_int8", *APART)) == []  # each would have room for a quarter of the long answers
+    # each would have room for a quarter of the long answers
+    assert said(planned("dapo_int8", *APART)) == []
     assert said(planned("dapo-qwen3_8b-1n8g-int8-fleet")) == []  # of one GPU already
     large = ["model.path=models/Llama-3.1-70B", "quantization=none", "sampler.tensor_parallel=4"]
     assert said(planned("dapo_int8", *APART, *large, *SHORT)) == []
 
 
 def test_engines_that_sleep_cannot_be_many() -> None:
-    (note,) = [note for note in planned("dapo-qwen3_8b-1n8g-int8", *SHORT).notes if SAID.fullmatch(note)]
+    (note,) = [
+        note for note in planned("dapo-qwen3_8b-1n8g-int8", *SHORT).notes if SAID.fullmatch(note)
+    ]
     assert note.endswith("(sampler.engines); --suggest has such")

@@ -1,4 +1,6 @@
-"""Memory of GPUs that learner and engine share: each moment by itself, and the largest share that leaves all room."""
+"""Memory of GPUs that learner and engine share: each moment by itself, and the largest share that
+leaves all room.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ from megatron_rl.workshop.planner.plan import Plan, plan, share_problems
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
-COLOCATED = [path for path in RECIPES if merged(of_recipe(path))["sampler"].get("sleep", "none") != "none"]
-MACHINES = {8: ("1x8xH100-80", "1x8xH200", "1x8xB200"), 1: ("1x1xH100-80", "1x1xA100-40", "1x1xL40S")}
+COLOCATED = [
+    path for path in RECIPES if merged(of_recipe(path))["sampler"].get("sleep", "none") != "none"
+]
+MACHINES = {
+    8: ("1x8xH100-80", "1x8xH200", "1x8xB200"),
+    1: ("1x1xH100-80", "1x1xA100-40", "1x1xL40S"),
+}
 
 
 def planned(config: Config, machine: str, **vllm: float | None) -> Plan:
@@ -39,20 +46,27 @@ def parts(memory: Memory, moment: str) -> set[str]:
 
 @pytest.mark.parametrize("recipe", COLOCATED, ids=lambda path: path.stem)
 def test_each_moment_has_its_own_memory(recipe: Path) -> None:
-    config, machine = load(recipe), str(cluster(recipe)[1])
+    config = load(recipe)
+    machine = str(cluster(recipe)[1])
     memory = shared(planned(config, machine))
     assert tuple(memory.phases) == MOMENTS
     assert parts(memory, "start") == set()  # nothing else is there
-    stays = {"weights"} | ({"gradients", "masters, moments"} if config.learner.offload is Offload.none else set())
+    stays = {"weights"} | (
+        {"gradients", "masters, moments"} if config.learner.offload is Offload.none else set()
+    )
     assert stays <= parts(memory, "rollout") < parts(memory, "probe")
     assert {"weights", "gradients", "masters, moments"} <= parts(memory, "update")
     assert ("masters, moments" in parts(memory, "rollout")) == ("masters, moments" in stays)
     awake = {moment for moment in MOMENTS if CACHE in memory.phases[moment]}
     assert awake == {"start", "rollout", "probe", "save"}
     for moment in ("prox", "update"):
-        assert {part for part in memory.phases[moment] if part.startswith("engine: ")} == {"engine: asleep"}
+        assert {part for part in memory.phases[moment] if part.startswith("engine: ")} == {
+            "engine: asleep"
+        }
     assert {"sync", "engine: weights", "engine: runtime"} <= memory.phases["sync"].keys()
-    beside = shared(planned(replace(config, sampler=replace(config.sampler, sleep=Sleep.none)), machine))
+    beside = shared(
+        planned(replace(config, sampler=replace(config.sampler, sleep=Sleep.none)), machine)
+    )
     assert "masters, moments" in parts(beside, "start")
     assert all(CACHE in moment for moment in beside.phases.values())
 
@@ -75,8 +89,11 @@ def test_the_largest_share_fits_and_the_next_does_not(recipe: Path) -> None:
 
 @pytest.mark.parametrize("recipe", COLOCATED, ids=lambda path: path.stem)
 def test_a_recipe_that_colocates_has_the_largest_share_with_room_to_spare(recipe: Path) -> None:
-    config, machine = load(recipe), str(cluster(recipe)[1])
-    assert config.sampler.vllm["gpu_memory_utilization"] == largest_share(shared(planned(config, machine)), TIGHT)
+    config = load(recipe)
+    machine = str(cluster(recipe)[1])
+    assert config.sampler.vllm["gpu_memory_utilization"] == largest_share(
+        shared(planned(config, machine)), TIGHT
+    )
 
 
 def test_an_engine_alone_leaves_room_for_what_lies_beside_its_share() -> None:
@@ -94,10 +111,13 @@ def test_the_share_has_to_be_free_where_the_cache_is_given() -> None:
     """vLLM looks at it before it looks at kv_cache_memory_bytes."""
     config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml")
     memory = shared(planned(config, "1x8xH100-80", kv_cache_memory_bytes=8 * GIB))
-    asked, awake = sum(memory.phases["start"].values()), sum(memory.phases["rollout"].values())
+    asked = sum(memory.phases["start"].values())
+    awake = sum(memory.phases["rollout"].values())
     share = config.sampler.vllm["gpu_memory_utilization"]
     assert memory.limit is not None
-    assert asked == pytest.approx(share * memory.limit + memory.phases["start"]["engine: CUDA, NCCL"])
+    assert asked == pytest.approx(
+        share * memory.limit + memory.phases["start"]["engine: CUDA, NCCL"]
+    )
     assert "engine: unused" not in memory.phases["rollout"]
     assert awake < shared(planned(config, "1x8xH100-80")).peak
 
@@ -106,7 +126,8 @@ def test_only_what_another_share_would_mend_is_said_of_it() -> None:
     config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml")
     card = read_card(config.model.path)
     assert share_problems(config, card, named("1x8xH100-80")) == []
-    assert share_problems(config, card, replace(named("1x8xH100-80"), gib=0.0)) == []  # its memory is not known
+    # its memory is not known
+    assert share_problems(config, card, replace(named("1x8xH100-80"), gib=0.0)) == []
     kept = replace(config, learner=replace(config.learner, recompute=Recompute.none))
     small = planned(kept, "1x8xL4")  # the update alone is too much
     assert small.problems[0].startswith("memory: ")

@@ -1,4 +1,6 @@
-"""`megatron-rl plan`: printed for recipes and planned sizes alike, in numbers that agree with each other."""
+"""`megatron-rl plan`: printed for recipes and planned sizes alike, in numbers that agree with each
+other.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from helpers import Command
 
 ROOT = Path(__file__).parents[3]
 TRILLION = (
-    "plan tools/bench/moe_1t.json quantization=fp8 sampler.tensor_parallel=8 learner.tensor_parallel=8 "
-    "learner.pipeline_parallel=16 learner.data_parallel=8 learner.expert_parallel=64 "
-    "learner.megatron.expert_tensor_parallel_size=1 learner.megatron.num_layers_in_first_pipeline_stage=3 "
+    "plan tools/bench/moe_1t.json quantization=fp8 sampler.tensor_parallel=8 "
+    "learner.tensor_parallel=8 learner.pipeline_parallel=16 learner.data_parallel=8 "
+    "learner.expert_parallel=64 learner.megatron.expert_tensor_parallel_size=1 "
+    "learner.megatron.num_layers_in_first_pipeline_stage=3 "
     "learner.megatron.num_layers_in_last_pipeline_stage=2 --replicas 64 --link-gbs 50"
 )
 
@@ -35,13 +38,18 @@ def test_a_recipe(place: Path, command: Command) -> None:
     link = cells(report, "files -> sampler")
     assert link[1] == "3"
     assert link[2] == link[4] == cells(report, "learner -> files")[2] == total[2]
-    assert cells(report, "into a sampler rank")[1] == total[2]  # one rank per engine holds everything
+    # one rank per engine holds everything
+    assert cells(report, "into a sampler rank")[1] == total[2]
     assert " s" not in link[-1]
-    assert cells(command("plan", "mine.yaml", "--link-gbs", "2"), "files -> sampler")[-1].endswith(" s")
+    assert cells(command("plan", "mine.yaml", "--link-gbs", "2"), "files -> sampler")[-1].endswith(
+        " s"
+    )
 
 
 def test_a_folder_stands_for_its_config(place: Path, command: Command) -> None:
-    from_folder = command("plan", "data/toy/model", "quantization=int8", "learner.tensor_parallel=2")
+    from_folder = command(
+        "plan", "data/toy/model", "quantization=int8", "learner.tensor_parallel=2"
+    )
     assert cells(from_folder, "together") == cells(command("plan", "mine.yaml"), "together")
 
 
@@ -53,14 +61,30 @@ def test_a_folder_stands_for_its_config(place: Path, command: Command) -> None:
         (["data/toy/train.jsonl"], ["train.jsonl"]),
         (["mine.yaml", "learner.tensor_paralel=2"], ["did you mean learner.tensor_parallel"]),
         (["mine.yaml", "model.path=nowhere"], ["model.path", "config.json"]),
-        (["mine.yaml", "learner.tensor_parallel=3"], ["learner.tensor_parallel=3", "nearest valid: 2 or 4"]),
-        (["mine.yaml", "learner.tensor_parallel=0"], ["learner.tensor_parallel: 0, expected 1 or more"]),
-        (["mine.yaml", "learner.tensor_parallel=3", "sampler.tensor_parallel=3", "--replicas", "0"],
-         ["learner.tensor_parallel=3", "sampler.tensor_parallel=3", "--replicas 0"]),
+        (
+            ["mine.yaml", "learner.tensor_parallel=3"],
+            ["learner.tensor_parallel=3", "nearest valid: 2 or 4"],
+        ),
+        (
+            ["mine.yaml", "learner.tensor_parallel=0"],
+            ["learner.tensor_parallel: 0, expected 1 or more"],
+        ),
+        (
+            [
+                "mine.yaml",
+                "learner.tensor_parallel=3",
+                "sampler.tensor_parallel=3",
+                "--replicas",
+                "0",
+            ],
+            ["learner.tensor_parallel=3", "sampler.tensor_parallel=3", "--replicas 0"],
+        ),
         (["mine.yaml", "--link-gbs", "0"], ["--link-gbs 0"]),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_named(place: Path, command: Command, words: list[str], expected: list[str]) -> None:
+)
+def test_what_does_not_fit_is_named(
+    place: Path, command: Command, words: list[str], expected: list[str]
+) -> None:
     errors = command("plan", *words, status=2)
     assert "Traceback" not in errors
     assert all(word in errors for word in expected), errors
@@ -70,36 +94,59 @@ def test_nothing_is_written_and_no_torch_is_loaded(place: Path) -> None:
     before = sorted(place.rglob("*"))
     code = "import sys; from megatron_rl import cli; cli.main(['plan', 'mine.yaml']); sys.exit('torch' in sys.modules)"
     result = subprocess.run(
-        [sys.executable, "-c", code], timeout=240, capture_output=True, env={"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", code],
+        timeout=240,
+        capture_output=True,
+        env={"PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_trillion_parameters_on_1536_ranks(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+def test_a_trillion_parameters_on_1536_ranks(
+    monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     monkeypatch.chdir(ROOT)
     report = command("plan", *TRILLION.split()[1:])
     assert "1,024 ranks (TP8 PP16 EP64 DP8), of which 1,024 write" in report
     assert "512 ranks (TP8 x 64 engines)" in report
     hf = json.loads((ROOT / "tools/bench/moe_1t.json").read_text())
-    experts = hf["num_hidden_layers"] * hf["num_experts"] * 3 * hf["hidden_size"] * hf["moe_intermediate_size"]
+    experts = (
+        hf["num_hidden_layers"]
+        * hf["num_experts"]
+        * 3
+        * hf["hidden_size"]
+        * hf["moe_intermediate_size"]
+    )
     parameters = float(report.split(" M parameters")[0].rsplit(" ", 1)[1].replace(",", "")) * 1e6
     assert experts < parameters < 1.02 * experts
-    assert (cells(report, "learner -> files")[1], cells(report, "files -> sampler")[1]) == ("1,024", "512")
+    assert (cells(report, "learner -> files")[1], cells(report, "files -> sampler")[1]) == (
+        "1,024",
+        "512",
+    )
     assert "the busiest end carries 1.0x of the least" in report
-    assert 0 < float(report.partition(" TB/s, ")[2].partition("%")[0]) <= 10, "of the sync engines stand still"
+    assert 0 < float(report.partition(" TB/s, ")[2].partition("%")[0]) <= 10, (
+        "of the sync engines stand still"
+    )
     assert cells(report, "learner: gather of dense weights")[1] == f"{16 * 7}"
-    assert [cells(report, name)[1].endswith("iB") for name in ("out of", "into a", "into all")] == [True] * 3
+    assert [cells(report, name)[1].endswith("iB") for name in ("out of", "into a", "into all")] == [
+        True
+    ] * 3
     assert "against" in report
 
 
 def test_the_readme_s_command(place: Path, command: Command) -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    (line,) = [line.partition("#")[0] for line in lines if line.startswith("megatron-rl plan recipes")]
+    (line,) = [
+        line.partition("#")[0] for line in lines if line.startswith("megatron-rl plan recipes")
+    ]
     recipe, *options = line.split()[2:]
     assert "4 engines" in command("plan", str(ROOT / recipe), "model.path=data/toy/model", *options)
 
 
 def test_the_documents_name_this_command() -> None:
-    shown = [text.replace("\\\n", "") for text in (path.read_text() for path in (ROOT / "docs").glob("*.md"))]
+    shown = [
+        text.replace("\\\n", "")
+        for text in (path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    ]
     assert any("megatron-rl " + TRILLION in " ".join(text.split()) for text in shown)

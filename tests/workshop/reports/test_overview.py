@@ -50,9 +50,8 @@ def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (RunDir(run).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
     standing = {"entropy": {"since": 7, "value": 0.02}}
     mark_status(run, "running", "", steps=4 * STEPS, alarms=standing, heartbeat=now())
-    monkeypatch.setattr(
-        "megatron_rl.workshop.reports.run_data.known_status", read_status
-    )  # as its owner, who lives, would see it
+    # as its owner, who lives, would see it
+    monkeypatch.setattr("megatron_rl.workshop.reports.run_data.known_status", read_status)
     said = lines(describe(run))
     assert "left" in said["step"]
     assert "entropy, since 7, value 0.02" in said["alarm"]
@@ -93,7 +92,11 @@ def test_watching_a_run_whose_files_are_torn(run: Path, tmp_path: Path) -> None:
 
 
 def test_torn_and_strange_folders(run: Path, tmp_path: Path, command: Command) -> None:
-    for content in ("{", "[1]", json.dumps({"state": "running", "alarms": [1, "x"], "steps": "x", "heartbeat": 3})):
+    for content in (
+        "{",
+        "[1]",
+        json.dumps({"state": "running", "alarms": [1, "x"], "steps": "x", "heartbeat": 3}),
+    ):
         torn = tmp_path / "torn"
         torn.mkdir(exist_ok=True)
         (torn / "status.json").write_text(content)

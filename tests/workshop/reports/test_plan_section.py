@@ -1,4 +1,6 @@
-"""The plan on the report's page: what a run's directory keeps of it, drawn beside what was measured."""
+"""The plan on the report's page: what a run's directory keeps of it, drawn beside what was
+measured.
+"""
 
 import json
 from pathlib import Path
@@ -37,7 +39,9 @@ def test_memory_and_time_are_drawn(run: Path) -> None:
             assert drawn == pytest.approx(sum(parts.values()) / 2**30)
     fills = [(bar.marker.color, bar.marker.pattern.shape) for bar in memory.data]
     assert len({*fills}) == len(fills) > 8
-    assert [line.y0 for line in memory.layout.shapes] == [pytest.approx(kept["memory"][0]["limit"] / 2**30)]
+    assert [line.y0 for line in memory.layout.shapes] == [
+        pytest.approx(kept["memory"][0]["limit"] / 2**30)
+    ]
     asked, measured = time.data
     assert asked.y[0] == kept["seconds"]["rollout"]
     assert measured.y[0] == load_run(run).median("time/rollout")

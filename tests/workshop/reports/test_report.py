@@ -29,7 +29,13 @@ from megatron_rl.workshop.reports.svg import nice_ticks
 
 SINGLE = (
     *("Reward", "Held-out accuracy", "Mismatch KL", "Effective sample size", "Importance ratio"),
-    *("Logprob probe after sync", "Where a step's time goes", "Weight sync", "Weight sync size", "Response length"),
+    *(
+        "Logprob probe after sync",
+        "Where a step's time goes",
+        "Weight sync",
+        "Weight sync size",
+        "Response length",
+    ),
     *("Entropy", "Gradient norm", "Clipping and rejection"),
 )
 
@@ -41,7 +47,9 @@ def runs(tmp_path_factory):
         make_run(folder, "tis_int8", steps=20),
         make_run(folder, "none_bf16", steps=20, level=Level.none, fmt=Format.none, seed=1),
     ]
-    assert [finish(RunDir(path), Config()) for path in made] == [f"report   {path}/report.html" for path in made]
+    assert [finish(RunDir(path), Config()) for path in made] == [
+        f"report   {path}/report.html" for path in made
+    ]
     return made
 
 
@@ -66,14 +74,18 @@ def test_nothing_is_fetched(runs, tmp_path):
 
 
 def test_reports_of_one_folder_share_the_library(runs, tmp_path):
-    first, second, both = tmp_path / "a" / "report.html", tmp_path / "b" / "report.html", tmp_path / "both.html"
+    first = tmp_path / "a" / "report.html"
+    second = tmp_path / "b" / "report.html"
+    both = tmp_path / "both.html"
     for page_of_run in (first, second, first):
         page_of_run.parent.mkdir(exist_ok=True)
         write_report(runs[:1], page_of_run)
         if page_of_run is first and not second.exists():
             assert not from_elsewhere(first)
     write_report(runs, both)
-    assert [from_elsewhere(one) for one in (first, second, both)] == [[f"../{LIBRARY}"]] * 2 + [[LIBRARY]]
+    assert [from_elsewhere(one) for one in (first, second, both)] == [[f"../{LIBRARY}"]] * 2 + [
+        [LIBRARY]
+    ]
     assert (tmp_path / LIBRARY).stat().st_size > 3_000_000
     assert max(one.stat().st_size for one in (first, second, both)) < 1_000_000
 
@@ -113,7 +125,8 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
     figure = figures.ratio_histogram([run])
     by_name = {trace.name: np.array(trace.y) for trace in figure.data}
     centres = np.array(figure.data[0].x)
-    applied, empty = by_name["applied weight"], by_name["rho"].min()
+    applied = by_name["applied weight"]
+    empty = by_name["rho"].min()
     assert by_name["rho"][centres > 2.2].max() > empty
     assert (applied[centres > 2.2] == empty).all()
     assert abs(by_name["rho"].sum() - 1) < 0.1
@@ -123,7 +136,9 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
 
 def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
-    none = Scored(Rollout(Prompt(0, (1,), "", {}), 0, 0, [5], [float("nan")], [1], "stop", 0), reward=0.0)
+    none = Scored(
+        Rollout(Prompt(0, (1,), "", {}), 0, 0, [5], [float("nan")], [1], "stop", 0), reward=0.0
+    )
     for each in list((tmp_path / "run" / "rollouts").glob("step_*.parquet")):
         write_rollouts(each, [none], prox_logprobs_BT=torch.zeros(1, 1))
     run = load_run(tmp_path / "run")
@@ -140,8 +155,14 @@ def test_breakdowns_hold_every_recorded_token(runs):
 
 def test_the_cuts_are_shown_where_they_cut(runs):
     """The recorded answers are of several lengths and ages; all ended alike, and in one format."""
-    shown = [title for title in panels((runs[0] / "report.html").read_text()) if title.startswith("Mismatch by")]
-    assert shown == [f"Mismatch by {name}" for name in ("probability", "position", "length", "staleness")]
+    shown = [
+        title
+        for title in panels((runs[0] / "report.html").read_text())
+        if title.startswith("Mismatch by")
+    ]
+    assert shown == [
+        f"Mismatch by {name}" for name in ("probability", "position", "length", "staleness")
+    ]
     (trace,) = figures.mismatch_by([load_run(runs[0])], "staleness", "").data
     assert list(trace.x) == ["6", "16"]  # steps 10 and 20, all written by version 3
     both = figures.mismatch_by(load_runs(runs), "length", "").data
@@ -165,7 +186,9 @@ def test_a_failing_report_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_rl.workshop.reports.report.page", lambda *given: 1 / 0)
     assert write_own_report(RunDir(tmp_path)) == ""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert write_own_report(RunDir(tmp_path)).startswith("report.html was not written: ZeroDivisionError")
+    assert write_own_report(RunDir(tmp_path)).startswith(
+        "report.html was not written: ZeroDivisionError"
+    )
 
 
 def test_a_device_that_is_gone_costs_the_plan_alone(runs, monkeypatch):
@@ -178,9 +201,19 @@ def test_a_device_that_is_gone_costs_the_plan_alone(runs, monkeypatch):
 
 def test_a_supervised_run_shows_no_mismatch(tmp_path):
     config = Config(rollout=RolloutSection(source=RolloutSource.dataset))
-    with Recorder(config.log, make_yaml(config, "warm"), tmp_path / "warm", 2, quiet(2)) as recorder:
+    with Recorder(
+        config.log, make_yaml(config, "warm"), tmp_path / "warm", 2, quiet(2)
+    ) as recorder:
         for step in (1, 2):
-            recorder.log(step, {"loss/total": 1.0, "rollout_corr/kl": 0.0, "reward/mean": 1.0, "eval/accuracy": 0.1})
+            recorder.log(
+                step,
+                {
+                    "loss/total": 1.0,
+                    "rollout_corr/kl": 0.0,
+                    "reward/mean": 1.0,
+                    "eval/accuracy": 0.1,
+                },
+            )
     assert write_own_report(recorder.run) == ""
     shown = panels((tmp_path / "warm/report.html").read_text())
     assert shown[:2] == ["Loss", "Held-out accuracy"]
@@ -201,7 +234,9 @@ def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
 
 def test_of_a_step_done_twice_the_latest_counts(tmp_path):
     lines = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4), (3, 0.5)]
-    text = "".join(json.dumps({"progress/step": step, "loss/total": value}) + "\n" for step, value in lines)
+    text = "".join(
+        json.dumps({"progress/step": step, "loss/total": value}) + "\n" for step, value in lines
+    )
     (tmp_path / "metrics.jsonl").write_text(text)
     assert load_run(tmp_path).series("loss/total").values == [0.1, 0.4, 0.5]
 
@@ -209,13 +244,24 @@ def test_of_a_step_done_twice_the_latest_counts(tmp_path):
 def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
     root = ElementTree.fromstring(summary_svg(load_runs(runs)))
     assert len(root.findall(".//{*}polyline")) == 6
-    numbers = [float(n) for line in root.findall(".//{*}polyline") for n in re.split("[ ,]", line.get("points"))]
+    numbers = [
+        float(n)
+        for line in root.findall(".//{*}polyline")
+        for n in re.split("[ ,]", line.get("points"))
+    ]
     assert all(0 <= number <= 1200 for number in numbers)
     assert {"tis_int8", "none_bf16"} <= {text.text for text in root.findall(".//{*}text")}
 
 
 def test_of_runs_with_an_environment_it_shows_the_calls_of_each_session(tmp_path):
-    lines = [{"progress/step": 1, "session/tool_calls": 6, "session/turn_0/sessions": 4, "eval/accuracy": 0.5}]
+    lines = [
+        {
+            "progress/step": 1,
+            "session/tool_calls": 6,
+            "session/turn_0/sessions": 4,
+            "eval/accuracy": 0.5,
+        }
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = load_run(tmp_path)
     assert calls(run).values == [1.5]
@@ -231,7 +277,9 @@ def test_an_answer_of_many_tokens_is_shown_by_its_ends():
     assert len(shown) == 400 + 1
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.0043), (0, 60), (-0.3, 17), (2, 2), (0, 0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 0.0043), (0, 60), (-0.3, 17), (2, 2), (0, 0)]
+)
 def test_ticks_enclose_the_values(low, high):
     ticks = nice_ticks(low, high)
     assert ticks[0] <= low

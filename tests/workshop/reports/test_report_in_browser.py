@@ -1,4 +1,6 @@
-"""Words of a model, a data set or a server, in a report that a browser opens: nothing of them runs."""
+"""Words of a model, a data set or a server, in a report that a browser opens: nothing of them
+runs.
+"""
 
 import shutil
 import subprocess
@@ -14,7 +16,9 @@ from megatron_rl.runs.console import PlainDisplay
 from megatron_rl.runs.record import Recorder
 from megatron_rl.workshop.reports.report import write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 RUNS = "document.body.setAttribute('data-ran','yes');document.title='ran'"
 HOSTILE = (
     f"<script>{RUNS}</script>",
@@ -31,14 +35,19 @@ HOSTILE = (
 
 def hostile_run(folder: Path) -> tuple[Path, str]:
     """A run all of whose words are hostile, and what its screen was told."""
-    config, said = make_config(), StringIO()
-    with Recorder(config.log, make_yaml(config, "run"), folder / "run", 3, PlainDisplay(3, said)) as recorder:
+    config = make_config()
+    said = StringIO()
+    with Recorder(
+        config.log, make_yaml(config, "run"), folder / "run", 3, PlainDisplay(3, said)
+    ) as recorder:
         for step in range(1, 4):
             scored, prox_BT = make_scored(len(HOSTILE), seed=step)
             bad = [worded(one, text) for one, text in zip(scored, HOSTILE, strict=True)]
             lengths = [len(one.rollout.token_ids) for one in bad]
             pieces = {row: [text] * lengths[row] for row, text in enumerate(HOSTILE)}
-            recorder.rollouts(step, bad, prox_logprobs_BT=prox_BT, pieces=pieces, truths=list(HOSTILE))
+            recorder.rollouts(
+                step, bad, prox_logprobs_BT=prox_BT, pieces=pieces, truths=list(HOSTILE)
+            )
             recorder.log(step, {"reward/mean": 0.5, "loss/total": 0.1})
             recorder.note(f"server   {HOSTILE[0]}")
     return folder / "run", said.getvalue()
@@ -51,7 +60,8 @@ def worded(one, text: str):
 
 
 @pytest.mark.fault(
-    "prompts, answers and errors hold scripts, escapes, half characters", "a report shows them; none runs"
+    "prompts, answers and errors hold scripts, escapes, half characters",
+    "a report shows them; none runs",
 )
 @pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")
 def test_nothing_of_them_runs(tmp_path: Path) -> None:
@@ -64,8 +74,14 @@ def test_nothing_of_them_runs(tmp_path: Path) -> None:
     seen.feed(found)
     assert "main" in seen.tags
     assert not seen.tags & {"iframe", "img", "object", "embed", "base"}
-    assert not [name for name, value in seen.attributes if name.startswith("on") or name == "data-ran"]
-    assert not [value for _, value in seen.attributes if (value or "").strip().lower().startswith("javascript:")]
+    assert not [
+        name for name, value in seen.attributes if name.startswith("on") or name == "data-ran"
+    ]
+    assert not [
+        value
+        for _, value in seen.attributes
+        if (value or "").strip().lower().startswith("javascript:")
+    ]
     assert "<title>ran" not in found
     assert "&lt;script&gt;document.body" in found
     assert len(found) < 10 * len(HOSTILE[-1]) + 8 * 2**20
@@ -86,6 +102,12 @@ class Elements(HTMLParser):
 
 def opened(page: Path, profile: Path) -> str:
     """The document after all of its scripts have run."""
-    words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    words = [
+        str(BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+    ]
     words += ["--virtual-time-budget=10000", "--dump-dom", page.as_uri()]
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout

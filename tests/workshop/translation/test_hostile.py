@@ -1,5 +1,6 @@
-"""Files that somebody else made to do harm: what they hold stays text, what they cost is bounded, and an error is one
-line."""
+"""Files that somebody else made to do harm: what they hold stays text, what they cost is bounded,
+and an error is one line.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +30,17 @@ data: {train: {dataset_name: x}}
 cluster: {num_nodes: 1, gpus_per_node: 8}
 """
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_files=x.parquet"
-SPECIAL = "\x85\u2028\u2029\r\n\t\v\f\x1c\x1b\u202e\ufeff\xa0\x00\\\"':#-?{}[]&*!|>%@`,0123456789e._+~=< "
+SPECIAL = (
+    "\x85\u2028\u2029\r\n\t\v\f\x1c\x1b\u202e\ufeff\xa0\x00\\\"':#-?{}[]&*!|>%@`,0123456789e._+~=< "
+)
 TEXTS = st.text(st.one_of(st.sampled_from(SPECIAL), st.characters()), min_size=1, max_size=30)
 
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Write a file and translate it; the status and all that is printed. No recipe has a fleet to give a key to."""
+    """Write a file and translate it; the status and all that is printed. No recipe has a fleet to
+    give a key to.
+    """
     monkeypatch.setenv("MEGATRON_RL_FLEET_KEY", "short")
     monkeypatch.setenv("WANDB_API_KEY", "8765")
     monkeypatch.chdir(tmp_path)
@@ -55,7 +60,8 @@ def write(path: Path, text: str) -> Path:
 
 # as keys, values, words and flags; TEXT is quoted as each form has it
 FORMS = {
-    "nemo_rl a.yaml": NEMO.replace("name: x", "name: TEXT") + 'TEXT: TEXT\nfoo: {TEXT: TEXT, bar: "${nothing}"}\n',
+    "nemo_rl a.yaml": NEMO.replace("name: x", "name: TEXT")
+    + 'TEXT: TEXT\nfoo: {TEXT: TEXT, bar: "${nothing}"}\n',
     "verl a.sh": f"{VERL} TEXT reward_model.enable=TEXT k=TEXT$NO --TEXT 1",
     "trl a.py": "GRPOConfig(max_steps=8, zzz=TEXT)\nGRPOTrainer(model=TEXT, reward_funcs=TEXT)",
     "prime_rl a.toml": "max_steps = 10\nTEXT = TEXT\n[model]\nname = TEXT",
@@ -64,7 +70,9 @@ FORMS = {
 
 @pytest.mark.parametrize("separator", SPECIAL[:13])
 @pytest.mark.parametrize(("form", "text"), FORMS.items())
-def test_text_of_a_file_stays_in_its_comment(separator: str, form: str, text: str, run: Any) -> None:
+def test_text_of_a_file_stays_in_its_comment(
+    separator: str, form: str, text: str, run: Any
+) -> None:
     evil = f'zzz{separator}environment: {{name: "evil.py:f"}} #'
     text = text.replace("TEXT", f"'{evil}'" if form == "verl a.sh" else json.dumps(evil))
     project, name = form.split()
@@ -78,10 +86,14 @@ def test_text_of_a_file_stays_in_its_comment(separator: str, form: str, text: st
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, TEXTS, st.dictionaries(TEXTS, TEXTS, max_size=2))
-def test_what_is_written_is_read_as_the_same_keys(model: str, rows: str, rest: dict[str, str]) -> None:
+def test_what_is_written_is_read_as_the_same_keys(
+    model: str, rows: str, rest: dict[str, str]
+) -> None:
     with TemporaryDirectory() as folder, suppress(TranslationError):
         policy = {"model_name": f"a/{model}", "tokenizer": {"chat_template_kwargs": {"x": rows}}}
-        text = json.dumps({"policy": policy, "data": {"train": {"dataset_name": rows}}, "other": rest})
+        text = json.dumps(
+            {"policy": policy, "data": {"train": {"dataset_name": rows}}, "other": rest}
+        )
         made = recipe("nemo_rl", write(Path(folder) / "theirs.yaml", text), {})
         assert yaml.safe_load(made.text(rows)) == made.mapping
 
@@ -162,7 +174,10 @@ def test_what_is_refused(case: dict[str, Any], run: Any, tmp_path: Path) -> None
     write(tmp_path / "list.yaml", "- a\n")
     os.mkfifo(tmp_path / "pipe")
     for place in range(16):
-        write(tmp_path / f"c{place}.yaml", f"defaults: {[f'c{place + 1}.yaml'] * 3}" if place < 15 else "{}")
+        write(
+            tmp_path / f"c{place}.yaml",
+            f"defaults: {[f'c{place + 1}.yaml'] * 3}" if place < 15 else "{}",
+        )
     more = case.get("more", "")
     text = case.get("text", "")
     for place in range(case.get("times", 0)):
@@ -184,5 +199,10 @@ def test_overrides_behind_the_file_that_is_written(run: Any) -> None:
     script = 'source elsewhere.sh\nVERL actor_rollout_ref.actor.optim.lr=$LR "${MORE[@]}"\n'
     words = ["LR=3e-6", "MORE=data.seed=5 trainer.total_training_steps=7", "trainer.project_name=x"]
     said = run("verl", "a.sh", script, "-o", "-", *words)[1]
-    assert all(part in said for part in ("lr: 3.0e-06", "seed: 5", "steps: 7", "trainer.project_name")), said
-    assert "of the command line, not about correction: trainer.project_name" in run("verl", "a.sh", script, *words)[1]
+    assert all(
+        part in said for part in ("lr: 3.0e-06", "seed: 5", "steps: 7", "trainer.project_name")
+    ), said
+    assert (
+        "of the command line, not about correction: trainer.project_name"
+        in run("verl", "a.sh", script, *words)[1]
+    )

@@ -1,4 +1,6 @@
-"""Whole recipes of other projects: small files with their keys, read, translated, and every key accounted for."""
+"""Whole recipes of other projects: small files with their keys, read, translated, and every key
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -140,43 +142,157 @@ lr = 3e-6
 """
 # the file of each project, those beside it, and what is ours then
 CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
-    "verl": ("run.sh", VERL, {}, {
-        "cluster": "1n8g", "model.preset": "Qwen3-8B", "data.train": {"data/a.parquet": 1.0, "data/b.parquet": 1.0},
-        "rollout.prompts_per_step": 512, "rollout.max_response_tokens": 2048, "rollout.samples_per_prompt": 8,
-        "learner.n_minibatches": 4, "learner.tensor_parallel": 4, "learner.pipeline_parallel": 2,
-        "learner.data_parallel": 1, "sampler.engines": 2, "sampler.sleep": "discard", "loss.clip_low": 0.2,
-        "loss.clip_high": 0.28, "loss.dual_clip": 3.0, "optim.megatron.weight_decay": 0.01, "log.wandb": "auto",
-        "correction.weight.level": "token", "rollout.dynamic_sampling": False, "optim.warmup_steps": 40,
-        "advantage.estimator": "rloo"}),
-    "slime": ("run.sh", SLIME, {"model.sh": "MODEL_ARGS=(\n  --num-layers 36\n  --swiglu\n)"}, {
-        "model.path": "/root/Qwen3-4B", "data.eval": "aime.jsonl", "data.prompt_key": "prompt", "data.template": {},
-        "learner.n_minibatches": 2, "loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4,
-        "loss.reduction": "seq_mean_token_mean", "loss.kl_cap": 1e9, "loss.kl_estimator": "k3", "run.steps": 30,
-        "advantage.estimator": "dr_grpo",
-        "learner.tokens_per_microbatch": 10240, "learner.data_parallel": 4, "correction.weight.high": 2.0}),
-    "openrlhf": ("run.sh", OPENRLHF, {}, {
-        "model.path": "models/Llama-3-8b", "loss.clip_high": 0.27, "sampler.engines": 4, "learner.n_minibatches": 4,
-        "rollout.max_prompt_tokens": 512, "rollout.max_response_tokens": 1536, "advantage.estimator": "dr_grpo",
-        "loss.kl_coef": 0.0, "optim.decay": "cosine", "optim.min_lr": 1e-7, "correction.renormalize": False}),
-    "nemo_rl": ("mine.yaml", NEMO, {"base.yaml": NEMO_BASE}, {
-        "learner.tensor_parallel": 4, "optim.lr": 5e-6, "learner.n_minibatches": 4, "advantage.estimator": "rloo",
-        "rollout.max_prompt_tokens": 2048, "rollout.max_response_tokens": 2048, "loss.kl_estimator": "k2",
-        "rollout.dynamic_sampling": True, "learner.data_parallel": 2, "loss.name": "ppo"}),
-    "skyrl": ("run.sh", SKYRL, {}, {
-        "loss.name": "cispo", "loss.clip_high": 3.0, "loss.clip_low": 1.0, "learner.n_minibatches": 2,
-        "loss.kl_coef": 0.0, "sampler.devices": "0,1,2,3", "loss.dual_clip": None}),
-    "areal": ("run.yaml", AREAL, {}, {
-        "learner.tensor_parallel": 2, "learner.data_parallel": 2, "sampler.devices": "4,5,6,7", "sampler.engines": 4,
-        "rollout.ahead": 2, "advantage.estimator": "dr_grpo", "loss.clip_low": 0.4, "loss.clip_high": 0.4,
-        "learner.n_minibatches": 2, "rollout.prompts_per_step": 16, "correction.reject": 1}),
-    "trl": ("run.py", TRL, {}, {
-        "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4, "loss.reduction": "seq_mean_token_sum_norm",
-        "loss.kl_coef": 0.04, "loss.kl_cap": 1e9, "optim.warmup_steps": 10, "optim.decay": "linear",
-        "model.preset": "Qwen3-0.6B", "learner.n_minibatches": 2, "run.steps": 50, "checkpoint.every": 250}),
-    "prime_rl": ("rl.toml", PRIME, {}, {
-        "rollout.prompts_per_step": 8, "rollout.ahead": 8, "loss.name": "dppo", "loss.kl_to": "sampler",
-        "loss.kl_coef": 2e-3, "correction.anchor": "sampler", "rollout.max_response_tokens": 128}),
-}  # fmt: skip
+    "verl": (
+        "run.sh",
+        VERL,
+        {},
+        {
+            "cluster": "1n8g",
+            "model.preset": "Qwen3-8B",
+            "data.train": {"data/a.parquet": 1.0, "data/b.parquet": 1.0},
+            "rollout.prompts_per_step": 512,
+            "rollout.max_response_tokens": 2048,
+            "rollout.samples_per_prompt": 8,
+            "learner.n_minibatches": 4,
+            "learner.tensor_parallel": 4,
+            "learner.pipeline_parallel": 2,
+            "learner.data_parallel": 1,
+            "sampler.engines": 2,
+            "sampler.sleep": "discard",
+            "loss.clip_low": 0.2,
+            "loss.clip_high": 0.28,
+            "loss.dual_clip": 3.0,
+            "optim.megatron.weight_decay": 0.01,
+            "log.wandb": "auto",
+            "correction.weight.level": "token",
+            "rollout.dynamic_sampling": False,
+            "optim.warmup_steps": 40,
+            "advantage.estimator": "rloo",
+        },
+    ),
+    "slime": (
+        "run.sh",
+        SLIME,
+        {"model.sh": "MODEL_ARGS=(\n  --num-layers 36\n  --swiglu\n)"},
+        {
+            "model.path": "/root/Qwen3-4B",
+            "data.eval": "aime.jsonl",
+            "data.prompt_key": "prompt",
+            "data.template": {},
+            "learner.n_minibatches": 2,
+            "loss.name": "gspo",
+            "loss.clip_low": 3e-4,
+            "loss.clip_high": 4e-4,
+            "loss.reduction": "seq_mean_token_mean",
+            "loss.kl_cap": 1e9,
+            "loss.kl_estimator": "k3",
+            "run.steps": 30,
+            "advantage.estimator": "dr_grpo",
+            "learner.tokens_per_microbatch": 10240,
+            "learner.data_parallel": 4,
+            "correction.weight.high": 2.0,
+        },
+    ),
+    "openrlhf": (
+        "run.sh",
+        OPENRLHF,
+        {},
+        {
+            "model.path": "models/Llama-3-8b",
+            "loss.clip_high": 0.27,
+            "sampler.engines": 4,
+            "learner.n_minibatches": 4,
+            "rollout.max_prompt_tokens": 512,
+            "rollout.max_response_tokens": 1536,
+            "advantage.estimator": "dr_grpo",
+            "loss.kl_coef": 0.0,
+            "optim.decay": "cosine",
+            "optim.min_lr": 1e-7,
+            "correction.renormalize": False,
+        },
+    ),
+    "nemo_rl": (
+        "mine.yaml",
+        NEMO,
+        {"base.yaml": NEMO_BASE},
+        {
+            "learner.tensor_parallel": 4,
+            "optim.lr": 5e-6,
+            "learner.n_minibatches": 4,
+            "advantage.estimator": "rloo",
+            "rollout.max_prompt_tokens": 2048,
+            "rollout.max_response_tokens": 2048,
+            "loss.kl_estimator": "k2",
+            "rollout.dynamic_sampling": True,
+            "learner.data_parallel": 2,
+            "loss.name": "ppo",
+        },
+    ),
+    "skyrl": (
+        "run.sh",
+        SKYRL,
+        {},
+        {
+            "loss.name": "cispo",
+            "loss.clip_high": 3.0,
+            "loss.clip_low": 1.0,
+            "learner.n_minibatches": 2,
+            "loss.kl_coef": 0.0,
+            "sampler.devices": "0,1,2,3",
+            "loss.dual_clip": None,
+        },
+    ),
+    "areal": (
+        "run.yaml",
+        AREAL,
+        {},
+        {
+            "learner.tensor_parallel": 2,
+            "learner.data_parallel": 2,
+            "sampler.devices": "4,5,6,7",
+            "sampler.engines": 4,
+            "rollout.ahead": 2,
+            "advantage.estimator": "dr_grpo",
+            "loss.clip_low": 0.4,
+            "loss.clip_high": 0.4,
+            "learner.n_minibatches": 2,
+            "rollout.prompts_per_step": 16,
+            "correction.reject": 1,
+        },
+    ),
+    "trl": (
+        "run.py",
+        TRL,
+        {},
+        {
+            "rollout.prompts_per_step": 4,
+            "rollout.samples_per_prompt": 4,
+            "loss.reduction": "seq_mean_token_sum_norm",
+            "loss.kl_coef": 0.04,
+            "loss.kl_cap": 1e9,
+            "optim.warmup_steps": 10,
+            "optim.decay": "linear",
+            "model.preset": "Qwen3-0.6B",
+            "learner.n_minibatches": 2,
+            "run.steps": 50,
+            "checkpoint.every": 250,
+        },
+    ),
+    "prime_rl": (
+        "rl.toml",
+        PRIME,
+        {},
+        {
+            "rollout.prompts_per_step": 8,
+            "rollout.ahead": 8,
+            "loss.name": "dppo",
+            "loss.kl_to": "sampler",
+            "loss.kl_coef": 2e-3,
+            "correction.anchor": "sampler",
+            "rollout.max_response_tokens": 128,
+        },
+    ),
+}
 
 
 def written(project: str, folder: Path, more: str = "") -> Path:
@@ -194,21 +310,36 @@ def at(config: Any, key: str) -> Any:
 
 
 @pytest.mark.parametrize("project", CASES)
-def test_a_recipe_of_each_project(project: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes it, the loader reads it, its values are those, and every key of theirs is somewhere."""
-    source, out = written(project, tmp_path), tmp_path / "ours.yaml"
+def test_a_recipe_of_each_project(
+    project: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command writes it, the loader reads it, its values are those, and every key of theirs is
+    somewhere.
+    """
+    source = written(project, tmp_path)
+    out = tmp_path / "ours.yaml"
     assert cli.main(["translate", project, str(source), "-o", str(out)]) == 0
     assert "keys translated" in capsys.readouterr().out
-    config, raw = load(out), yaml.safe_load(out.read_text())
-    assert ("evaluation on amc.jsonl" in out.read_text()) == (project == "slime"), "a set more is named"
+    config = load(out)
+    raw = yaml.safe_load(out.read_text())
+    assert ("evaluation on amc.jsonl" in out.read_text()) == (project == "slime"), (
+        "a set more is named"
+    )
     for key, value in CASES[project][3].items():
-        found = raw.get("cluster") if key == "cluster" else raw["model"] if key == "model.preset" else at(config, key)
+        found = (
+            raw.get("cluster")
+            if key == "cluster"
+            else raw["model"]
+            if key == "model.preset"
+            else at(config, key)
+        )
         assert found == value, key
     made = recipe(project, source, {})
     needless = [key for keys in made.accounts.not_needed.values() for key in keys]
     counted = [*made.accounts.translated, *needless, *made.accounts.unknown]
     assert len(counted) == len(set(counted))
-    assert cli.main(["translate", project, str(source), "-o", str(out)]) == 2  # nothing is overwritten
+    # nothing is overwritten
+    assert cli.main(["translate", project, str(source), "-o", str(out)]) == 2
 
 
 @pytest.mark.parametrize("project", CASES)
@@ -217,27 +348,39 @@ def test_a_recipe_made_small(project: str, tmp_path: Path) -> None:
     out = tmp_path / "ours.yaml"
     out.write_text(recipe(project, written(project, tmp_path), {}).text(project))
     config = load(out, ["cluster=cpu"])
-    assert (config.run.device, config.model.init, config.learner.data_parallel) == ("cpu", "random", 1)
+    assert (config.run.device, config.model.init, config.learner.data_parallel) == (
+        "cpu",
+        "random",
+        1,
+    )
     assert "recompute_granularity" not in config.learner.megatron
 
 
 @pytest.mark.parametrize(("entry", "ahead"), [("main_async", True), ("main_base", False)])
-def test_skyrls_entry_point_says_whether_the_sampler_is_ahead(entry: str, ahead: bool, tmp_path: Path) -> None:
+def test_skyrls_entry_point_says_whether_the_sampler_is_ahead(
+    entry: str, ahead: bool, tmp_path: Path
+) -> None:
     source = written("skyrl", tmp_path)
     tis = "trainer.algorithm.off_policy_correction.tis_ratio_type=token trainer.placement.colocate_all=false"
-    script = SKYRL.replace("skyrl.train.entrypoints.main_base", f"examples.train.async.{entry}").replace(
-        "=cispo", "=regular"
-    )
+    script = SKYRL.replace(
+        "skyrl.train.entrypoints.main_base", f"examples.train.async.{entry}"
+    ).replace("=cispo", "=regular")
     source.write_text(script.replace("trainer.train_batch", f"{tis} trainer.train_batch"))
     assert recipe("skyrl", source, {}).mapping["rollout"].get("ahead") == (1 if ahead else None)
 
 
-def test_a_layout_that_was_fitted_is_not_said_to_fit_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.workshop.translation.recipe.suggestions", lambda case, count: [case])
+def test_a_layout_that_was_fitted_is_not_said_to_fit_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatron_rl.workshop.translation.recipe.suggestions", lambda case, count: [case]
+    )
     source = written("skyrl", tmp_path)
     sizes = "trainer.strategy=megatron trainer.policy.megatron_config.tensor_model_parallel_size=3 trainer.train_batch"
     script = (
-        SKYRL.replace("=$NUM_GPUS", "=8").replace("Qwen2.5-1.5B", "Qwen3-0.6B").replace("trainer.train_batch", sizes)
+        SKYRL.replace("=$NUM_GPUS", "=8")
+        .replace("Qwen2.5-1.5B", "Qwen3-0.6B")
+        .replace("trainer.train_batch", sizes)
     )
     source.write_text(script)
     notes = " ".join(recipe("skyrl", source, {}).accounts.notes)
@@ -247,7 +390,10 @@ def test_a_layout_that_was_fitted_is_not_said_to_fit_nothing(tmp_path: Path, mon
 
 def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     text = recipe("verl", written("verl", tmp_path), {}).text("verl: run.sh")
-    assert "# no counterpart: algorithm.use_kl_in_reward: true: a KL in the reward is not built" in text
+    assert (
+        "# no counterpart: algorithm.use_kl_in_reward: true: a KL in the reward is not built"
+        in text
+    )
     assert "# unknown, see whether it matters: trainer.some_new_switch: 3" in text
     assert "actor_rollout_ref.actor.megatron.param_offload" in text
 
@@ -256,15 +402,28 @@ def test_what_is_not_translated_is_said(tmp_path: Path) -> None:
     ("project", "more", "words"),
     [
         ("verl", "\npython -m verl.trainer.main_ppo a.b=1", "2 commands"),
-        ("nemo_rl", "\nloss_fn: {ratio_clip_mn: 0.1}", "ratio_clip_mn: unknown; did you mean loss_fn.ratio_clip_min"),
-        ("skyrl", "  trainer.policy.optimizer_config.lr=$LR", "needs LR, which the file does not set; add LR=..."),
+        (
+            "nemo_rl",
+            "\nloss_fn: {ratio_clip_mn: 0.1}",
+            "ratio_clip_mn: unknown; did you mean loss_fn.ratio_clip_min",
+        ),
+        (
+            "skyrl",
+            "  trainer.policy.optimizer_config.lr=$LR",
+            "needs LR, which the file does not set; add LR=...",
+        ),
         ("slime", "  $REST", "is .REST: it needs REST, which the file does not set; add REST="),
-        ("openrlhf", "  --vllm_enable_is_correction", "nearest that is known is enable_vllm_is_correction"),
+        (
+            "openrlhf",
+            "  --vllm_enable_is_correction",
+            "nearest that is known is enable_vllm_is_correction",
+        ),
         ("areal", "\nvalid_dataset: {pth: a}", None),
     ],
 )
 def test_what_is_wrong_is_named(project: str, more: str, words: str | None, tmp_path: Path) -> None:
-    source, text = written(project, tmp_path), CASES[project][1]
+    source = written(project, tmp_path)
+    text = CASES[project][1]
     source.write_text(text.rstrip() + (" \\\n" if more.startswith("  ") else "") + more + "\n")
     with nullcontext() if words is None else pytest.raises(TranslationError, match=words):
         recipe(project, source, {})
@@ -272,7 +431,8 @@ def test_what_is_wrong_is_named(project: str, more: str, words: str | None, tmp_
 
 def test_what_the_command_line_gives_stands_over_the_file(tmp_path: Path) -> None:
     given = {"PP": "1", "DEVICE": "npu", "data.train_batch_size": "256", "HUB": "/models"}
-    given["data.apply_chat_template_kwargs.enable_thinking"] = "true"  # which is not the next recipe's
+    # which is not the next recipe's
+    given["data.apply_chat_template_kwargs.enable_thinking"] = "true"
     made = recipe("verl", written("verl", tmp_path), given).mapping
     assert (made["learner"]["pipeline_parallel"], made["rollout"]["prompts_per_step"]) == (1, 256)
     templates = (made["data"]["template"], table("verl").always["data.template"])
@@ -280,9 +440,18 @@ def test_what_the_command_line_gives_stands_over_the_file(tmp_path: Path) -> Non
 
 
 def test_sizes_that_do_not_fit_are_the_planner_s(tmp_path: Path) -> None:
-    """Eight billion parameters and their reference are too much for each GPU: others are said, and have a plan."""
-    out, actor = tmp_path / "ours.yaml", "actor_rollout_ref.actor"
-    given = ["PP=1", f"{actor}.use_kl_loss=true", f"{actor}.megatron.tensor_model_parallel_size=1", "-o", str(out)]
+    """Eight billion parameters and their reference are too much for each GPU: others are said, and
+    have a plan.
+    """
+    out = tmp_path / "ours.yaml"
+    actor = "actor_rollout_ref.actor"
+    given = [
+        "PP=1",
+        f"{actor}.use_kl_loss=true",
+        f"{actor}.megatron.tensor_model_parallel_size=1",
+        "-o",
+        str(out),
+    ]
     assert cli.main(["translate", "verl", str(written("verl", tmp_path)), *given]) == 0
     assert "are the first that `megatron-rl plan --suggest` names for 1n8g" in out.read_text()
     assert cli.main(["plan", str(out), "--on", "own"]) == 0
@@ -300,7 +469,8 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
 
 def mistaken(name: str, source: random.Random) -> str:
     """One letter left out, put in, exchanged, or in its neighbour's place."""
-    place, letter = source.randrange(len(name)), source.choice("abcdefghijklmnopqrstuvwxyz_")
+    place = source.randrange(len(name))
+    letter = source.choice("abcdefghijklmnopqrstuvwxyz_")
     changes = ["", letter, letter + name[place], name[place : place + 2][::-1]]
     kind = source.randrange(4)
     return name[:place] + changes[kind] + name[place + (2 if kind == 3 else 1) :]
@@ -308,7 +478,8 @@ def mistaken(name: str, source: random.Random) -> str:
 
 def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
     """It is an error, or listed as unknown; one in each of eight projects' settings at a time."""
-    source, seen = random.Random(0), dict.fromkeys(projects(), 0)
+    source = random.Random(0)
+    seen = dict.fromkeys(projects(), 0)
     cases = [(project, flatten(mapping)) for project, mapping in ALL if project in seen]
     while sum(seen.values()) < 250 or min(seen.values()) < 10:
         project, settings = source.choice(cases)
@@ -321,7 +492,9 @@ def test_no_mistake_of_a_letter_in_a_key_of_the_correction_is_silent() -> None:
             continue
         seen[project] += 1
         try:
-            made = translated(table(project), {wrong if one == key else one: v for one, v in settings.items()})
+            made = translated(
+                table(project), {wrong if one == key else one: v for one, v in settings.items()}
+            )
         except TranslationError:
             continue
         assert wrong in made.accounts.unknown, (project, wrong)
@@ -335,7 +508,12 @@ def test_tables_are_sound() -> None:
         names = [name for row in rules.rows for name in row.names]
         assert len(names) == len(set(names)), rules.project
         for row in rules.rows:
-            words = [key for value in (row.words or {}).values() if isinstance(value, dict) for key in value]
+            words = [
+                key
+                for value in (row.words or {}).values()
+                if isinstance(value, dict)
+                for key in value
+            ]
             for key in (*row.to, *words, *rules.always):
                 assert key in known or key.startswith(MAPS), (rules.project, row.theirs, key)
                 used.add(key)
@@ -348,12 +526,28 @@ def test_the_page_is_current() -> None:
 
 
 ADAPTERS = {
-    "verl": ({"actor_rollout_ref.model.path": "m", "actor_rollout_ref.model.lora_rank": 32}, (32, 16, None)),
-    "nemo_rl": ({"policy.model_name": "m", "policy.megatron_cfg.enabled": True,
-                 "policy.megatron_cfg.peft.enabled": True, "policy.megatron_cfg.peft.dim": 16}, (16, 32, None)),
-    "skyrl": ({"trainer.policy.model.path": "m", "trainer.policy.model.lora.rank": 4,
-               "trainer.policy.model.lora.target_modules": "all-linear"}, (4, 16, ["all-linear"])),
-}  # fmt: skip
+    "verl": (
+        {"actor_rollout_ref.model.path": "m", "actor_rollout_ref.model.lora_rank": 32},
+        (32, 16, None),
+    ),
+    "nemo_rl": (
+        {
+            "policy.model_name": "m",
+            "policy.megatron_cfg.enabled": True,
+            "policy.megatron_cfg.peft.enabled": True,
+            "policy.megatron_cfg.peft.dim": 16,
+        },
+        (16, 32, None),
+    ),
+    "skyrl": (
+        {
+            "trainer.policy.model.path": "m",
+            "trainer.policy.model.lora.rank": 4,
+            "trainer.policy.model.lora.target_modules": "all-linear",
+        },
+        (4, 16, ["all-linear"]),
+    ),
+}
 
 
 @pytest.mark.parametrize("project", ADAPTERS)

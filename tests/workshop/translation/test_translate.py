@@ -1,4 +1,5 @@
-"""Every row of the table of other projects: their formula, as they compute it, against ours, on random data.
+"""Every row of the table of other projects: their formula, as they compute it, against ours, on
+random data.
 
 Shape legend: B sequences, T response positions.
 """
@@ -16,15 +17,39 @@ from loss_cases import inputs_of
 from torch import Tensor
 
 from translation_cases import (  # isort: skip
-    ADVANTAGES, BYPASSES, CASES, LOSS, NEMO_OFF, NEMO_ON, OLD, TOKEN_MASK, TWO_POLICIES, Formula, Theirs, areal, band,
-    data, nemo, openrlhf, skyrl, slime_mis, trl, verl_in_loss, verl_rs, verl_run,
-)  # fmt: skip
+    ADVANTAGES,
+    BYPASSES,
+    CASES,
+    LOSS,
+    NEMO_OFF,
+    NEMO_ON,
+    OLD,
+    TOKEN_MASK,
+    TWO_POLICIES,
+    Formula,
+    Theirs,
+    areal,
+    band,
+    data,
+    nemo,
+    openrlhf,
+    skyrl,
+    slime_mis,
+    trl,
+    verl_in_loss,
+    verl_rs,
+    verl_run,
+)
 
 from megatron_rl.batch import collate
 from megatron_rl.config import from_mapping
 from megatron_rl.config.schema import Level, LossConfig, NonFinite
 from megatron_rl.loss.policy_loss import policy_loss
-from megatron_rl.rollout_correction.correction import apply_conditional_rules, rollout_correction, without_stale
+from megatron_rl.rollout_correction.correction import (
+    apply_conditional_rules,
+    rollout_correction,
+    without_stale,
+)
 from megatron_rl.types import Prompt, Rollout, Scored
 from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.translate import translate
@@ -97,11 +122,16 @@ def test_losses_with_two_policies(
     loss_config = loss_of(wanted, name=name)
     for seed in range(4):
         pi_BT, mu_BT, mask_BT = data(seed)
-        start, theirs = rollout_correction(None, mu_BT, mask_BT, config), Theirs(pi_BT, mu_BT, mask_BT)
+        start = rollout_correction(None, mu_BT, mask_BT, config)
+        theirs = Theirs(pi_BT, mu_BT, mask_BT)
         inputs = inputs_of(pi_BT, mu_BT, mu_BT, start, ADVANTAGES.double())
         loss, _ = policy_loss(inputs, loss_config, correction=config)
         losses_BT = native(theirs)
-        expected = theirs.average(losses_BT).mean() if name == "gspo" else theirs.sum(losses_BT).sum() / mask_BT.sum()
+        expected = (
+            theirs.average(losses_BT).mean()
+            if name == "gspo"
+            else theirs.sum(losses_BT).sum() / mask_BT.sum()
+        )
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -122,16 +152,26 @@ def gspo_tokens(x: Theirs, pi: Theirs) -> Tensor:
 
 @pytest.mark.parametrize(
     ("mode", "name", "tokens"),
-    [("gspo", "gspo", gspo_tokens), ("sapo", "sapo", sapo_tokens), ("geo_mean", "gmpo", geo_mean_rows)],
+    [
+        ("gspo", "gspo", gspo_tokens),
+        ("sapo", "sapo", sapo_tokens),
+        ("geo_mean", "gmpo", geo_mean_rows),
+    ],
 )
-def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Callable[..., Tensor]) -> None:
+def test_verl_losses_that_divide_by_all_rows(
+    mode: str, name: str, tokens: Callable[..., Tensor]
+) -> None:
     """Each row by its own tokens, then by every row of the batch, rejected ones among them."""
     section = {"rollout_is": "token", **verl_rs("seq_mean_k1", "0.8_1.25")}
-    config, notes, wanted, _ = translate("verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"})
+    config, notes, wanted, _ = translate(
+        "verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"}
+    )
     assert notes[-1] == f"goes with loss.name: {name}, loss.reduction: seq_mean_token_mean"
     loss_config = loss_of(wanted)
     prox_BT, mu_BT, mask_BT = data(0)
-    pi_BT = prox_BT + 0.3 * torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    pi_BT = prox_BT + 0.3 * torch.randn(
+        mask_BT.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
     assert 0 < int(found.rejected_B.sum()) < len(mask_BT)
     loss, _ = policy_loss(inputs_of(pi_BT, prox_BT, mu_BT, found, ADVANTAGES.double()), loss_config)
@@ -150,14 +190,24 @@ def weighted(pi: Theirs, x: Theirs, cap: float) -> Tensor:
 @pytest.mark.parametrize(
     ("framework", "mapping", "kl"),
     [
-        ("trl", {"beta": 1.0, "use_vllm": False}, lambda pi, x: (pi.p - x.p).exp() * (-pi.d).exp().sub(1).add(pi.d)),
-        ("slime", {"use_unbiased_kl": True, "kl_loss_type": "k3"},
-         lambda pi, x: (pi.p - x.p).exp() * (-pi.d).exp().sub(1).add(pi.d)),
+        (
+            "trl",
+            {"beta": 1.0, "use_vllm": False},
+            lambda pi, x: (pi.p - x.p).exp() * (-pi.d).exp().sub(1).add(pi.d),
+        ),
+        (
+            "slime",
+            {"use_unbiased_kl": True, "kl_loss_type": "k3"},
+            lambda pi, x: (pi.p - x.p).exp() * (-pi.d).exp().sub(1).add(pi.d),
+        ),
         ("openrlhf", {"algo.kl.unbiased_gradient": True}, lambda pi, x: weighted(pi, x, 10.0)),
-        ("nemo_rl", {"reference_policy_kl_penalty": 1.0},
-         lambda pi, x: (pi.p - pi.p.detach()).exp() * (-pi.d).exp().sub(1).add(pi.d)),
+        (
+            "nemo_rl",
+            {"reference_policy_kl_penalty": 1.0},
+            lambda pi, x: (pi.p - pi.p.detach()).exp() * (-pi.d).exp().sub(1).add(pi.d),
+        ),
     ],
-)  # fmt: skip
+)
 def test_gradients_of_a_kl_that_is_weighted(
     framework: str, mapping: Native, kl: Callable[[Theirs, Theirs], Tensor]
 ) -> None:
@@ -166,7 +216,9 @@ def test_gradients_of_a_kl_that_is_weighted(
     p_BT, ref_BT, mask_BT = data(3)
     pi_BT = (p_BT + 0.5 * data(4)[0].cos()).requires_grad_()
     found = rollout_correction(p_BT, p_BT, mask_BT, config)
-    inputs = replace(inputs_of(pi_BT, p_BT, p_BT, found, ADVANTAGES.double() * 0), ref_logprobs_BT=ref_BT)
+    inputs = replace(
+        inputs_of(pi_BT, p_BT, p_BT, found, ADVANTAGES.double() * 0), ref_logprobs_BT=ref_BT
+    )
     ours, _ = policy_loss(inputs, loss_of(wanted, kl_coef=1.0))
     pi = Theirs(pi_BT, ref_BT, mask_BT)
     theirs = (kl(pi, Theirs(p_BT, ref_BT, mask_BT)) * mask_BT).sum() / mask_BT.sum()
@@ -180,28 +232,61 @@ IN_LOSS = {**verl_rs("seq_mean_k1", "1.1"), "loss_type": "reinforce", "rollout_i
 COVARIANCE = [{"policy_loss_type": loss} for loss in ("clip_cov", "kl_cov")]
 # two ways to say one correction
 SAME = [
-    ("verl", {"rollout_is": "token", "use_policy_gradient": False, "debug_rollout_actor_probs": False},
-     {"rollout_is": "token"}),
-    ("verl", verl_run({"rollout_is": "token", "use_policy_gradient": False}), {"rollout_is": "token"}),
-    ("verl", {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
-     verl_rs("token_k1,seq_max_k2", "0.5_2.0,0.1")),
+    (
+        "verl",
+        {"rollout_is": "token", "use_policy_gradient": False, "debug_rollout_actor_probs": False},
+        {"rollout_is": "token"},
+    ),
+    (
+        "verl",
+        verl_run({"rollout_is": "token", "use_policy_gradient": False}),
+        {"rollout_is": "token"},
+    ),
+    (
+        "verl",
+        {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
+        verl_rs("token_k1,seq_max_k2", "0.5_2.0,0.1"),
+    ),
     ("verl", verl_in_loss("vanilla", **IN_LOSS), {}),
-    ("verl", verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS), {"bypass_mode": True}),
-    ("verl", verl_run({"bypass_mode": True, **verl_rs("token_k2", "1")}, loss="gspo", use_v1=False),
-     {"bypass_mode": True, **verl_rs("token_k2", "1")}),  # the legacy trainer puts its loss in place
-    *(("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {}) for loss in COVARIANCE),
+    (
+        "verl",
+        verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS),
+        {"bypass_mode": True},
+    ),
+    (
+        "verl",
+        verl_run({"bypass_mode": True, **verl_rs("token_k2", "1")}, loss="gspo", use_v1=False),
+        {"bypass_mode": True, **verl_rs("token_k2", "1")},
+    ),  # the legacy trainer puts its loss in place
+    *(
+        ("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {})
+        for loss in COVARIANCE
+    ),
     ("trl", {"beta": 0.0}, {}),
     ("trl", {"beta": 0.1, "use_vllm": True}, {"use_vllm": True}),
     ("trl", {"beta": 0.04, "use_bias_correction_kl": False}, {}),
-    ("areal", {"actor": {"use_decoupled_loss": True, "prox_logp_method": "reuse_train_logp", **areal(upper=2.0)}},
-     {"actor": {"use_decoupled_loss": True, **areal(upper=2.0)}}),
+    (
+        "areal",
+        {
+            "actor": {
+                "use_decoupled_loss": True,
+                "prox_logp_method": "reuse_train_logp",
+                **areal(upper=2.0),
+            }
+        },
+        {"actor": {"use_decoupled_loss": True, **areal(upper=2.0)}},
+    ),
     ("slime", {"partial_rollout": True, OLD: False}, {}),
     ("slime", {OLD: True}, {"partial_rollout": True, OLD: True}),
     ("openrlhf", openrlhf(level="off", threshold=[0.5, 2.0]), openrlhf(enable=False)),
     ("openrlhf", openrlhf(level=False), openrlhf(enable=False)),  # as YAML reads off
     ("openrlhf", openrlhf(mode="clip", threshold=[0.5, 2.0]), openrlhf(enable=False)),
-    ("openrlhf", {"algo.kl": {"unbiased_gradient": True, "use_loss": False}}, openrlhf(enable=False)),
-]  # fmt: skip
+    (
+        "openrlhf",
+        {"algo.kl": {"unbiased_gradient": True, "use_loss": False}},
+        openrlhf(enable=False),
+    ),
+]
 
 
 @pytest.mark.parametrize(("framework", "one", "other"), SAME)
@@ -213,11 +298,22 @@ def test_anchors() -> None:
     """Of settings that correct nothing else, or whose loss decides."""
     plain = {"use_decoupled_loss": False, "prox_logp_method": "reuse_train_logp"}
     gspo = {"policy_loss_type": "gspo", **openrlhf(level="seq", gating="tv")}
-    reinforce = translate("verl", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}).config
-    assert (reinforce.anchor, reinforce.weight.level, reinforce.weight.high) == ("sampler", "sequence", 2.0)
-    assert translate("areal", {"actor": {**areal(), "prox_logp_method": "loglinear"}}).config.anchor == "interpolated"
+    reinforce = translate(
+        "verl", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
+    ).config
+    assert (reinforce.anchor, reinforce.weight.level, reinforce.weight.high) == (
+        "sampler",
+        "sequence",
+        2.0,
+    )
+    assert (
+        translate("areal", {"actor": {**areal(), "prox_logp_method": "loglinear"}}).config.anchor
+        == "interpolated"
+    )
     assert translate("areal", {"actor": plain}).config.anchor == "prox"
-    assert translate("areal", {"actor": {**plain, "use_sapo_loss": True}}).config.anchor == "sampler"
+    assert (
+        translate("areal", {"actor": {**plain, "use_sapo_loss": True}}).config.anchor == "sampler"
+    )
     assert translate("openrlhf", gspo).config.anchor == "sampler"
     assert translate("openrlhf", gspo | openrlhf(level="off")).config.anchor == "prox"
 
@@ -226,31 +322,55 @@ UNREAD = "verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; lef
 GSPO = verl_run(verl_rs("seq_mean_k1", "0.8_1.25"), loss="gspo")
 SLIME_RS = slime_mis(tis_upper_bound=2.0, use_rs=True)
 AREAL_M2 = {"actor": {**areal(upper=2.0), "use_decoupled_loss": True, "m2_threshold": 0.1}}
-ICEPOP_ABOVE, ICEPOP_BELOW = {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}, {"tis": {"icepop_threshold": 2.0}}
+ICEPOP_ABOVE = {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}
+ICEPOP_BELOW = {"tis": {"icepop_threshold": 2.0}}
 NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
     # the words of a note, settings that have it, and settings of the same project that have it not
     "verl": [
         ("20", verl_rs("seq_sum_k1", "2"), verl_rs("token_k1", "2")),
         ("verl corrects nothing", {"trainer": {"n_gpus_per_node": 8}}, {"rollout_is": "token"}),
         ("defaults", {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}}, {}),
-        ("rollout_is_threshold is null", {"rollout_is": "token", "rollout_is_threshold": "null"}, None),
+        (
+            "rollout_is_threshold is null",
+            {"rollout_is": "token", "rollout_is_threshold": "null"},
+            None,
+        ),
         ("renormalize: false", verl_rs("token_k2", "1"), {}),
         ("use_v1", {"bypass_mode": True, **verl_rs("token_k2", "1")}, {"bypass_mode": True}),
-        ("goes with loss.name: reinforce", {"bypass_mode": True, "loss_type": "reinforce"}, {"bypass_mode": True}),
-        (UNREAD, verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS), verl_in_loss(**IN_LOSS)),
+        (
+            "goes with loss.name: reinforce",
+            {"bypass_mode": True, "loss_type": "reinforce"},
+            {"bypass_mode": True},
+        ),
+        (
+            UNREAD,
+            verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS),
+            verl_in_loss(**IN_LOSS),
+        ),
         (UNREAD, verl_in_loss("vanilla", **IN_LOSS), None),
         ("is not given and taken as true", verl_in_loss(**IN_LOSS), None),
         ("default trainer", verl_in_loss(**IN_LOSS), None),
-        ("without quotes it is 0.52 to verl", verl_rs("seq_sum_k1", "0.5_2"), verl_rs("seq_mean_k1", "0.5_2.0")),
+        (
+            "without quotes it is 0.52 to verl",
+            verl_rs("seq_sum_k1", "0.5_2"),
+            verl_rs("seq_mean_k1", "0.5_2.0"),
+        ),
         ("0.9.1", GSPO, GSPO | {"loss_agg_mode": "seq-mean-token-mean"}),
         ("0.9.1", GSPO | {"loss_agg_mode": "token-mean"}, GSPO | {LOSS: "sapo"}),
-        ("loss.kl_to: anchor, loss.kl_estimator: k2, loss.kl_coef: 0.1", {"loss_mode": "dro", "dro_beta": 0.1}, {}),
+        (
+            "loss.kl_to: anchor, loss.kl_estimator: k2, loss.kl_coef: 0.1",
+            {"loss_mode": "dro", "dro_beta": 0.1},
+            {},
+        ),
     ],
     "skyrl": [
         ("SkyRL corrects nothing", {"trainer.algorithm.loss_reduction": "token_mean"}, None),
         ("with GSPO", skyrl({"policy_loss_type": "gspo"}, **TOKEN_MASK), skyrl({})),
         ("loss.kl_on: counted", {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
-        *((f"with {loss['policy_loss_type']} SkyRL ignores", skyrl(loss, **TOKEN_MASK), None) for loss in COVARIANCE),
+        *(
+            (f"with {loss['policy_loss_type']} SkyRL ignores", skyrl(loss, **TOKEN_MASK), None)
+            for loss in COVARIANCE
+        ),
     ],
     "trl": [
         ("the same with one update", {"off_policy_mask_threshold": 0.5}, {}),
@@ -265,32 +385,71 @@ NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
     "nemo_rl": [
         ("use_importance_sampling_correction is not given", nemo(type="tis", ratio=1.5), NEMO_ON),
         ("loss.kl_on: counted", nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
-        ("k2", {"reference_policy_kl_penalty": 0.01}, {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True}),
+        (
+            "k2",
+            {"reference_policy_kl_penalty": 0.01},
+            {"reference_policy_kl_penalty": 0.01, "use_kl_in_reward": True},
+        ),
         ("without a sampler logprob", NEMO_ON, NEMO_ON | ERROR),
     ],
     "areal": [
         ("use_decoupled_loss is not given", areal(), {"use_decoupled_loss": True}),
-        ("with GSPO", AREAL_M2 | {"actor.importance_sampling_level": "sequence"},
-         AREAL_M2 | {"actor.importance_sampling_level": "token"}),
+        (
+            "with GSPO",
+            AREAL_M2 | {"actor.importance_sampling_level": "sequence"},
+            AREAL_M2 | {"actor.importance_sampling_level": "token"},
+        ),
         ("has the row's ratio", areal(level="sequence", action="clamp", upper=9.0), areal()),
-        ("leaves the denominators here, not AReaL's", areal(level="sequence", metric="kl_k1"), areal(metric="kl_k2")),
-        ("leaves the denominators here", areal(level="sequence", metric="kl_k2"), areal(level="sequence")),
+        (
+            "leaves the denominators here, not AReaL's",
+            areal(level="sequence", metric="kl_k1"),
+            areal(metric="kl_k2"),
+        ),
+        (
+            "leaves the denominators here",
+            areal(level="sequence", metric="kl_k2"),
+            areal(level="sequence"),
+        ),
         ("goes with learner.n_minibatches: 1", {"prox_logp_method": "reuse_train_logp"}, {}),
     ],
     "slime": [
         ("learner's own old logprobs", {"use_opsm": True}, {}),
-        ("train_infer_mismatch_helper", {"use_tis": True, "tis_upper_bound": 2.0}, slime_mis(tis_upper_bound=2.0)),
+        (
+            "train_infer_mismatch_helper",
+            {"use_tis": True, "tis_upper_bound": 2.0},
+            slime_mis(tis_upper_bound=2.0),
+        ),
         ("micro-batch", slime_mis(tis_upper_bound=2.0, tis_batch_normalize=True), None),
-        ("with GSPO", SLIME_RS | {"advantage_estimator": "gspo"}, SLIME_RS | {"advantage_estimator": "grpo"}),
+        (
+            "with GSPO",
+            SLIME_RS | {"advantage_estimator": "gspo"},
+            SLIME_RS | {"advantage_estimator": "grpo"},
+        ),
         ("loss.kl_on: counted", {"use_opsm": True}, SLIME_RS),
-        ("ours keep them", slime_mis(tis_upper_bound=2.0, tis_mode="mask"), slime_mis(tis_upper_bound=2.0)),
-        ("partial_rollout is not given and taken as true", {OLD: True}, {"partial_rollout": True, OLD: True}),
+        (
+            "ours keep them",
+            slime_mis(tis_upper_bound=2.0, tis_mode="mask"),
+            slime_mis(tis_upper_bound=2.0),
+        ),
+        (
+            "partial_rollout is not given and taken as true",
+            {OLD: True},
+            {"partial_rollout": True, OLD: True},
+        ),
         *((words, {OLD: True}, {}) for words in ("train_async.py", "mean over rows")),
-        ("by 10", {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, {"kl_loss_type": "low_var_kl"}),
+        (
+            "by 10",
+            {"use_unbiased_kl": True, "kl_loss_type": "low_var_kl"},
+            {"kl_loss_type": "low_var_kl"},
+        ),
     ],
     "openrlhf": [
         ("is_correction_enable is not given", openrlhf(type="tis"), openrlhf(enable=True)),
-        ("is_correction_level is not given", openrlhf(mode="clip", threshold=[0.5, 2.0]), openrlhf(level="off")),
+        (
+            "is_correction_level is not given",
+            openrlhf(mode="clip", threshold=[0.5, 2.0]),
+            openrlhf(level="off"),
+        ),
         ("loss.kl_on: counted", openrlhf(type="seq-mask-tis"), openrlhf(type="icepop")),
     ],
     "fireworks": [
@@ -299,11 +458,12 @@ NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
         ("with GSPO", ICEPOP_ABOVE, ICEPOP_BELOW),
         ("loss.kl_on: counted", ICEPOP_ABOVE, ICEPOP_BELOW),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    ("framework", "words", "mapping", "other"), [(name, *case) for name, cases in NOTES.items() for case in cases]
+    ("framework", "words", "mapping", "other"),
+    [(name, *case) for name, cases in NOTES.items() for case in cases],
 )
 def test_notes(framework: str, words: str, mapping: Native, other: Native | None) -> None:
     """Conditions, guesses at what is not given, and sections that are not there."""
@@ -313,18 +473,22 @@ def test_notes(framework: str, words: str, mapping: Native, other: Native | None
 
 def test_what_is_left_out() -> None:
     """The names, and of a section that holds many of them what was read."""
-    assert translate("trl", {"use_vllm": True, **trl(mode="token_mask"), "learning_rate": 1e-6}).notes == [
-        "left out, as not about correction: learning_rate"
-    ]
+    assert translate(
+        "trl", {"use_vllm": True, **trl(mode="token_mask"), "learning_rate": 1e-6}
+    ).notes == ["left out, as not about correction: learning_rate"]
     actor = {f"option_{place}": place for place in range(20)} | {"use_decoupled_loss": True}
     (note,) = translate("areal", {"actor": actor, "ref": {"path": "x"}, "seed": 1}).notes
-    assert note == "left out, as not about correction: actor (all but use_decoupled_loss), ref, seed"
+    assert (
+        note == "left out, as not about correction: actor (all but use_decoupled_loss), ref, seed"
+    )
 
 
 # a row without one logprob, one whose sampler calls its token impossible, a whole one
 FAULTY_BT = torch.tensor([[-1.0, math.nan, -1.0], [-1.0, -1.0, -math.inf], [-1.0, -1.0, -1.0]])
-PROX_BT, MASK_BT = torch.full((3, 3), -1.0), torch.ones(3, 3, dtype=torch.bool)
-SOUND_BT, WHOLE_BT = FAULTY_BT.isfinite(), FAULTY_BT.isfinite().all(1, keepdim=True).expand(3, 3)
+PROX_BT = torch.full((3, 3), -1.0)
+MASK_BT = torch.ones(3, 3, dtype=torch.bool)
+SOUND_BT = FAULTY_BT.isfinite()
+WHOLE_BT = FAULTY_BT.isfinite().all(1, keepdim=True).expand(3, 3)
 AREAL_BAND = {"use_decoupled_loss": True, "m2_threshold": 0.05}
 MISSING: list[tuple[str, Native, Tensor, Tensor]] = [  # weights, and what is divided by
     *(("verl", {}, MASK_BT, MASK_BT), ("skyrl", {}, MASK_BT, MASK_BT)),
@@ -337,8 +501,14 @@ MISSING: list[tuple[str, Native, Tensor, Tensor]] = [  # weights, and what is di
     ("areal", areal(), MASK_BT, MASK_BT),
     ("areal", areal(metric="kl_k2"), SOUND_BT, MASK_BT),
     ("areal", areal(metric="kl_k1", level="sequence", upper=1.0, lower=-1.0), WHOLE_BT, WHOLE_BT),
-    *(("areal", {"actor": AREAL_BAND | band}, SOUND_BT, SOUND_BT) for band in ({}, areal(upper=2.0))),
-    *(("slime", {"use_tis": False}, MASK_BT, MASK_BT), ("openrlhf", openrlhf(enable=False), MASK_BT, MASK_BT)),
+    *(
+        ("areal", {"actor": AREAL_BAND | band}, SOUND_BT, SOUND_BT)
+        for band in ({}, areal(upper=2.0))
+    ),
+    *(
+        ("slime", {"use_tis": False}, MASK_BT, MASK_BT),
+        ("openrlhf", openrlhf(enable=False), MASK_BT, MASK_BT),
+    ),
 ]
 
 
@@ -356,28 +526,39 @@ def test_tokens_without_a_sampler_logprob(
     ("framework", "mapping", "total"),
     [("trl", {}, 0.6), ("areal", areal(level="sequence", action="clamp", upper=9.0), 0.2)],
 )
-def test_a_token_without_a_sampler_logprob_in_a_weighted_row(framework: str, mapping: Native, total: float) -> None:
-    """It counts as d = 0 in the row, as theirs does; its own weight is the row's there and 1 here."""
+def test_a_token_without_a_sampler_logprob_in_a_weighted_row(
+    framework: str, mapping: Native, total: float
+) -> None:
+    """It counts as d = 0 in the row, as theirs does; its own weight is the row's there and 1
+    here.
+    """
     mu_BT = torch.tensor([[-1.4, math.nan, -1.2]])
-    weights_BT = rollout_correction(PROX_BT[:1], mu_BT, MASK_BT[:1], translate(framework, mapping).config).weights_BT
+    weights_BT = rollout_correction(
+        PROX_BT[:1], mu_BT, MASK_BT[:1], translate(framework, mapping).config
+    ).weights_BT
     torch.testing.assert_close(weights_BT, torch.tensor([[math.exp(total), 1.0, math.exp(total)]]))
 
 
 def test_extreme_ratios_are_where_the_notes_say() -> None:
     """verl clamps each token before it sums a row; with one token at +30 the sums differ."""
     config, *_ = translate("verl", verl_rs("seq_sum_k1", f"{math.exp(-25)}_{math.exp(25)}"))
-    prox_BT, mu_BT = torch.tensor([[30.0, -22.0]]), torch.zeros(1, 2)
+    prox_BT = torch.tensor([[30.0, -22.0]])
+    mu_BT = torch.zeros(1, 2)
     assert rollout_correction(prox_BT, mu_BT, torch.ones(1, 2), config).mask_BT.all()
 
 
 def answer(sample: int, versions: list[int]) -> Scored:
     tokens = len(versions)
     given = ([1] * tokens, [-0.1 * (sample + 1)] * tokens, [1] * tokens, "stop", versions[0])
-    return Scored(Rollout(Prompt(0, (1,), "", {}), 0, sample, *given, versions=versions), float(sample))
+    return Scored(
+        Rollout(Prompt(0, (1,), "", {}), 0, sample, *given, versions=versions), float(sample)
+    )
 
 
 def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> None:
-    """A call that goes on with an answer zeroes the mask of what is there, and of answers that were complete."""
+    """A call that goes on with an answer zeroes the mask of what is there, and of answers that were
+    complete.
+    """
     calls = [[3, 3, 4, 4], [2, 2], [4, 4, 4]]
     batch = collate([answer(sample, versions) for sample, versions in enumerate(calls)])
     prox_BT = batch.sampler_logprobs_BT + torch.tensor([[2.0, 2.0, 0.1, 0.2], [0.0] * 4, [0.3] * 4])

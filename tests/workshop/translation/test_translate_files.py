@@ -1,4 +1,5 @@
-"""Files of other projects through `megatron-rl translate`: whole runs, what is printed, and what is refused.
+"""Files of other projects through `megatron-rl translate`: whole runs, what is printed, and what is
+refused.
 
 That the numbers are the same is in test_translate.py.
 """
@@ -23,7 +24,12 @@ from megatron_rl.loss.policy_loss import LossConfig
 from megatron_rl.workshop.translation import translate as translate_module
 from megatron_rl.workshop.translation.keys import TranslationError
 from megatron_rl.workshop.translation.settings import flatten
-from megatron_rl.workshop.translation.translate import FRAMEWORKS, translate, translate_file, yaml_text
+from megatron_rl.workshop.translation.translate import (
+    FRAMEWORKS,
+    translate,
+    translate_file,
+    yaml_text,
+)
 
 
 def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
@@ -39,8 +45,13 @@ def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
 
 
 def test_whatever_is_handed_over_is_translated_or_refused() -> None:
-    """Random settings under the real names: a valid correction or an error of ours, nothing else."""
-    names = {name: sorted({key for f, mapping in ALL if f == name for key in flatten(mapping)}) for name in FRAMEWORKS}
+    """Random settings under the real names: a valid correction or an error of ours, nothing
+    else.
+    """
+    names = {
+        name: sorted({key for f, mapping in ALL if f == name for key in flatten(mapping)})
+        for name in FRAMEWORKS
+    }
     words = "token sequence geometric product tis icepop mask clamp ratio kl_k1 sum 0.5_5 0.5 true null rollout 1.2,0.3"
     odd: list[Any] = [None, True, False, [], [0.5, 2.0], {}]
     values = [*words.split(), "", *odd, 0, 1, -1, 2.0, 1e300, 5e-324, math.nan, math.inf]
@@ -122,7 +133,9 @@ prime_rl:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Path) -> None:
-    """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped setting."""
+    """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped
+    setting.
+    """
     config, notes, *_ = translate(framework, FILES[framework])
     assert config.weight.level == ("none" if framework == "prime_rl" else "token")
     assert notes[-1].startswith("left out, as not about correction: ")
@@ -150,7 +163,9 @@ def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
 
 def test_a_file_of_toml(tmp_path: Path) -> None:
     source = tmp_path / "rl.toml"
-    source.write_text('[trainer.loss]\ntype = "default"\nkl_tau = 0.002\nteacher_tau = 0.0\ndppo_mask_high = 0.3\n')
+    source.write_text(
+        '[trainer.loss]\ntype = "default"\nkl_tau = 0.002\nteacher_tau = 0.0\ndppo_mask_high = 0.3\n'
+    )
     printed = translate_file("prime-rl", source)
     assert yaml.safe_load(printed)["correction"]["anchor"] == "sampler"
     assert "loss.name: dppo" in printed
@@ -161,7 +176,9 @@ def test_the_command_prints_a_recipe_s_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a file or standard input, with another spelling of the project's name."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("loss_fn: {use_importance_sampling_correction: true}"))
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("loss_fn: {use_importance_sampling_correction: true}")
+    )
     assert cli.main(["translate", "NeMo-RL", "-"]) == 0
     (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
     assert load(tmp_path / "ours.yaml").correction.weight.high is None
@@ -171,7 +188,11 @@ def test_the_command_on_no_text_an_empty_file_and_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    for name, words in (("", "not readable"), ("bytes.yaml", "not readable as text"), ("none.yaml", "no such file")):
+    for name, words in (
+        ("", "not readable"),
+        ("bytes.yaml", "not readable as text"),
+        ("none.yaml", "no such file"),
+    ):
         assert cli.main(["translate", "verl", str(tmp_path / name)]) == 2
         assert words in capsys.readouterr().err
     (tmp_path / "empty.yaml").touch()

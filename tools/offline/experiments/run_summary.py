@@ -65,7 +65,10 @@ def memory_lines(out: Path, name: str) -> list[str]:
         inside = [gib for when, gib in samples if begin <= when <= end]
         if inside:
             most[phase] = max(most.get(phase, 0.0), *inside)
-    first = lanes[0]["spans"][0][1] if lanes[0]["spans"] else samples[-1][0]
+    if lanes[0]["spans"]:
+        first = lanes[0]["spans"][0][1]
+    else:
+        first = samples[-1][0]
     before = [gib for when, gib in samples if when < first]
     if before:
         most["start"] = max(before)

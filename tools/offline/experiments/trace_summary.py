@@ -87,7 +87,9 @@ def has_logits(shapes: Iterable[Any]) -> bool:
 def kind_of(name: str, shapes: Iterable[Any]) -> str:
     matching = (kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
     kind = next(matching, "other")
-    return LOGITS if kind in MAYBE_LOGITS and has_logits(shapes) else kind
+    if kind in MAYBE_LOGITS and has_logits(shapes):
+        return LOGITS
+    return kind
 
 
 def ms(us: float) -> str:

@@ -1,9 +1,10 @@
-"""Bytes of activations on a learner's rank: what a pack's forward pass keeps for backward, less what is recomputed,
-over all packs in flight; and the logits of the last stage.
+"""Bytes of activations on a learner's rank: what a pack's forward pass keeps for backward, less
+what is recomputed, over all packs in flight; and the logits of the last stage.
 
-A layer's tensors are listed by the part of the layer that keeps them, in bytes for each position of a pack. Two sets
-of kernels do that: those of hosts (learner/modules/layers.py and megatron-core's local layers), those of Transformer
-Engine on GPUs. Both lists are of tensors that autograd saves; a storage that two of them share is counted once.
+A layer's tensors are listed by the part of the layer that keeps them, in bytes for each position of
+a pack. Two sets of kernels do that: those of hosts (learner/modules/layers.py and megatron-core's
+local layers), those of Transformer Engine on GPUs. Both lists are of tensors that autograd saves; a
+storage that two of them share is counted once.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
-FP32, INT64, BOOL = 4, 8, 1  # bytes
+# bytes
+FP32 = 4
+INT64 = 8
+BOOL = 1
 SHORT = 384  # on hosts attention is in FP32 up to this length: learner/modules/layers.py
-SELECTIVE = ("core_attn",)  # what megatron-core recomputes where `recompute_modules` names nothing else
+# what megatron-core recomputes where `recompute_modules` names nothing else
+SELECTIVE = ("core_attn",)
 Parts = Mapping[str, float]
 
 
@@ -78,16 +83,24 @@ class Training:
         """The share of a chunk's layers that backward computes again."""
         if self.granularity != "full":
             return 0.0
-        return min(self.layers / max(layers, 1), 1.0) if self.method == "block" else 1.0
+        if self.method == "block":
+            return min(self.layers / max(layers, 1), 1.0)
+        return 1.0
 
 
 def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pack: Pack) -> Kept:
     """`chosen`: experts of each token."""
-    mlp = _experts(shape, chosen, layout, training) if shape.experts else _mlp(shape, layout, training)
+    if shape.experts:
+        mlp = _experts(shape, chosen, layout, training)
+    else:
+        mlp = _mlp(shape, layout, training)
     attention = _attention(shape, layout, training, pack)
     parts = {**attention, **mlp, "adapters": _adapters(shape, chosen, training)}
     selective = training.granularity == "selective"
-    gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())} if selective else set()
+    if selective:
+        gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())}
+    else:
+        gone = set()
     stays = sum(nbytes for part, nbytes in parts.items() if part not in gone)
     if "core" in gone:  # its inputs are kept in its place
         stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / layout.tp
@@ -103,9 +116,14 @@ RECOMPUTED = {
 }
 
 
-def _attention(shape: ModelShape, layout: Layout, training: Training, pack: Pack) -> dict[str, float]:
-    width, tp, sp = training.width, layout.tp, training.sp
-    q, kv = shape.size("q") / tp, shape.size("kv") / tp
+def _attention(
+    shape: ModelShape, layout: Layout, training: Training, pack: Pack
+) -> dict[str, float]:
+    width = training.width
+    tp = layout.tp
+    sp = training.sp
+    q = shape.size("q") / tp
+    kv = shape.size("kv") / tp
     parts = {"input": (shape.hidden * width + FP32) / sp, "norm": shape.hidden * width / sp}
     heads = (shape.heads + shape.kv_heads) / tp
     if shape.has("qk_norm"):  # queries and keys before it
@@ -113,12 +131,16 @@ def _attention(shape: ModelShape, layout: Layout, training: Training, pack: Pack
     sums = shape.heads / tp * FP32
     if not training.host:
         # queries, keys, values after the rotation, and the result, which the projection reads too
-        return parts | {"core": (2 * q + 2 * kv) * width + sums, "projection": q * (1 if training.fp8 else 0)}
+        return parts | {
+            "core": (2 * q + 2 * kv) * width + sums,
+            "projection": q * (1 if training.fp8 else 0),
+        }
     padding = (pack.padded or pack.tokens) / max(pack.tokens, 1)
     whole = pack.padded in (None, pack.tokens)
     short = pack.longest <= SHORT and width < FP32
     core = 2 * q + 2 * kv * layout.cp  # ours gathers them over the ranks that share a sequence
-    if not short and whole:  # values are a view of the joined result, which a norm of queries and keys has kept
+    # values are a view of the joined result, which a norm of queries and keys has kept
+    if not short and whole:
         core += 0 if shape.has("qk_norm") else q + kv
         core -= kv if shape.has("qk_norm") else 0
     parts["core"] = padding * (core * (FP32 if short else width) + sums)
@@ -127,27 +149,38 @@ def _attention(shape: ModelShape, layout: Layout, training: Training, pack: Pack
 
 
 def _mlp(shape: ModelShape, layout: Layout, training: Training) -> dict[str, float]:
-    width, sp = training.width, training.sp
+    width = training.width
+    sp = training.sp
     norm = (2 * shape.hidden * width + FP32) / sp  # its input and its result
     each = shape.ffn / layout.tp * width
     return {"mlp norm": norm, "fc1": 2 * each, "activation": _activation(training) * each}
 
 
 def _activation(training: Training) -> int:
-    """Results of the gated activation's steps, in widths of the layer: unfused it keeps silu(gate), too."""
-    return 1 if training.host or training.fused_activation else 2
+    """Results of the gated activation's steps, in widths of the layer: unfused it keeps silu(gate),
+    too.
+    """
+    if training.host or training.fused_activation:
+        return 1
+    return 2
 
 
-def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training) -> dict[str, float]:
+def _experts(
+    shape: ModelShape, chosen: int, layout: Layout, training: Training
+) -> dict[str, float]:
     """Tokens spread evenly over experts: each rank computes as many as it sends."""
-    width, sp = training.width, training.sp
+    width = training.width
+    sp = training.sp
     router = (chosen * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
     rows = chosen * layout.expert_tp / sp  # of an expert's input, for each position
     each = shape.expert_ffn / layout.expert_tp * width
-    if training.host:  # both products are in FP32, and the second is kept to be weighed: learner/modules/experts.py
-        first, second = 2 * each / width * FP32, each + shape.hidden * FP32
+    # both products are in FP32, and the second is kept to be weighed: learner/modules/experts.py
+    if training.host:
+        first = 2 * each / width * FP32
+        second = each + shape.hidden * FP32
     else:  # the activation's result is kept again after it has been weighed
-        first, second = 2 * each, (_activation(training) + (not training.fused_activation)) * each
+        first = 2 * each
+        second = (_activation(training) + (not training.fused_activation)) * each
     return {
         "mlp norm": (2 * shape.hidden * width + FP32) / sp,
         "router": router,
@@ -157,8 +190,11 @@ def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training)
 
 
 def _adapters(shape: ModelShape, chosen: int, training: Training) -> float:
-    """What comes out of each A, and on GPUs the norms' results, which the layers that read them do not give away."""
-    one, found = replace(shape, layers=1, experts=min(shape.experts, 1)), 0.0
+    """What comes out of each A, and on GPUs the norms' results, which the layers that read them do
+    not give away.
+    """
+    one = replace(shape, layers=1, experts=min(shape.experts, 1))
+    found = 0.0
     for param in params(one):
         for a in adapters(param, one)[:1]:
             found += sum(rank for rank, _ in a.shapes) * (chosen if param.row.expert else 1)
@@ -168,7 +204,9 @@ def _adapters(shape: ModelShape, chosen: int, training: Training) -> float:
 
 
 def in_flight(layout: Layout, stage: int, packs: int, layers: int) -> float:
-    """Layers of this stage whose activations are alive at once, over all micro-batches that it has begun."""
+    """Layers of this stage whose activations are alive at once, over all micro-batches that it has
+    begun.
+    """
     behind = layout.pp - stage - 1
     if layout.chunks == 1:
         return layers * min(behind + 1, max(packs, 1))
@@ -177,7 +215,8 @@ def in_flight(layout: Layout, stage: int, packs: int, layers: int) -> float:
 
 
 def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tuple[float, float]:
-    """Bytes for each position of a stage's layers: what waits for backward, and what is recomputed beside it.
+    """Bytes for each position of a stage's layers: what waits for backward, and what is recomputed
+    beside it.
 
     `layers`: those of a chunk. `alive`: the layers of all micro-batches in flight.
     """
@@ -186,15 +225,20 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
     share = training.recomputed(layers)
     if share < 1:  # the first layers of a chunk: what its others have kept is free by then
         return alive * (share * kept.input + (1 - share) * kept.layer), 0.0
-    at_once = 1 if training.method == "block" else min(training.layers, layers)
+    if training.method == "block":
+        at_once = 1
+    else:
+        at_once = min(training.layers, layers)
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
 
 def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, float, float]:
-    """Bytes of the last stage's end: the final norm with the output layer's input, the logits that exist at once, what
-    backward makes of them (learner/modules/head.py), and on CPUs FP32 copies of some rows.
+    """Bytes of the last stage's end: the final norm with the output layer's input, the logits that
+    exist at once, what backward makes of them (learner/modules/head.py), and on CPUs FP32 copies of
+    some rows.
     """
-    shape, layout = model.shape, model.layout
+    shape = model.shape
+    layout = model.layout
     wide = model.head is Precision.fp32 and training.width < FP32
     width = FP32 if wide else training.width
     norm = pack.tokens * (shape.hidden * training.width + FP32) / training.sp
@@ -205,5 +249,8 @@ def head(model: Model, training: Training, pack: Pack) -> tuple[float, float, fl
     trained = columns * training.width * (shape.lora is None)
     sums = shape.hidden * (pack.responses * FP32 + trained)  # of hidden states, and of the weight
     gradient = logits if at_once >= columns else sums
-    copies = costs.COPIES * min(costs.HOST_BYTES, logits / width * FP32) if training.host else 0.0
+    if training.host:
+        copies = costs.COPIES * min(costs.HOST_BYTES, logits / width * FP32)
+    else:
+        copies = 0.0
     return norm + rows, logits, gradient, copies

@@ -1,13 +1,15 @@
-"""Bytes of a vLLM engine on one GPU, or on a host: weights, runtime, cache, what stays asleep; and its cache's tokens.
+"""Bytes of a vLLM engine on one GPU, or on a host: weights, runtime, cache, what stays asleep; and
+its cache's tokens.
 
-As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker makes its CUDA context
-and NCCL's buffers, and looks at the memory; gpu_memory_utilization times all of it has to be free then, or the start
-ends. Out of that come the weights, the most that a profiling run takes, CUDA graphs, and the cache, which gets the rest
-(or kv_cache_memory_bytes; the share has to be free then, too). So context and NCCL lie beside the share, and what
-another process takes while the engine profiles is taken from the cache.
+As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker
+makes its CUDA context and NCCL's buffers, and looks at the memory; gpu_memory_utilization times all
+of it has to be free then, or the start ends. Out of that come the weights, the most that a
+profiling run takes, CUDA graphs, and the cache, which gets the rest (or kv_cache_memory_bytes; the
+share has to be free then, too). So context and NCCL lie beside the share, and what another process
+takes while the engine profiles is taken from the cache.
 
-Asleep (device_allocator/sleep_mode_backend.py, cumem.py) all of the share is given back. Graphs and workspaces wake
-with the weights, the cache apart from them.
+Asleep (device_allocator/sleep_mode_backend.py, cumem.py) all of the share is given back. Graphs and
+workspaces wake with the weights, the cache apart from them.
 """
 
 from collections.abc import Mapping
@@ -79,7 +81,9 @@ def _nbytes(name: str, size: tuple[int, ...], format: Format, ignore: tuple[str,
 def _way(param: Param, name: str) -> str:
     if param.row.split is Split.replicated:
         return "whole"
-    return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
+    if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj"):
+        return "key_value"
+    return "split"
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ class EngineMemory:
     weights: float
     runtime: float  # graphs, and what a step of the largest batch needs
     cache: float
-    unused: float  # of the share, which has to be free at the start: where the cache's size is given
+    unused: (
+        float  # of the share, which has to be free at the start: where the cache's size is given
+    )
     token: float  # bytes of the cache for one token
     asleep: float  # what it keeps while it sleeps
 
@@ -109,15 +115,24 @@ def of_engine(
     capacity: float | None,
     host: bool = False,
 ) -> EngineMemory:
-    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known, and no cache."""
-    shape, tp, given = model.shape, sampler.tensor_parallel, sampler.vllm
+    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known,
+    and no cache.
+    """
+    shape = model.shape
+    tp = sampler.tensor_parallel
+    given = sampler.vllm
     weights = held.of_rank(tp, shape.kv_heads)
     runtime = RUNTIME + _step(model, tp, max(longest, BATCHED), given, max_sequences(sampler))
     token = cache_token(shape, tp, quantization.kv_cache)
     cache = given.get("kv_cache_memory_bytes")
     if host:
-        return EngineMemory(0.0, weights, HOST_RUNTIME, float(cache or HOST_CACHE_BYTES), 0.0, token, ASLEEP)
-    rest = utilization(sampler) * capacity - weights - runtime if capacity else 0.0
+        return EngineMemory(
+            0.0, weights, HOST_RUNTIME, float(cache or HOST_CACHE_BYTES), 0.0, token, ASLEEP
+        )
+    if capacity:
+        rest = utilization(sampler) * capacity - weights - runtime
+    else:
+        rest = 0.0
     cache = rest if cache is None else float(cache)
     context = CONTEXT + COMMUNICATOR * (tp > 1)
     return EngineMemory(context, weights, runtime, cache, max(rest - cache, 0.0), token, ASLEEP)

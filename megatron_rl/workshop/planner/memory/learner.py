@@ -1,4 +1,6 @@
-"""Memory of the learner on one GPU (or host process) of a pipeline stage: weights, optimizer, activations, logits."""
+"""Memory of the learner on one GPU (or host process) of a pipeline stage: weights, optimizer,
+activations, logits.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +17,8 @@ from megatron_rl.workshop.planner.memory import activations
 from megatron_rl.workshop.planner.memory.activations import Pack, Training
 
 BF16 = 2  # bytes
-MASTERS_AND_MOMENTS = 12  # bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
+# bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
+MASTERS_AND_MOMENTS = 12
 MOMENTS = 8  # an FP32 learner needs no copy
 GRADIENT = 4  # summed in FP32, a whole one on every rank
 FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
@@ -28,7 +31,8 @@ class Held:
     dense: int
     experts: int
     linear: int  # of both: matrices that Transformer Engine multiplies
-    adapters: tuple[int, int] | None = None  # of dense layers and of experts: what is trained instead
+    # of dense layers and of experts: what is trained instead
+    adapters: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -37,7 +41,9 @@ class Held:
     @property
     def trained(self) -> tuple[int, int]:
         """Of dense layers, and of experts."""
-        return (self.dense, self.experts) if self.adapters is None else self.adapters
+        if self.adapters is None:
+            return (self.dense, self.experts)
+        return self.adapters
 
 
 def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
@@ -46,7 +52,9 @@ def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
     layers = layout.stage_layers(shape.layers)[stage]
     outer = sum(size for where, size in ends if stage == (0 if where == "first" else layout.pp - 1))
     of_adapters = layer.adapters and (layer.adapters[0] * layers, layer.adapters[1] * layers)
-    return Held(layer.dense * layers + outer, layer.experts * layers, layer.linear * layers, of_adapters)
+    return Held(
+        layer.dense * layers + outer, layer.experts * layers, layer.linear * layers, of_adapters
+    )
 
 
 @cache
@@ -54,16 +62,25 @@ def _parts(
     shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool
 ) -> tuple[Held, tuple[tuple[str, int], ...]]:
     """Parameters of a rank: one layer's, and (end of the pipeline, parameters there)."""
-    layout, one = Layout(tp=tp, etp=expert_tp, ep=ep), replace(shape, layers=1)
+    layout = Layout(tp=tp, etp=expert_tp, ep=ep)
+    one = replace(shape, layers=1)
     inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
-    count, beside = dict.fromkeys(("dense", "experts", "linear"), 0), [0, 0]
+    count = dict.fromkeys(("dense", "experts", "linear"), 0)
+    beside = [0, 0]
     for param in inside:
         size = prod(param.local_shape(layout))
         count["experts" if param.row.expert else "dense"] += size
-        beside[param.row.expert] += sum(prod(each.local_shape(layout)) for each in adapters(param, one))
-        count["linear"] += size * (param.row.split is not Split.replicated and len(param.shapes[0]) == 2)
+        beside[param.row.expert] += sum(
+            prod(each.local_shape(layout)) for each in adapters(param, one)
+        )
+        count["linear"] += size * (
+            param.row.split is not Split.replicated and len(param.shapes[0]) == 2
+        )
     ends = [
-        ("first" if param.row.megatron[0].startswith("embedding.") else "last", prod(param.local_shape(layout)))
+        (
+            "first" if param.row.megatron[0].startswith("embedding.") else "last",
+            prod(param.local_shape(layout)),
+        )
         for param in params(one)
         if param.layer is None and not (param.row.copy and not several)
     ]
@@ -81,7 +98,9 @@ class LearnerMemory:
     activations: float  # of the layers, from forward to backward
     head: float  # the same, of the last stage's end
     logits: float  # the same, of its logits: all of them, or the columns that exist at a time
-    logit_gradient: float  # theirs where all are held; else what they add up to, of hidden states and weight
+    logit_gradient: (
+        float  # theirs where all are held; else what they add up to, of hidden states and weight
+    )
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
@@ -107,17 +126,29 @@ class LearnerMemory:
 
 
 def of_stage(
-    model: Model, learner: LearnerSection, stage: int, pack: Pack, packs: int, *, host: bool, reference: bool = False
+    model: Model,
+    learner: LearnerSection,
+    stage: int,
+    pack: Pack,
+    packs: int,
+    *,
+    host: bool,
+    reference: bool = False,
 ) -> LearnerMemory:
     """`packs`: micro-batches of an update, of one replica."""
-    shape, layout, training = model.shape, model.layout, Training.of(learner, host)
-    mine, last = held(shape, layout, stage), stage == layout.pp - 1
+    shape = model.shape
+    layout = model.layout
+    training = Training.of(learner, host)
+    mine = held(shape, layout, stage)
+    last = stage == layout.pp - 1
     layers = layout.stage_layers(shape.layers)[stage]
     pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest, pack.padded)
     kept = activations.kept(shape, chosen(model), layout, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers // layout.chunks, alive)
-    norms, logits, gradient, copies = activations.head(model, training, pack) if last else (0.0,) * 4
+    norms, logits, gradient, copies = (
+        activations.head(model, training, pack) if last else (0.0,) * 4
+    )
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
     step = _step(model, training, pack)
@@ -139,11 +170,15 @@ def of_stage(
 
 def chosen(model: Model) -> int:
     """Experts of each token."""
-    return limits.experts_per_token(model.hf_config) if model.shape.experts else 0
+    if model.shape.experts:
+        return limits.experts_per_token(model.hf_config)
+    return 0
 
 
 def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
-    """The distributed optimizer: replicas of the dense weights share theirs, replicas of the experts theirs."""
+    """The distributed optimizer: replicas of the dense weights share theirs, replicas of the
+    experts theirs.
+    """
     each = MASTERS_AND_MOMENTS if training.width < 4 else MOMENTS
     replicas = layout.dp * layout.cp
     of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
@@ -152,8 +187,11 @@ def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
 
 
 def _step(model: Model, training: Training, pack: Pack) -> float:
-    """The gradients of a layer's widest part, and the whole sequence that sequence parallelism gathers."""
-    shape, layout = model.shape, model.layout
+    """The gradients of a layer's widest part, and the whole sequence that sequence parallelism
+    gathers.
+    """
+    shape = model.shape
+    layout = model.layout
     if shape.experts:
         rows = chosen(model) * layout.expert_tp / training.sp
         widest = rows * (shape.hidden + 2 * shape.expert_ffn / layout.expert_tp)
