@@ -61,9 +61,8 @@ class Correction:
     mask_BT: Tensor  # bool: tokens that are trained on
     denominator_mask_BT: Tensor  # bool
     metrics: dict[str, float]
-    rejected_B: (
-        Tensor  # bool: rows that had a response token and lost all to the unconditional rules
-    )
+    # bool: rows that had a response token and lost all to the unconditional rules
+    rejected_B: Tensor
     source: Source
     # the cap in force, weight.high or the one for weight.target_ess; or the mix for it
     solved: float | None = None

@@ -37,9 +37,8 @@ class Part:
     start: int
     length: int
     nbytes: int
-    checksum: (
-        str  # of the content, not of its patch; covers the tensor's name, and where the part begins
-    )
+    # of the content, not of its patch; covers the tensor's name, and where the part begins
+    checksum: str
     # the file holds a patch with so many changes; None: it holds the content
     changes: int | None = None
 

@@ -94,9 +94,8 @@ class EngineMemory:
     weights: float
     runtime: float  # graphs, and what a step of the largest batch needs
     cache: float
-    unused: (
-        float  # of the share, which has to be free at the start: where the cache's size is given
-    )
+    # of the share, which has to be free at the start: where the cache's size is given
+    unused: float
     token: float  # bytes of the cache for one token
     asleep: float  # what it keeps while it sleeps
 

@@ -98,9 +98,8 @@ class LearnerMemory:
     activations: float  # of the layers, from forward to backward
     head: float  # the same, of the last stage's end
     logits: float  # the same, of its logits: all of them, or the columns that exist at a time
-    logit_gradient: (
-        float  # theirs where all are held; else what they add up to, of hidden states and weight
-    )
+    # theirs where all are held; else what they add up to, of hidden states and weight
+    logit_gradient: float
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
