@@ -20,7 +20,6 @@ from megatron_rl.config.bounds import (  # isort: skip
     Samples,
     Seconds,
     Temperature,
-    above,
     are_set_names,
     at_least,
     is_reward,
@@ -239,9 +238,6 @@ class LogSection:
     # GPUs: record who allocates what, so that a snapshot of it is left where memory runs out
     # (docs/gpu.md)
     memory_history: bool = False
-    # of the run's directory, such as 50: the oldest recorded rollouts, then dumps, make room; null:
-    # no limit
-    disk_gib: Annotated[float | None, above(0)] = None
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}; such as
     # {ess: stop}
     alarms: dict[str, Any] = field(default_factory=dict)

@@ -32,6 +32,7 @@ REMOVED = {
     "learner.virtual_pipeline": "set learner.megatron.virtual_pipeline_model_parallel_size",
     "learner.sequence_parallel": "set learner.megatron.sequence_parallel",
     "learner.fp8": "set learner.megatron.fp8",
+    "log.disk_gib": "set log.record_every and checkpoint.keep_last; no recorded file is removed",
     "log.group": "set the environment variable WANDB_RUN_GROUP",
     "log.project": "set the environment variable WANDB_PROJECT",
 }

@@ -151,13 +151,8 @@ class Writes:
     lines: int
 
     @property
-    def stays(self) -> int:
-        """What is never thinned out."""
-        return self.checkpoint * self.checkpoints + self.models + self.lines
-
-    @property
     def total(self) -> int:
-        return self.stays + self.rollouts
+        return self.checkpoint * self.checkpoints + self.models + self.lines + self.rollouts
 
     def __str__(self) -> str:
         parts = [
@@ -213,22 +208,11 @@ def short_disk(
     fit.
     """
     wanted = writes(shape, hf_config, config)
-    run = config.run
-    log = config.log
-    if log.disk_gib is not None and wanted.stays > log.disk_gib * GIB:
+    room = None if elsewhere else free(config.run.root)
+    if room is not None and room < wanted.total:
         yield (
-            f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to "
-            f"{_gib(wanted.stays)}; raise it, or lower checkpoint.keep_last"
-        )
-    room = None if elsewhere else free(run.root)
-    if log.disk_gib is None:
-        limit = wanted.total
-    else:
-        limit = min(wanted.total, int(log.disk_gib * GIB))
-    if room is not None and room < limit:
-        yield (
-            f"run.root={run.root} has {_gib(room)} free, and the run writes {wanted}. Free space, "
-            "raise log.record_every, lower checkpoint.keep_last, or set log.disk_gib"
+            f"run.root={config.run.root} has {_gib(room)} free, and the run writes {wanted}. Free "
+            "space, raise log.record_every, or lower checkpoint.keep_last"
         )
 
 

@@ -109,8 +109,7 @@ RULES = {
     Alarm.failed_saves: Rule(
         "`progress/failed_saves`: checkpoints in a row that were not saved",
         "An end of the run now loses all since its newest checkpoint. The notes in driver.log "
-        "say why each failed: free space where run.root is, or lower checkpoint.keep_last and "
-        "log.disk_gib.",
+        "say why each failed: free space where run.root is, or lower checkpoint.keep_last.",
         *above(values.metric("progress/failed_saves"), 2.0, 1),
         always=True,
     ),

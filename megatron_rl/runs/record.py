@@ -99,7 +99,7 @@ class Recorder:
             self.alarms.goes_on(read_metrics(self.run.metrics), self._last_step)
         self._step_times: list[float] = []
         self._unknown: set[str] = set()
-        self._disk = Disk(self.run, config.disk_gib, self.note)
+        self._disk = Disk(self.run, self.note)
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps, logs=self.run.logs)
@@ -107,7 +107,8 @@ class Recorder:
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(read_yaml(resolved_yaml), run_dir, mode, self.note)
+            resolved = read_yaml(resolved_yaml)
+            self._wandb = WandbLog(resolved, run_dir, mode, self.note, self._last_step)
         self._note_places()
 
     @contextmanager
@@ -286,7 +287,6 @@ class Recorder:
     def _beat(self) -> None:
         if time.monotonic() - self._beat_at > BEAT_S and not self._closed:
             self._beat_at = time.monotonic()
-            self._disk.thin()
             with suppress(OSError):  # metrics say what is wrong
                 beat(self.run.path, **self._about())
 

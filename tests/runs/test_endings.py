@@ -66,7 +66,7 @@ def test_a_full_disk(tiny: Path, freed: bool) -> None:
     status = read_status(run.path)
     assert status["state"] == "finished"
     assert torn == 0
-    assert said.getvalue().count("has no room. The run goes on") == 2  # lines, rollouts
+    assert said.getvalue().count("has no room for") == 2  # lines, rollouts
     assert not list(run.path.rglob("*.partial"))
     found = [step for step, path in recorded_steps(run.rollouts) if read_rollouts(path)]
     assert found[0] == 0

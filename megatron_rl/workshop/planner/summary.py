@@ -65,7 +65,7 @@ def describe(config: Config, checked: Checked, changes: Sequence[str] = ()) -> s
         *objective(config),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         ("timeouts", timeouts(config.run, config.sampler, config.reward)),
-        ("disk", _disk(config, checked)),
+        ("disk", str(writes(checked.policy.shape, checked.policy.hf_config, config))),
         *changed(changes),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
@@ -190,14 +190,6 @@ def _prox(config: Config) -> str:
     if not anchored_to_learner(config.correction, config.rollout):
         return f"; no proximal pass, the ratio's anchor is {ANCHORS[config.correction.anchor]}"
     return ", whose own forward pass gives the proximal logprobs"
-
-
-def _disk(config: Config, checked: Checked) -> str:
-    if config.log.disk_gib is None:
-        limit = ""
-    else:
-        limit = f"; log.disk_gib={config.log.disk_gib:g}"
-    return f"{writes(checked.policy.shape, checked.policy.hf_config, config)}{limit}"
 
 
 def _stop(run: RunSection) -> str:
