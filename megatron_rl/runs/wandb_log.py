@@ -6,11 +6,9 @@ arguments, git or machine data.
 import configparser
 import netrc
 import os
-import re
 import secrets
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,6 @@ from megatron_rl.files import read_whole, write_whole
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import ENDED
 from megatron_rl.types import Scored
 
 HOST = "api.wandb.ai"
@@ -30,15 +27,6 @@ PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
-MAGIC = b":W&B"
-HEADER = 7
-# of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and
-# kind
-BLOCK = 32 << 10
-_PIECE = struct.Struct("<4xHB")  # after a checksum
-# of the kinds: whole, first, middle, last
-_WHOLE = 1
-_LAST = 4
 
 
 def has_key() -> bool:
@@ -144,14 +132,15 @@ class WandbRun:
         return self.run.url or self._sync
 
     def finish(self, exit_code: int) -> str:
-        """What remains to be done by hand ("": nothing)."""
+        """Return what remains to be done by hand; empty if nothing."""
         begun = time.monotonic()
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
-        # its writer is a process of its own: only when it has ended is the file whole
+        # its writer is a process of its own: only when it has ended is the file complete
         self.wandb.teardown()
-        missing = f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
-        return missing if late else ""
+        if late:
+            return f"W&B did not take everything within {FINISH_S:.0f} s; send it by {self._sync}"
+        return ""
 
     @property
     def _sync(self) -> str:
@@ -160,9 +149,10 @@ class WandbRun:
 
 
 class WandbLog(WandbRun):
-    """The log of a training run at W&B, where a run that goes on is the same run. History only
-    grows: what an attempt has logged after the checkpoint stays; what a kill has kept from W&B
-    comes from metrics.jsonl.
+    """Log of a training run at W&B, where a resumed run is the same run.
+
+    Steps that an attempt logged after its last checkpoint are logged again by the next attempt.
+    Online, steps that W&B lacks come from metrics.jsonl.
     """
 
     def __init__(
@@ -171,14 +161,16 @@ class WandbLog(WandbRun):
         run_dir: Path,
         mode: Wandb,
         note: Callable[[str], None] = lambda line: None,
+        resumes_after: int | None = None,
     ) -> None:
-        self._dir = run_dir
         self._note = note
         self._gone = False
-        here = held_steps(run_dir, run_id(run_dir))
+        self._held = -1  # the last step that W&B has
+        if resumes_after is not None and (run_dir / ID).is_file():
+            self._held = resumes_after
         super().__init__(in_columns(resolved), run_dir, mode)
-        # the last step that W&B has
-        self._held = self.run.starting_step - 1 if self.online else here
+        if self.online:
+            self._held = self.run.starting_step - 1
         if (run_dir / "metrics.jsonl").is_file():
             for line in read_metrics(run_dir / "metrics.jsonl"):
                 self.log(int(line["progress/step"]), line)
@@ -202,19 +194,13 @@ class WandbLog(WandbRun):
         """An alert for each that was raised; the run's summary lists those that stand."""
         for one in news:
             if one.raised:
-                said = (
-                    f"{self.run.name}: {one.alarm}"[:63],
-                    str(one),
-                    "ERROR" if one.stops else "WARN",
-                )
-                self._tell(partial(self.run.alert, *said))
+                title = f"{self.run.name}: {one.alarm}"[:63]
+                level = "ERROR" if one.stops else "WARN"
+                self._tell(partial(self.run.alert, title, str(one), level))
         self._tell(lambda: self.run.summary.update({"alarms": ", ".join(standing)}))
 
     def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
-        """What remains to be done by hand ("": nothing). `came_to`: the run's own numbers, for its
-        summary.
-        """
-        assert state in ENDED
+        """Log the run's own numbers in its summary; return what remains to be done by hand."""
         numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
         self._tell(lambda: self.run.summary.update(numbers))
         left: list[str] = []
@@ -227,13 +213,11 @@ class WandbLog(WandbRun):
             return
         try:
             say()
-        except (
-            Exception
-        ) as error:  # of every kind: its client passes on what its pipe and its service raise
+        except Exception as error:  # of any kind: its pipe's and its service's
             self._gone = True
             self._note(
-                f"W&B's process is gone ({type(error).__name__}: {error}). The run goes on; what "
-                "W&B lacks comes from metrics.jsonl when the run is started again"
+                f"W&B's process terminated ({type(error).__name__}: {error}). The run continues "
+                "without it; metrics.jsonl has every step."
             )
 
 
@@ -253,57 +237,6 @@ def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 def run_id(run_dir: Path) -> str:
     """The run's name at W&B: as long as the directory is the same."""
     path = run_dir / ID
-    try:
-        known = read_whole(path).decode().strip()
-    except (OSError, ValueError):
-        known = ""
-    if not re.fullmatch(r"[a-z0-9]{4,32}", known):
-        known = secrets.token_hex(8)
-        write_whole(path, f"{known}\n")
-    return known
-
-
-def held_steps(run_dir: Path, id: str) -> int:
-    """The last step in what earlier attempts have written; -1 where there is none."""
-    files = list((run_dir / "wandb").glob(f"*-{id}/run-{id}.wandb"))
-    return max((step for file in files for step in logged_steps(file)), default=-1)
-
-
-def logged_steps(path: Path) -> list[int]:
-    """Steps in the file that W&B writes of a run, in their order. One that was cut short holds
-    those before.
-    """
-    return [record.history.step.num for record in records(path, "history")]
-
-
-def records(path: Path, kind: str) -> Iterator[Any]:
-    """Its records of one kind, such as history, run or summary, as W&B defines them."""
-    from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    for content in _pieced(path.read_bytes()):
-        record = Record()
-        try:
-            record.ParseFromString(content)
-        except DecodeError:
-            return
-        if record.WhichOneof("record_type") == kind:
-            yield record
-
-
-def _pieced(content: bytes) -> Iterator[bytes]:
-    at = HEADER
-    begun = b""
-    while content.startswith(MAGIC) and at + _PIECE.size <= len(content):
-        left = BLOCK - at % BLOCK
-        if left < _PIECE.size:
-            at += left
-            continue
-        length, kind = _PIECE.unpack_from(content, at)
-        at += _PIECE.size + length
-        if not _WHOLE <= kind <= _LAST or at > len(content):
-            return
-        begun += content[at - length : at]
-        if kind in (_WHOLE, _LAST):
-            yield begun
-            begun = b""
+    if not path.is_file():
+        write_whole(path, f"{secrets.token_hex(8)}\n")
+    return read_whole(path).decode().strip()

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from run_factory import make_config, quiet
+from wandb_files import records
 
 from megatron_rl.config import load, to_yaml
 from megatron_rl.config.schema import Level, LogSection, Wandb
 from megatron_rl.runs.metrics_file import AREA, NUMBERS
 from megatron_rl.runs.record import Recorder
-from megatron_rl.runs.wandb_log import ID, in_columns, records
+from megatron_rl.runs.wandb_log import ID, in_columns
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
 from megatron_rl.workshop.comparison.wandb_runs import log_comparison
 from megatron_rl.workshop.reports.run_data import load_run
