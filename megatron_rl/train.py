@@ -28,10 +28,9 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.router_replay import check as check_replay
 from megatron_rl.learner.policy import Sections
-from megatron_rl.learner.profile import explained_when_full
+from megatron_rl.learner.profile import dump_on_oom
 from megatron_rl.learner.shares import Shared
 from megatron_rl.learner.state import LearnerState
-from megatron_rl.learner.update_check import UpdateCheck
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.correction import without_stale
 from megatron_rl.rollout_correction.estimates import learner_reward
@@ -60,8 +59,12 @@ def train(
     `on_driver_closed` is called.
     """
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
-    explained = explained_when_full(run_dir / "dumps", rank, config.log.memory_history)
-    with ExitStack() as after_driver, ExitStack() as driver_closed, driving as driver, explained:
+    with (
+        ExitStack() as after_driver,
+        ExitStack() as driver_closed,
+        driving as driver,
+        dump_on_oom(run_dir / "dumps", rank),
+    ):
         driver_closed.callback(on_driver_closed)
         keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
@@ -170,11 +173,6 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
         ask_driver(learner, driver.check_time)
     with recorder.phase("update"):
         targets = plane.share_targets(batch, None if work is None else work.targets(reference_BT))
-        section = config.learner.update_check
-        if section.rows:
-            check = UpdateCheck(learner, section, targets, at.step)
-        else:
-            check = None
         parts = minibatches(
             batch.groups_B, config.learner.n_minibatches, f"{config.run.seed}/{step}"
         )
@@ -185,7 +183,6 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
     with recorder.phase("correction"):
         own = learner.take_reused_forward()
         work, found = (None, {}) if work is None else work.finished(own)
-    updates |= checked_update(check, work, driver, step)
     if work is None:
         return Progress(step, at.seen, driver.position)
     with recorder.phase("record"):
@@ -260,23 +257,6 @@ def anchor_logprobs(
     if batch.whole is None or anchored_to_learner(config.correction, config.rollout):
         return None, batch
     return batch.whole.sampler_logprobs_BT, batch
-
-
-def checked_update(
-    check: UpdateCheck | None, work: Step | None, driver: AnyDriver, step: int
-) -> dict[str, float]:
-    """Metrics of the check of an update, where that is asked for; a refused update is undone by
-    now.
-    """
-    if check is None:
-        return {}
-    with driver.recorder.phase("update"):
-        found = check.judged(None if work is None else work.correction)
-    if found.get("update/refused"):
-        driver.recorder.note(
-            f"update   step {step} is taken back: the sampler would be worse ({found})"
-        )
-    return found
 
 
 def learner_estimate(

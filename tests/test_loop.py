@@ -64,11 +64,6 @@ def cases() -> dict[str, list[str]]:
         "loss.kl_coef=0.1",
     ]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
-    wanted["gains of an update"] = [
-        *once,
-        "learner.update_check.rows=64",
-        "learner.update_check.refuse=50",
-    ]
     wanted |= {
         f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
         for name in Estimator
@@ -133,25 +128,6 @@ def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(
         assert line["loss/ratio_mean"] == pytest.approx(1, abs=1e-6)
         assert line["loss/approx_kl"] == 0
         assert line["rollout_corr/k3_kl"] > 0
-
-
-def test_what_an_update_gains_is_measured_beside_the_same_things(results: dict[str, dict]) -> None:
-    checked, scored = (
-        results[name]["lines"][1:] for name in ("gains of an update", "one update, scored before")
-    )
-    for line, other in zip(checked, scored, strict=True):
-        names = {name for name in line.keys() - other.keys() if not name.startswith("sync/")}
-        assert names - {"perf/prox_saved_s"} == {
-            *(
-                f"update/{whose}_gain{what}"
-                for whose in ("sampler", "learner")
-                for what in ("", "_stderr")
-            ),
-            "update/refused",
-        }
-        assert line["update/learner_gain"] > 0
-        assert line["update/sampler_gain_stderr"] > 0
-        assert line["update/refused"] == 0
 
 
 def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[str, dict]) -> None:

@@ -69,7 +69,7 @@ def _repeated(lines: list[dict[str, float]]) -> list[dict[str, float]]:
 @pytest.mark.engine
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-def test_a_run_whose_updates_are_checked_goes_on_and_is_looked_into(empty: Path) -> None:
+def test_a_run_goes_on_and_is_looked_into(empty: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     write_toy(empty / "data" / "toy")
@@ -84,16 +84,10 @@ def test_a_run_whose_updates_are_checked_goes_on_and_is_looked_into(empty: Path)
     train = (
         "megatron-rl train recipes/quickstart_lora.yaml model.path=data/toy/model "
         "reward.name=uneven.py:by_answer run.steps=3 run.if_exists=resume checkpoint.every=2 "
-        "sync.full_every=3 learner.n_minibatches=2 learner.update_check.rows=8 "
-        "learner.update_check.refuse=2"
+        "sync.full_every=3 learner.n_minibatches=2"
     )
     typed(empty, train)
     whole = read_metrics(run / "metrics.jsonl")
-    for line in whole[1:]:
-        assert line["update/sampler_gain"] == pytest.approx(
-            line["update/learner_gain"], rel=0.5, abs=0.01
-        )
-        assert line["update/refused"] == 0.0 and line["update/learner_gain"] > 0
     typed(empty, "megatron-rl mismatch runs/quickstart_lora -n 2 -o found")
     assert json.loads((empty / "found" / "mismatch.json").read_text())["kl"] < 1e-4
     shutil.rmtree(run / "checkpoints" / "step_3")

@@ -31,11 +31,6 @@ GROUPS: dict[str, str] = {
     ),
     "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
     "optim": "The optimizer.",
-    "update": (
-        "With learner.update_check: what a step's updates have gained on some rows of its own "
-        "batch, and what is left of it in the sampler's arithmetic "
-        "([corrections.md](corrections.md#what-is-left-of-an-update))."
-    ),
     "router": "Mixtures of experts, with `learner.router=replay`: tokens go where the sampler has sent them.",
     "sync": "Handing the new weights to the sampler.",
     "time": (

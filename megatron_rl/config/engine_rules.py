@@ -1,13 +1,12 @@
 """Rules that load.py applies to recipe keys of engines: formats, GPUs, vLLM arguments, transport,
-servers' addresses and key; and to the learner's that depend on them: as_sampler, router,
-update_check.
+servers' addresses and key; and to the learner's that depend on them: as_sampler, router.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from megatron_rl.config.choices import Device, Format, Forward, Offload, Router, Transport
+from megatron_rl.config.choices import Device, Format, Forward, Router, Transport
 from megatron_rl.config.fleet import (
     KEY_VARIABLE,
     devices,
@@ -119,32 +118,6 @@ def router(
         yield f"learner.router: {learner.router} with learner.megatron.moe_router_fusion, which asks nobody; use false"
 
 
-def update_check(
-    learner: LearnerSection,
-    quantization: QuantizationSection,
-    sampler: SamplerSection,
-    rollout: RolloutSection,
-) -> Iterator[str]:
-    section = learner.update_check
-    formats = sorted({*replica_formats(sampler, quantization)})
-    key = f"learner.update_check.rows: {section.rows}"
-    refuse = f"learner.update_check.refuse: {section.refuse}"
-    if section.refuse is not None and not section.rows:
-        yield f"{refuse}, but nothing is looked at; set update_check.rows, such as 32"
-    if section.refuse is not None and learner.offload is not Offload.none:
-        yield f"{refuse} with learner.offload={learner.offload}: not built; use null"
-    why_not = {
-        "the data set's own answers come from no sampler": rollout.supervised,
-        f"with {', '.join(formats)}, the learner computes as samplers of int8 or of fp8 alone do": (
-            formats not in (["int8"], ["fp8"])
-        ),
-        "quantization.kv_cache=fp8 is nothing that the learner computes with": quantization.kv_cache
-        != "none",
-        "with learner.forward=as_sampler both gain the same": learner.forward is Forward.as_sampler,
-    }
-    yield from (f"{key}: {why}; use 0" for why, holds in why_not.items() if holds and section.rows)
-
-
 def patches(sync: SyncSection) -> Iterator[str]:
     if sync.full_every > 1 and sync.transport != Transport.file:
         yield (
@@ -253,4 +226,4 @@ def _address_problem(address: str) -> str | None:
     return None
 
 
-RULES = (formats, as_sampler, router, update_check, patches, engine, addresses, servers)
+RULES = (formats, as_sampler, router, patches, engine, addresses, servers)

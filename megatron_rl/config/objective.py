@@ -203,18 +203,6 @@ class OptimSection:
 
 
 @dataclass(frozen=True)
-class UpdateCheckSection:
-    """Whether an update makes the quantized sampler better, too (docs/corrections.md)."""
-
-    # of the batch, passed again after each step's updates, by the learner and as the sampler; 0:
-    # none
-    rows: Count = 0
-    # steps are taken back where the sampler's gain is so many standard errors below 0, the
-    # learner's above; null: none
-    refuse: Annotated[float | None, above(0)] = None
-
-
-@dataclass(frozen=True)
 class LoraSection:
     """Adapters that are trained in place of the model, and merged into it at every sync
     (docs/lora.md).
@@ -244,7 +232,6 @@ class LearnerSection:
     n_minibatches: Positive = 1  # updates for each batch
     # what a loss or a gradient that is no number does (docs/survival.md)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
-    update_check: UpdateCheckSection = field(default_factory=UpdateCheckSection)
     lora: LoraSection = field(default_factory=LoraSection)
     # what backward computes again, so that a forward pass need not keep it;
     # learner.megatron.recompute_* come first

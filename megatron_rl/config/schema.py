@@ -75,7 +75,6 @@ from megatron_rl.config.objective import (  # isort: skip  # noqa: F401
     LossConfig,
     OptimSection,
     RejectRule,
-    UpdateCheckSection,
     WeightConfig,
 )
 from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
@@ -235,9 +234,6 @@ class LogSection:
             "use steps, such as [3]",
         ),
     ] = field(default_factory=list)
-    # GPUs: record who allocates what, so that a snapshot of it is left where memory runs out
-    # (docs/gpu.md)
-    memory_history: bool = False
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}; such as
     # {ess: stop}
     alarms: dict[str, Any] = field(default_factory=dict)

@@ -29,11 +29,13 @@ REMOVED = {
     "optim.beta1": "set optim.megatron.adam_beta1",
     "optim.beta2": "set optim.megatron.adam_beta2",
     "optim.eps": "set optim.megatron.adam_eps",
+    "learner.update_check": "sync.verify_every compares engine and learner; leave it out",
     "learner.virtual_pipeline": "set learner.megatron.virtual_pipeline_model_parallel_size",
     "learner.sequence_parallel": "set learner.megatron.sequence_parallel",
     "learner.fp8": "set learner.megatron.fp8",
     "log.disk_gib": "set log.record_every and checkpoint.keep_last; no recorded file is removed",
     "log.group": "set the environment variable WANDB_RUN_GROUP",
+    "log.memory_history": "the list of the largest tensors is written without it; leave it out",
     "log.project": "set the environment variable WANDB_PROJECT",
 }
 

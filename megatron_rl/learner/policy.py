@@ -34,7 +34,6 @@ from megatron_rl.learner.modules.lora import adapt
 from megatron_rl.learner.modules.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.offload import OptimizerOffload
 from megatron_rl.learner.optimizer import optimizer_config, replicas_config
-from megatron_rl.learner.profile import remember_allocations
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
@@ -92,8 +91,6 @@ class Policy:
         self.learner = replace(
             self.learner, recompute=schema.Recompute(recompute), megatron=megatron
         )
-        if sections.log.memory_history:
-            remember_allocations(self.device)
         self.steps = 0  # optimizer steps taken
         self.left_out_in_a_row = 0  # updates, that were not finite
         # by forward passes since the last sync: a checkpoint keeps them

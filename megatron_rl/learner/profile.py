@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 # of each pass, its last ones: an update of 36 layers is 60 MB on a host, 4 compressed
 MICRO_BATCHES = 2
-REMEMBERED = 100_000  # allocations and frees, of log.memory_history
 LARGEST = 40  # kinds of tensors that are listed
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 NO_FOLDER = Path()
@@ -89,40 +88,20 @@ class Profiler:
             self._note(f"profile  step {self._step}: {said}")
 
 
-def remember_allocations(device: torch.device) -> None:
-    """With `log.memory_history`: from now on torch keeps who has allocated what, for a snapshot."""
-    if device.type == "cuda":
-        torch.cuda.init()  # allocators that are not there yet would not hear of it
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=REMEMBERED)
-
-
 @contextmanager
-def explained_when_full(folder: Path, rank: int, history: bool) -> Iterator[None]:
-    """Where a GPU has no memory left, the error names a list of what lies in it, and torch's
-    snapshot.
-    """
+def dump_on_oom(folder: Path, rank: int) -> Iterator[None]:
+    """Where a GPU runs out of memory, write a list of what lies in it, and name it in the error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
+        tensors = folder / f"memory_rank_{rank}.txt"
         with suppress(OSError):  # a full disk takes nothing from the error
+            folder.mkdir(parents=True, exist_ok=True)
+            summary = torch.cuda.memory_summary() if torch.cuda.is_available() else ""
+            tensors.write_text("\n".join([*_largest(), summary]), encoding="utf-8")
             # a line: the launcher reads logs by lines
-            error.args = (f"{error} {_left(folder, rank, history)}",)
+            error.args = (f"{error} Its largest tensors are listed in {tensors}",)
         raise
-
-
-def _left(folder: Path, rank: int, history: bool) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = folder / f"memory_rank_{rank}.txt"
-    snapshot = folder / f"memory_rank_{rank}.pickle"
-    cuda = torch.cuda.is_available()
-    summary = torch.cuda.memory_summary() if cuda else ""
-    tensors.write_text("\n".join([*_largest(), summary]), encoding="utf-8")
-    said = f"Its largest tensors are listed in {tensors}"
-    if not history:
-        return f"{said}; with log.memory_history=true, the lines of code that have allocated them are, too"
-    if cuda:
-        torch.cuda.memory._dump_snapshot(str(snapshot))
-    return f"{said}; open {snapshot} in https://pytorch.org/memory_viz for the lines of code"
 
 
 def _largest() -> Iterator[str]:

@@ -1,6 +1,5 @@
 """A learner's state as checkpoints save and restore it: weights, optimizer, random states, the
-maxima it has measured; `Snapshot`: weights and optimizer in this process's memory, to undo updates
-(update_check.py).
+maxima it has measured.
 
 Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """
@@ -126,37 +125,6 @@ class LearnerState:
     def _measure(self, seen: Mapping[str, Tensor]) -> None:
         for name, held in self._learner.measured.items():
             held.copy_(seen[name])
-
-
-class Snapshot:
-    """This rank's weights and optimizer as they are, in the host's memory, to go back to after an
-    update.
-    """
-
-    def __init__(self, learner: Policy) -> None:
-        self._learner = learner
-        self._steps = learner.steps
-        self._held = {key: values.detach().to("cpu", copy=True) for key, values in self._tensors()}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        learner = self._learner
-        for key, values in self._tensors():
-            # what is not held are moments, before the first update
-            values.copy_(self._held[key]) if key in self._held else values.zero_()
-        for each in learner.optimizer.chained_optimizers:
-            _set_steps(each.optimizer, self._steps)
-        learner.steps = self._steps
-        learner.weights_changed()
-
-    def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        for name, parameter in self._learner.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            yield (name, ""), parameter
-            yield from (
-                ((name, kind), run) for kind, run, _, _ in _optimizer_runs(self._learner, parameter)
-            )
 
 
 def _writes(learner: Policy, param: Param) -> bool:

@@ -105,24 +105,6 @@ def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[
         )
 
 
-def checked_updates(
-    shape: ModelShape, learner: schema.LearnerSection, rollout: schema.RolloutSection
-) -> Iterator[str]:
-    """What learner.update_check costs."""
-    check = learner.update_check
-    rows = rollout.prompts_per_step * rollout.samples_per_prompt
-    looked = min(check.rows, rows)
-    kept = _gib(trained(shape) * PARAMETER[learner.precision])
-    if check.rows:
-        yield (
-            f"learner.update_check: after each step {looked} of {rows} answers are passed twice "
-            f"more, {2 * looked / rows:.1%} of a forward pass over the batch; and once before it "
-            "where they are older"
-            + f"; refuse keeps {kept} of the step before in the hosts' memory"
-            * (check.refuse is not None)
-        )
-
-
 def _is_text(file: Path, key: str) -> bool:
     """Whether the first row has text there; what cannot be read is said elsewhere."""
     if not file.is_file():
@@ -230,5 +212,4 @@ RULES = (
     plain_prompts,
     short_disk,
     slow_products,
-    checked_updates,
 )

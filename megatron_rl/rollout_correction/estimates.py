@@ -1,13 +1,10 @@
-"""Estimates by importance weights: the mean reward that the learner itself would have earned, the
-gain of an update.
+"""Estimate of the mean reward that the learner itself would have earned, by importance weights.
 
 A quantized sampler that answers worse lowers the logged reward while the policy is as good as
 before; weighing each answer by the product of its ratios turns it into the learner's.
 
 Shape legend: N rollouts or B sequences, T response positions.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -50,27 +47,3 @@ def learner_reward(
         "reward/learner_estimate": float(estimate),
         "reward/learner_estimate_stderr": float(error),
     }
-
-
-@torch.no_grad()
-def gain(
-    new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
-) -> tuple[float, float]:
-    """Surrogate gain of an update: mean of A (new / old - 1) over tokens, and its standard error
-    over rows.
-
-    From logprobs before and after; `advantages_BT`: of each token, or [B, 1], times a weight where
-    there is one.
-    """
-    d_BT = new_BT.double() - old_BT.double()
-    counted_BT = mask_BT & torch.isfinite(d_BT)
-    values_BT = torch.where(
-        counted_BT, advantages_BT * d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1(), 0.0
-    )
-    count_B = counted_BT.sum(dim=1)
-    rows = int((count_B > 0).sum())
-    tokens = max(1, int(count_B.sum()))
-    mean = float(values_BT.sum()) / tokens
-    # tokens of a row are not independent
-    around = float((values_BT.sum(dim=1) - mean * count_B).square().sum())
-    return mean, math.sqrt(around * rows / max(1, rows - 1)) / tokens

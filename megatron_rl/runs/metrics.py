@@ -275,20 +275,6 @@ _group(
     ),
 )
 _group(
-    "update",
-    (
-        "sampler_gain",
-        "mean over tokens of A (nu / mu - 1), nu the sampler's with the weights after the update",
-    ),
-    ("sampler_gain_stderr", "its standard error over rows"),
-    (
-        "learner_gain",
-        "mean over the same tokens of w A (pi / p - 1), pi the learner's after the update",
-    ),
-    ("learner_gain_stderr", "its standard error over rows"),
-    ("refused", "steps taken back, because the sampler would be worse", "sum", "steps"),
-)
-_group(
     "router",
     (
         "replayed",

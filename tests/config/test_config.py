@@ -394,32 +394,6 @@ def test_where_no_pass_comes_before_the_updates(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            ["update_check.rows=0", "update_check.refuse=0.5"],
-            "nothing is looked at; set update_check.rows, such as 32",
-        ),
-        (
-            ["update_check.refuse=0.5", "offload=optimizer"],
-            "update_check.refuse: 0.5 with learner.offload=optimizer",
-        ),
-        (
-            ["forward=as_sampler"],
-            "update_check.rows: 8: with learner.forward=as_sampler both gain the same; use 0",
-        ),
-    ],
-)
-def test_where_an_update_cannot_be_checked(recipe: Path, overrides: list[str], said: str) -> None:
-    given = ["quantization=int8", "learner.update_check.rows=8"]
-    assert load(recipe, given).learner.update_check.rows == 8
-    assert said in refusal(load, recipe, [*given, *(f"learner.{one}" for one in overrides)])
-    elsewhere = ["quantization=none", "rollout.source=dataset", "quantization.kv_cache=fp8"]
-    for override in elsewhere:
-        assert "learner.update_check.rows: 8: " in refusal(load, recipe, [*given, override])
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "tsi",

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from device_worker import awaited, mixes, whole
-from gain_worker import again, gains
 from head_worker import at_a_time, head_memory, heads, looked_at, unseen
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
@@ -517,8 +516,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         whole,
         mixes,
         awaited,
-        gains,
-        again,
         adapted,
         merged_twin,
         routed,

@@ -13,7 +13,6 @@ from megatron_rl.batch import Batch, Targets
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import shares
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.state import Snapshot
 
 SMALL = 64  # bytes of a piece: several for each column
 
@@ -38,11 +37,13 @@ def shared(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     )
     parts = [torch.arange(0, len(batch), 2), torch.arange(1, len(batch), 2)]
     before_BT = learner.logprobs(batch)
-    start = Snapshot(learner)
     whole = [learner.update(_targets(batch, before_BT).rows(rows)) for rows in parts]
     after_BT = learner.logprobs(batch)
 
-    start.restore()
+    learner.init_random(7)
+    for each in learner.optimizer.chained_optimizers:
+        each.optimizer.state.clear()
+    learner.steps = 0
     plane = learner.plane
     driver = learner.is_driver
     held = plane.share(batch if driver else None)

@@ -3,7 +3,6 @@ memory.
 """
 
 import gzip
-import inspect
 import json
 from pathlib import Path
 
@@ -11,12 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_rl.learner.profile import (
-    MICRO_BATCHES,
-    Profiler,
-    explained_when_full,
-    remember_allocations,
-)
+from megatron_rl.learner.profile import MICRO_BATCHES, Profiler, dump_on_oom
 from megatron_rl.survival.launch import last_error
 
 
@@ -69,45 +63,14 @@ def test_a_trace_without_a_place_does_not_end_the_run(tmp_path: Path) -> None:
     assert notes == [f"profile  step 1: no trace in {tmp_path / 'profile_1'}: File exists"]
 
 
-@pytest.mark.parametrize("history", [False, True])
-def test_where_memory_runs_out_the_error_says_what_fills_it(tmp_path: Path, history: bool) -> None:
-    held = [torch.zeros(1 << 20, 3 + history, dtype=torch.int16) for _ in range(2)]
+def test_where_memory_runs_out_the_error_names_a_list_of_what_fills_it(tmp_path: Path) -> None:
+    held = [torch.zeros(1 << 20, 3, dtype=torch.int16) for _ in range(2)]
     with FakeTensorMode():  # as torch.compile leaves them
         held += [torch.zeros(9)]
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB."
-    with (
-        pytest.raises(torch.OutOfMemoryError, match=said) as caught,
-        explained_when_full(tmp_path / "dumps", 1, history),
-    ):
-        raise torch.OutOfMemoryError(said)
+    with pytest.raises(torch.OutOfMemoryError) as caught, dump_on_oom(tmp_path / "dumps", 1):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
     path = tmp_path / "dumps" / "memory_rank_1.txt"
-    told = str(caught.value)
     assert str(path) in last_error(
-        f"Traceback\n  there\ntorch.OutOfMemoryError: {told}".splitlines()
+        f"Traceback\n  there\ntorch.OutOfMemoryError: {caught.value}".splitlines()
     )
-    assert (
-        "memory_rank_1.pickle in https://pytorch.org/memory_viz"
-        if history
-        else "log.memory_history=true"
-    ) in told
-    assert (
-        f"{16 if history else 12}.0 MiB      2 x cpu int16 [1048576, {3 + history}]"
-        in path.read_text()
-    )
-
-
-def test_other_errors_pass(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match=r"^else$"),
-        explained_when_full(tmp_path / "dumps", 0, True),
-    ):
-        raise ValueError("else")
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_names_of_torch_that_are_not_promised() -> None:
-    """Called where there is a GPU only."""
-    remember_allocations(torch.device("cpu"))
-    inspect.signature(torch.cuda.memory._record_memory_history).bind(stacks="python", max_entries=1)
-    inspect.signature(torch.cuda.memory._dump_snapshot).bind("a file")
-    assert callable(torch.cuda.memory_summary) and callable(torch.cuda.init)
+    assert "12.0 MiB      2 x cpu int16 [1048576, 3]" in path.read_text()

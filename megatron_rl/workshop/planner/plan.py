@@ -275,9 +275,6 @@ def of_first_node(case: Case, kept: float) -> dict[str, float]:
         "optimizer, pinned": ranks
         * case.heaviest.optimizer
         * (config.learner.offload is Offload.optimizer),
-        "the step before": ranks
-        * (case.heaviest.weights + case.heaviest.optimizer)
-        * bool(config.learner.update_check.refuse),
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
         "the sleeping engine's weights": engines

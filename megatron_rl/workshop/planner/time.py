@@ -123,7 +123,7 @@ def learning(case: Case) -> Learning:
     busy = computing + talking - (gain if case.training.fp8 else 0)
     scored = passes.seconds(case, 1) + _collectives(case, 1)
     scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
-    update = busy * (1 + bubble) + _moving(case) + _checking(case, scored * (1 + bubble))
+    update = busy * (1 + bubble) + _moving(case)
     return Learning(
         prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
         update=update,
@@ -141,19 +141,6 @@ def _moving(case: Case) -> float:
     else:
         moved = 0.0
     return moved / (case.assumed.keep_gbs * GIGA)
-
-
-def _checking(case: Case, scored: float) -> float:
-    """Passes of learner.update_check, as a share of one over the batch, and the copy of the step
-    before.
-    """
-    config, check = case.config, case.config.learner.update_check
-    passes = 3 if config.rollout.ahead or config.sync.every > 1 else 2
-    if check.refuse:
-        copied = _kept(case) / (case.assumed.keep_gbs * GIGA)
-    else:
-        copied = 0.0
-    return passes * scored * min(check.rows / case.work.sequences, 1) + copied
 
 
 def _kept(case: Case) -> float:
