@@ -200,7 +200,8 @@ def check_formats(
             raise ValueError(f"the probe needs rollouts of policy version {probe.version}, {there}")
         rows = batch.rows(fresh_B)
         sampler_BT = rows.sampler_logprobs_BT
-        learner_BT = learner_logprobs_BT[fresh_B]
+        # the batch's longest response may be of another format
+        learner_BT = learner_logprobs_BT[fresh_B, : sampler_BT.shape[1]]
         results[format] = check(sampler_BT, learner_BT, rows.mask_BT, format, probe)
     if not results:
         raise ValueError(

@@ -160,16 +160,15 @@ def test_empty_answers_are_not_a_pass() -> None:
 
 
 def half_off(nats: float, *more_B: torch.Tensor) -> Batch:
-    """The second half of the sampler's logprobs is off by so much."""
+    """The second half of the sampler's logprobs is off by so much, and its responses are shorter."""
     zeros_B = torch.zeros(B, dtype=torch.long)
     sampler_BT = logprobs()
     sampler_BT[4:] += nats
     rows_B = zeros_B.float(), zeros_B, more_B[0]
     formats = {"formats_B": more_B[1]} if len(more_B) > 1 else {}
     tokens_BS = zeros_B[:, None].expand(B, T)
-    return Batch.of_matrices(
-        tokens_BS, zeros_B, zeros_B + T, mask(), sampler_BT, *rows_B, **formats
-    )
+    lengths_B = torch.tensor([T] * 4 + [T - 2] * 4)
+    return Batch.of_matrices(tokens_BS, zeros_B, lengths_B, mask(), sampler_BT, *rows_B, **formats)
 
 
 def test_only_rows_of_the_synced_version_count() -> None:
