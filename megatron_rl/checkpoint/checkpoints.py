@@ -15,7 +15,6 @@ import json
 import os
 import re
 import stat
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -26,15 +25,9 @@ import msgspec
 import xxhash
 
 from megatron_rl.checkpoint.torch_dist.index import read_index
-from megatron_rl.checkpoint.torch_dist.pickled import (
-    DAMAGED,
-    LARGEST_HEAD,
-    is_plain,
-    read_saved_head,
-)
 from megatron_rl.config import ConfigError
 from megatron_rl.files import fsync, read_json, remove, write_whole
-from megatron_rl.models.weight_files import COMMON_FILE, stored_tensors
+from megatron_rl.models.weight_files import stored_tensors
 
 MANIFEST = "checkpoint.json"
 POLICY = "policy"
@@ -174,28 +167,10 @@ def look_into(found: Checkpoint) -> None:
     """ValueError or OSError where its tensors cannot be read, as far as headers and indexes say."""
     if not read_index(found.path / POLICY):
         raise ValueError(f"{found.path / POLICY} holds no tensors")
-    # whether the manifest lists it or not
-    if os.path.lexists(common := found.path / POLICY / COMMON_FILE):
-        _look_at_common(common)
     for name in (SYNC, *(name for name in found.files if name.startswith(f"{RANKS}/"))):
         if name not in found.files:
             raise ValueError(f"its manifest lists no {name}")
         stored_tensors(found.path / name)
-
-
-def _look_at_common(path: Path) -> None:
-    """ValueError where it may do harm: nothing here reads the file, but megatron-core's own load
-    unpickles it.
-    """
-    try:
-        if not path.is_file() or path.stat().st_size > 2 * LARGEST_HEAD:
-            raise ValueError("it is no file, or larger than any that is written here")
-        with zipfile.ZipFile(path) as archive:
-            if not all(is_plain(member, LARGEST_HEAD) for member in archive.infolist()):
-                raise ValueError("a part of it is packed")
-            read_saved_head(archive, ())
-    except (*DAMAGED, ValueError) as error:
-        raise ValueError(f"{path} is not to be unpickled: {error}") from None
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:

@@ -26,7 +26,6 @@ PARITY = "parity.json"  # of the folder that it lies in, and of no copy: what wa
 # of a torch_dist checkpoint
 BACKEND_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
-COMMON_FILE = "common.pt"
 LARGEST_HEADER = 32 << 20  # some 200,000 tensors
 
 EMBEDDING = "model.embed_tokens.weight"

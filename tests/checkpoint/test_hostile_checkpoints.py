@@ -114,79 +114,37 @@ def laughs() -> bytes:
     return b"\x80\x04}K\x00" + twice + b"K\x01s."
 
 
-def zipped(head: bytes, packing: int = zipfile.ZIP_STORED, **others: bytes) -> bytes:
-    """`packing`: of the last member alone."""
-    file = io.BytesIO()
-    members = {"archive/data.pkl": head, **others}
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(
-                name, content, packing if name == [*members][-1] else zipfile.ZIP_STORED
-            )
-    return file.getvalue()
-
-
-COMMON = "policy/common.pt"
 BAD: dict[str, Callable[[Path], None]] = {
-    "common state that is an attack": written(COMMON, pickle.dumps(Attack())),
-    "packed common state that executes": written(COMMON, zipped(pickle.dumps(Attack(), 2))),
-    "common state twice": written(
-        COMMON, zipped(pickle.dumps({}, 2), **{"b/data.pkl": pickle.dumps(Attack(), 2)})
-    ),
-    "common state that unpacks to gigabytes": written(
-        COMMON, zipped(bytes(64 << 20), zipfile.ZIP_DEFLATED)
-    ),
-    "data beside common state that does": written(
-        COMMON,
-        zipped(pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, **{"archive/data/0": bytes(64 << 20)}),
-    ),
-    "common state that names a file": written(COMMON, zipped(b"\x80\x02cbuiltins\nopen\nq\x00.")),
-    "common state of megabytes": written(COMMON, zipped(pickle.dumps(bytes(1 << 20), 2))),
-    "common state that is a link": linked(COMMON, "/etc/passwd"),
     "an index that executes": indexed(lambda one: replace(one, planner_data=Attack())),
     "an index that is an attack": written("policy/.metadata", pickle.dumps(Attack())),
     "an index of old opcodes that executes": written(
         "policy/.metadata", b"cos\nsystem\n(S'touch executed'\ntR."
     ),
     "an index with an instance": written("policy/.metadata", b"(S'touch executed'\nios\nsystem\n."),
-    "an index that is none": written("policy/.metadata", pickle.dumps({"x": 1})),
-    "an index that is empty": written("policy/.metadata", b""),
     "an index that asks for a huge memo": written(
         "policy/.metadata", b"\x80\x04Nr\xff\xff\xff\x7f."
     ),
     "an index with huge bytes": written(
         "policy/.metadata", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x."
     ),
-    "an index with a huge number": written(
-        "policy/.metadata", b"\x80\x04\x8b" + struct.pack("<i", 1 << 30) + b"x."
-    ),
     "an index of endless hashes": written("policy/.metadata", laughs()),
     "an index of deep lists": written("policy/.metadata", b"\x80\x04" + b"](" * 20_000 + b"."),
     "a place outside": places(relative_path="../../../secret"),
-    "an absolute place": places(relative_path="/etc/passwd"),
-    "a place in a folder": places(relative_path="."),
     "a place that begins before its file": places(offset=-8),
     "a place beyond its file": places(offset=1 << 40),
     "a place that is longer than its file": places(length=1 << 40),
-    "a place that is no number": places(length="x"),
     "a packed place": places(transform_descriptors=["zstd"]),
     "a tensor of terabytes": described((1 << 40, 8)),
     "a tensor of more numbers than there are": described((1 << 62, 1 << 62)),
     "parts in no place": indexed(lambda one: replace(one, storage_data={})),
     "a backend of another kind": written("policy/metadata.json", b'{"sharded_backend": "zarr"}'),
-    "a backend that is too deep": written("policy/metadata.json", b"[" * 100_000),
     "a header that lies": written("ranks/rank_0.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
-    "a header of dicts": written(
-        "ranks/rank_0.safetensors", struct.pack("<Q", 90_000) + b"[" * 90_000
-    ),
     "a header that names more than there is": written(
         "sync.safetensors",
         struct.pack("<Q", 64)
         + b'{"a":{"dtype":"F32","shape":[99],"data_offsets":[0,396]}}'.ljust(64),
     ),
     "no index": lambda folder: (folder / "policy" / ".metadata").unlink(),
-    "no scales": lambda folder: (folder / "sync.safetensors").unlink(),
-    "no data": lambda folder: (folder / "policy" / "rank_0.distcp").unlink(),
     "a link to data elsewhere": linked("policy/rank_0.distcp", "/etc/passwd"),
     "an index that is a link": linked("policy/.metadata", "/etc/passwd"),
     "a pipe for an index": pipe,
@@ -247,17 +205,15 @@ def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(
         read_saved(transposed, 0, transposed.stat().st_size, "float32", (8, 8)), WEIGHT.t()
     )
-    for content in (
-        pickle.dumps(Attack()),
-        b"",
-        b"PK\x05\x06" + b"\0" * 18,
-        b"PK\x05\x06" + b"\xff" * 18,
-    ):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(64 << 20))
+    for content in (pickle.dumps(Attack()), b"", packed.getvalue()):
         bad.write_bytes(content)
         with pytest.raises(ValueError, match=r"."):
             read_saved(bad, 0, len(content), "float32", (8, 8))
     torch.save(Attack(), bad)
-    with pytest.raises(ValueError, match=r"refers to posix\.system"):
+    with pytest.raises(ValueError, match="UnpicklingError"):
         read_saved(bad, 0, bad.stat().st_size, "float32", (8, 8))
     assert not Path(EVIDENCE).exists()
     choice = random.Random(1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, Name, read_pickle
+from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, read_pickle
 from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, stored_params
@@ -121,7 +121,7 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
     """
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     sizes: dict[str, int] = {}
-    for key, info in _state(content, "storage_data").pairs:
+    for key, info in _state(content, "storage_data"):
         name, offset = _fields(key, "fqn", "offset")
         file, begin, nbytes, transforms = _fields(
             info, "relative_path", "offset", "length", "transform_descriptors"
@@ -174,11 +174,10 @@ def _kept(
 
 
 def _dtype(properties: Any) -> str:
-    state = properties.state if isinstance(properties, Made) else None
-    first = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(first, Name):
-        raise ValueError("a tensor in it has no dtype")
-    return first.text.removeprefix("torch.")
+    try:
+        return str(properties.state[0].name).removeprefix("torch.")
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError("a tensor in it has no dtype") from None
 
 
 def _state(content: Made, name: str) -> Items:

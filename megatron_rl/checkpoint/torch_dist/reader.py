@@ -1,53 +1,28 @@
-"""Reads torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or
-Hugging Face tensors; and makes a parameter's block of such tensors, for an import to write
-(`blocks`).
+"""Reader of torch_dist checkpoints without megatron: blocks of parameters or optimizer states, or
+Hugging Face tensors, one at a time; `blocks`: a parameter's block made of such tensors, for an
+import to write.
 
-Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that
-torch.save has written is a zip archive, whose `data.pkl` says how the numbers lie, and whose
-`data/0` holds them as they are.
+The index is read as data (pickled.py), each tensor by torch.load(weights_only=True).
 """
 
 import io
 import math
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from operator import sub
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 
 from megatron_rl.checkpoint.torch_dist import index
-from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
+from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, adapters, params, stored_params
 from megatron_rl.models.shape import ADAPTER_KEY, ModelShape
 from megatron_rl.models.shards import assemble, common, cut, part
-from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
-
-_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-_STORAGES = (
-    "Double",
-    "Float",
-    "Half",
-    "BFloat16",
-    "Long",
-    "Int",
-    "Short",
-    "Char",
-    "Byte",
-    "Bool",
-    "Untyped",
-)
-_NAMES = {*_REBUILD, "collections.OrderedDict", *(f"torch.{kind}Storage" for kind in _STORAGES)} | {
-    "torch.storage.UntypedStorage",
-    *(f"torch.{dtype}" for dtype in DTYPES),
-}
-# of a zip's member: the lengths of its name and of what follows it
-_LOCAL_HEADER = struct.Struct("<26xHH")
+from megatron_rl.models.tensors import TensorSpec, torch_dtype
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
@@ -182,72 +157,22 @@ def read_saved(
 ) -> torch.Tensor:
     """ValueError where those bytes of the file do not hold such a tensor."""
     with path.open("rb") as file:
-        window = _Window(file, begin, nbytes)
-        try:
-            with zipfile.ZipFile(window) as archive:
-                members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                storage, start, shape, stride = _layout(read_saved_head(archive, _NAMES))
-                data = members[f"data/{storage}"]
-            if not is_plain(data, nbytes) or shape != size:
-                raise ValueError(f"it holds another tensor than one of {list(size)}")
-            window.seek(data.header_offset)
-            window.seek(sum(_LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))), io.SEEK_CUR)
-            values = empty_tensor((data.file_size,), torch.uint8)
-            if window.readinto(values.numpy()) != data.file_size:
-                raise ValueError("it is cut off")
-            return torch.as_strided(values.view(torch_dtype(dtype)), size, stride, start)
-        except DAMAGED as error:
-            raise ValueError(f"it is damaged ({type(error).__name__})") from None
-
-
-def _layout(head: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
-    """The storage's name; the first element, shape and strides."""
-    if not isinstance(head, Made) or head.name not in _REBUILD or len(head.arguments) < 4:
-        raise ValueError("it holds no tensor")
-    storage, start, shape, stride = head.arguments[:4]
-    if isinstance(storage, Made) and len(storage.arguments) == 1:
-        named = storage.arguments[0]
-    else:
-        named = ()
-    if isinstance(shape, tuple) and isinstance(stride, tuple):
-        numbers = (start, *shape, *stride)
-    else:
-        numbers = (None,)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("it says nothing of its shape")
-    if not isinstance(named, tuple) or len(named) < 3 or not isinstance(named[2], str):
-        raise ValueError("it names no storage")
-    return named[2], start, shape, stride
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, begin: int, nbytes: int) -> None:
-        self._file = file
-        self._begin = begin
-        self._nbytes = nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError("it is damaged: a place before its beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target)[: max(0, self._nbytes - self._at)]
-        self._file.seek(self._begin + self._at)
-        count = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += count
-        return count
+        file.seek(begin)
+        content = io.BytesIO(file.read(nbytes))
+    try:
+        with zipfile.ZipFile(content) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise ValueError("it is packed")
+        content.seek(0)
+        found = torch.load(content, map_location="cpu", weights_only=True)
+    except (*DAMAGED, RuntimeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"it is damaged ({type(error).__name__})") from None
+    wanted = (torch.Tensor, torch_dtype(dtype), torch.Size(size), torch.strided)
+    if not isinstance(found, torch.Tensor) or wanted != (
+        type(found),
+        found.dtype,
+        found.shape,
+        found.layout,
+    ):
+        raise ValueError(f"it holds something else than {dtype} {list(size)}")
+    return found
