@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import TornCheckpoint
-from megatron_rl.checkpoint.resume import MAY_CHANGE, gap, goes_on_from, refuse_changes, rewind
+from megatron_rl.checkpoint.resume import gap, goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.config.schema import CheckpointSection
@@ -78,16 +78,6 @@ def test_one_that_is_damaged_is_passed_over(tmp_path: Path, damage: Any) -> None
         step, said = newest(tmp_path)
         assert (step, len(said)) == (2, 1)
         assert victim.name in said[0]
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"content": 3, "checksum": "x"}', "[" * 100_000, "\xff"]
-)
-def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
-    path = save(tmp_path, 4)
-    (path / "checkpoint.json").write_text(content, encoding="latin-1")
-    with pytest.raises(TornCheckpoint, match=r"checkpoint\.json"):
-        checkpoints.verify(path)
 
 
 ODD = st.recursive(
@@ -220,14 +210,6 @@ def test_the_best_by_another_metric_is_another_one(tmp_path: Path) -> None:
     assert checkpoints.best_of(tmp_path, best) == (4, 0.4)
 
 
-def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    checkpoints.partial_of(tmp_path, 4).mkdir()
-    assert checkpoints.steps(tmp_path) == [2]
-    checkpoints.clean(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
-
-
 @pytest.mark.fault(
     "a full disk has not taken a line of the records",
     "the run goes on from before the gap, or says so",
@@ -263,13 +245,6 @@ def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
     assert (tmp_path / "ledger.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert sorted(path.stem for path in (tmp_path / "rollouts").iterdir()) == ["step_2", "step_x"]
     assert checkpoints.steps(tmp_path / "checkpoints") == [2]
-
-
-@pytest.mark.parametrize("content", [b"", b"[1]", b"a: \xe9", b"a: 1\na: 2"])
-def test_a_record_of_no_recipe_is_told(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml"):
-        refuse_changes(tmp_path / "config.yaml", write_yaml(CONFIG))
 
 
 @pytest.mark.parametrize(
@@ -317,13 +292,6 @@ def test_adapters_stay_as_they_are_whatever_is_allowed(
     new = CONFIG | {"learner": learner, "run": {"resume_allow": [f"learner.lora.{key}"]}}
     with pytest.raises(ConfigError, match=rf"(?s)learner\.lora\.{key}: .*Undo that\. Other"):
         refuse_changes(tmp_path / "config.yaml", write_yaml(new))
-
-
-def test_the_page_lists_what_may_change() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "survival.md").read_text()
-    listed = page.partition("Without asking may change")[2].partition("## ")[0]
-    for key in MAY_CHANGE:
-        assert key.strip(".").rpartition(".")[2] in listed, key
 
 
 @pytest.mark.fault("the ledger of a run to go on with is a pipe", "it is refused at once")

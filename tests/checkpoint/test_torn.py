@@ -12,9 +12,6 @@ from megatron_rl.config import load, to_yaml
 from megatron_rl.config.unknown import REMOVED
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
 from megatron_rl.runs.rollout_file import read_rollouts
-from megatron_rl.workshop.reports.figures import weight_bounds
-from megatron_rl.workshop.reports.report import setup
-from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,29 +88,6 @@ def test_a_report_of_a_torn_folder(run: Path, command: Command, number: int) -> 
     assert ("Held-out accuracy" in html) == (number > 0)
 
 
-@pytest.mark.fault("one file of a folder is torn", "nothing else is missing")
-@pytest.mark.parametrize("name", TORN)
-def test_the_rest_of_a_torn_folder(whole: Path, run: Path, name: str) -> None:
-    TORN[name][1](run / name)
-    torn = load_run(run)
-    complete = load_run(whole)
-    assert torn.tokens is not None  # of the steps that are whole
-    assert len(torn.unreadable) == 1
-    assert not complete.unreadable
-    assert repr(torn.lines) == repr(complete.lines)  # some values are NaN
-
-
-@pytest.mark.fault("a configuration is cut short anywhere", "what is left of it is shown")
-def test_a_configuration_that_ends_early(run: Path) -> None:
-    text = to_yaml(load(ROOT / "recipes" / "quickstart_fleet.yaml"))
-    for end in range(len(text)):
-        if end % 5 == 0 or text[end - 1] in ":-":
-            (run / "config.yaml").write_text(text[:end])
-            found = load_run(run)
-            setup(found)
-            weight_bounds(found)
-
-
 @pytest.mark.fault(
     "lines of metrics say no step, or are no lines", "they are counted, the others are shown"
 )
@@ -124,14 +98,6 @@ def test_odd_lines_are_counted(whole: Path, tmp_path: Path) -> None:
     lines, torn = read_lines(path)
     assert torn == len(LINES)
     assert repr(lines) == repr(read_metrics(whole / "metrics.jsonl"))
-
-
-@pytest.mark.fault("values of a line are no numbers", "the others count")
-def test_odd_values_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"progress/step": 1, "loss/total": "x", "a": null, "b": [1], "c": true, "d": 2}\n'
-    )
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"progress/step": 1, "d": 2}]
 
 
 @pytest.mark.fault("a recorded step is torn", "replay uses the others, and names it")
@@ -163,12 +129,6 @@ def test_recorded_keys_that_are_gone(run: Path, command: Command) -> None:
     assert "none" in command(*replay, "correction.weight.level=token")
     command("report", run)
     assert "correction.wieght" in command(*replay, "correction.wieght.level=token", status=2)
-
-
-@pytest.mark.fault("a report's place cannot be written, or holds no run", "a sentence says so")
-def test_where_no_report_can_be(whole: Path, tmp_path: Path, command: Command) -> None:
-    assert "/nonexistent/x.html" in command("report", whole, "-o", "/nonexistent/x.html", status=2)
-    assert str(tmp_path) in command("report", tmp_path, status=2)
 
 
 @pytest.mark.fault(
