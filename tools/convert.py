@@ -1,26 +1,18 @@
 #!/usr/bin/env python3
-"""Checkpoints from one form into another: Hugging Face, Megatron, INT8, FP8, NVFP4. Each conversion
-proves itself.
+"""Converter of checkpoints: Hugging Face, Megatron, INT8, FP8, NVFP4. Each conversion proves itself.
 
-    python tools/convert.py inspect ANY                            what is this folder, and what can
-    be done with it
-    python tools/convert.py import HF_FOLDER CHECKPOINT            Hugging Face -> Megatron's
-    torch_dist
-    python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging
-    Face
-    python tools/convert.py adapters RUN@120 PEFT_FOLDER           a run of learner.lora -> PEFT's
-    folder
-    python tools/convert.py quantize HF_FOLDER OUT --format int8   what stock vLLM serves
-    python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that
-    can be trained
-    python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold
-    one model
+    inspect ANY                            kind, model, precision, and the next command
+    import HF_FOLDER CHECKPOINT            Hugging Face -> Megatron's torch_dist
+    export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging Face
+    adapters RUN@120 PEFT_FOLDER           a run of learner.lora -> PEFT's folder
+    quantize HF_FOLDER OUT --format int8   what stock vLLM serves
+    dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that can be trained
+    verify A B                             two folders compared, tensor by tensor
 
-What is written appears under its name when it is whole. What a kill or a full disk has ended goes
-on where it was when the same command is given again; until then it is called .NAME.partial. Beside
-the weights, parity.json says what they were made of, with which versions, and a digest of what was
-read back. Nothing here needs a GPU, and nothing in a folder is ever unpickled or run. `COMMAND
---help` says more.
+A folder is called .NAME.partial until it is complete; a conversion that was stopped begins anew.
+Beside the weights, parity.json is its certificate: the inputs, the versions, and a digest of what
+was read back. Nothing here needs a GPU, and nothing in a folder is ever run. `COMMAND --help` says
+more.
 """
 
 from __future__ import annotations
@@ -30,7 +22,6 @@ from megatron_rl.processes.interrupts import leaving_at_once
 with leaving_at_once():
     import argparse
     import ctypes
-    import os
     import signal
     import sys
     from collections.abc import Callable, Sequence
@@ -41,54 +32,33 @@ with leaving_at_once():
     from megatron_rl.processes.process import run_script
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read when torch makes its first tensor
-LARGE_BYTES = 4 << 20
+
+
+def tune_memory() -> None:
+    """Give a large tensor's memory back when it goes: M_MMAP_THRESHOLD grows otherwise."""
+    ctypes.CDLL(None).mallopt(-3, 4 << 20)
 
 
 class Interrupted(KeyboardInterrupt):
     pass
 
 
-def tune_memory() -> None:
-    """A large tensor has large pages, which are cleared in a quarter of the time, and goes back
-    whole when it goes.
-    """
-    os.environ.update(LARGE_PAGES)
-    # mallopt's numbers for them
-    largest_kept = -3
-    most_arenas = -8
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(largest_kept, LARGE_BYTES)  # else it follows what is freed
-    mallopt(most_arenas, 1)  # what one thread has freed is for the other
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     given = _parse(argv)
     before = {number: signal.signal(number, _interrupt) for number in ENDINGS}
     try:
-        return _done(given)
+        from megatron_rl.config import ConfigError
+
+        return given.act(given)
+    except Interrupted as interrupted:
+        print(f"error: interrupted by {interrupted}; begin again", file=sys.stderr)
+        return 128 + signal.Signals[str(interrupted)]
+    except (ConfigError, OSError, ValueError, KeyError) as error:
+        print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+        return 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _done(given: argparse.Namespace) -> int:
-    try:
-        from megatron_rl.config import ConfigError
-
-        try:
-            return given.act(given)
-        except (ConfigError, OSError, ValueError, KeyError) as error:
-            print(
-                f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr
-            )
-            status = 1
-    except Interrupted as interrupted:
-        print(f"error: interrupted by {interrupted}", file=sys.stderr)
-        status = 128 + signal.Signals[str(interrupted)]
-        if "target" in given and not given.target.exists():
-            print(f"{given.target} was not written; give the same command again", file=sys.stderr)
-    return status
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -99,7 +69,7 @@ def inspect(given: argparse.Namespace) -> int:
     from megatron_rl.runs.console import table
     from megatron_rl.workshop.conversion.inspection import inspect
 
-    found = inspect(given.source, given.hf, given.checksum)
+    found = inspect(given.source, given.hf)
     print("\n".join(table(("", given.source), found.rows)))
     for problem in found.problems:
         print(f"problem: {problem}")
@@ -142,11 +112,16 @@ def adapters(given: argparse.Namespace) -> int:
 
 
 def quantize(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.quantized import quantize_as_asked
+    from megatron_rl.workshop.conversion.quantized import quantize_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    asked = {name: getattr(given, name) for name in ("format", "smooth", "calibrate", "ignore")}
-    quantize_as_asked(find(given.source, given.hf), given.target, **asked)
+    quantize_folder(
+        find(given.source, given.hf),
+        given.target,
+        format=given.format,
+        calibrate=given.calibrate,
+        ignore=given.ignore,
+    )
     print(f"wrote the quantized folder {given.target}")
     return 0
 
@@ -163,16 +138,14 @@ def dequantize(given: argparse.Namespace) -> int:
 def verify(given: argparse.Namespace) -> int:
     from megatron_rl.files import refuse_special
     from megatron_rl.workshop.conversion.sources import find
-    from megatron_rl.workshop.conversion.verification import verify
+    from megatron_rl.workshop.conversion.verification import Verified, compare
 
     refuse_special(given.report)
     sources = [find(name, given.hf) for name in (given.one, given.other)]
-    if given.report.is_dir():
-        raise ValueError(f"--report: {given.report} is a folder; name a file")
-    found = verify(*sources, given.logprobs, given.bound)
+    found = Verified(list(compare(*sources, given.bound)))
     print(found.text())
-    found.write(given.report, sources, logprobs=given.logprobs, bound=given.bound)
-    print(f"the whole of it: {given.report}")
+    found.write(given.report, sources, given.bound)
+    print(f"report: {given.report}")
     return 0 if found.ok else 1
 
 
@@ -200,24 +173,24 @@ HF: Arguments = {
         "help": "config.json and tokenizer of a checkpoint without them",
     }
 }
-INSPECT: Arguments = {
-    "--checksum": {"action": "store_true", "help": "of every tensor, whatever files they are in"}
-}
 QUANTIZE: Arguments = {
     "--format": {
         "required": True,
-        "help": "int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets"
-        "; as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, "
-        "modelopt_nvfp4: calibrated",
-    },
-    "--smooth": {
-        "type": float,
-        "metavar": "ALPHA",
-        "help": "int8: move activations' outliers into the weights",
+        "choices": (
+            "int8",
+            "fp8",
+            "fp8_block",
+            "as_sampler",
+            "modelopt_fp8",
+            "modelopt_fp8_kv",
+            "modelopt_nvfp4",
+        ),
+        "help": "int8, fp8 (per output channel), fp8_block (128x128): the bytes that a sampler "
+        "gets; as_sampler: what the sampler of RUN@STEP held; modelopt_*: calibrated",
     },
     "--calibrate": {
         "metavar": "FILE|SET",
-        "help": "texts to measure activations on: .txt, .jsonl, .parquet",
+        "help": "texts for modelopt to measure activations on: .txt, .jsonl, .parquet",
     },
     "--ignore": {
         "action": "append",
@@ -228,10 +201,6 @@ QUANTIZE: Arguments = {
 VERIFY: Arguments = {
     "one": {"metavar": "A"},
     "other": {"metavar": "B"},
-    "--logprobs": {
-        "metavar": "PROMPTS",
-        "help": "compare logprobs, too: .txt, .jsonl, .parquet, or a set",
-    },
     "--bound": {
         "type": float,
         "default": 0.0,
@@ -250,7 +219,7 @@ def _target(metavar: str) -> Arguments:
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Arguments]] = {
-    "inspect": (inspect, "what a folder or a run holds", "runs/dapo", SOURCE | INSPECT | HF),
+    "inspect": (inspect, "what a folder or a run holds", "runs/dapo", SOURCE | HF),
     "import": (
         import_,
         "Hugging Face folder -> torch_dist checkpoint",
@@ -284,7 +253,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Argumen
     "verify": (
         verify,
         "compare two folders; exit status 1 where they differ",
-        "runs/dapo@120 out/int8 --logprobs t.txt",
+        "runs/dapo@120 out/int8",
         VERIFY | HF,
     ),
 }

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.files import replacing, write_whole
-from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
+from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
 from megatron_rl.models.weight_files import (
     INDEX,
     SINGLE,
@@ -87,7 +87,7 @@ class HfFolder:
 
 def read_stored(name: str, stored: Stored) -> torch.Tensor:
     spec = spec_of(name, stored)
-    values = empty_tensor((stored.nbytes,), torch.uint8)
+    values = torch.empty(stored.nbytes, dtype=torch.uint8)
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
         view = values.numpy().data

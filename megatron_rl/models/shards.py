@@ -18,7 +18,6 @@ from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
 from megatron_rl.models.shape import ADAPTER, ModelShape
 from megatron_rl.models.table import Split
-from megatron_rl.models.tensors import empty_tensor
 
 # FP32 values that are merged at once: what stays in a cache
 HELD = {
@@ -68,7 +67,7 @@ def assemble(
         ) == param.local_shape(layout):
             return full  # all of it, as it lies
         if local is None:
-            local = empty_tensor(param.local_shape(layout), full.dtype)
+            local = torch.empty(param.local_shape(layout), dtype=full.dtype)
             if sum(math.prod(one.local_shape) for one in pieces) < local.numel():
                 local.zero_()
         for span in piece.spans:

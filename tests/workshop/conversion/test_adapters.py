@@ -18,8 +18,6 @@ from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import Lora, ModelShape
-from megatron_rl.workshop.conversion import sources
-from megatron_rl.workshop.conversion.verification import by_learner
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights, find
 
 LORA = {"rank": 4, "alpha": 6.0, "targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}
@@ -75,10 +73,6 @@ def test_what_peft_has_written_is_merged(
     done("export", tmp_path / "peft", tmp_path / "merged", "--hf", run.parent / "hf")
     done("export", run, tmp_path / "of_run")
     assert_same_bits(list(tensors_of(tmp_path / "merged").items()), tensors_of(tmp_path / "of_run"))
-    of_step, of_folder = (
-        by_learner(sources.find(str(one)), [(1, 2, 3)]) for one in (f"{run}@3", tmp_path / "merged")
-    )
-    assert torch.equal(of_step[0], of_folder[0]), "what `verify --logprobs` compares"
     capsys.readouterr()
     done("inspect", tmp_path / "peft", "--hf", run.parent / "hf")
     assert "PEFT's adapters" in capsys.readouterr().out

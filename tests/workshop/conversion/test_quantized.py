@@ -15,24 +15,18 @@ from models import ALL, config_of, done, fails, made, tensors_of, verdicts
 from simulated import assert_same_bits
 
 from megatron_rl.config.schema import Format
-from megatron_rl.distributed import TorchGroup
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.formats import quantization_config
-from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.workshop.conversion import calibration
 from megatron_rl.workshop.evaluation import stored_model
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights
 
 IGNORE = ("lm_head", "re:.*layers.1.mlp.down_proj")
 
 
-def sent(
-    folder: Path, format: Format, ignore: tuple[str, ...], smoothing: Smoothing | None = None
-) -> dict[str, Any]:
+def sent(folder: Path, format: Format, ignore: tuple[str, ...]) -> dict[str, Any]:
     """What an engine of this format would be sent."""
     weights = StoredWeights(stored_model.find(folder, None, None))
-    source = ShardSource(weights.model, weights.groups, format, ignore, smoothing=smoothing)
+    source = ShardSource(weights.model, weights.groups, format, ignore)
     tensors = dict(source.tensors(dict(weights.named_parameters())))
     assert source.failure is None
     return tensors
@@ -75,44 +69,18 @@ def test_the_bytes_of_a_sync(tmp_path: Path, family: str, format: str) -> None:
     verdicts(tmp_path, tmp_path / "plain", tmp_path / "out")
 
 
-def test_smoothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_options_that_do_not_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Given what was measured, it folds and quantizes as a sync does; `verify` finds the folding in
-    the norms.
-    """
-    config = config_of("qwen3")
-    source = made(tmp_path / "hf", config)
-    shape = ModelShape.from_hf(config)
-    (tmp_path / "texts.txt").write_text("a\n")
-    amax_LNH = torch.rand(shape.layers, 2, shape.hidden)
-    amax_LNH[..., ::7] *= 50
-    monkeypatch.setattr(calibration, "activation_amax", lambda *_: (amax_LNH, "1 sample"))
-    done(
-        "quantize",
-        source,
-        tmp_path / "out",
-        "--format",
-        "int8",
-        "--smooth",
-        0.5,
-        "--calibrate",
-        "texts.txt",
-    )
-    smoothing = Smoothing(shape, 0.5, 1, TorchGroup(), lambda: amax_LNH)
-    expected = sent(source, Format.int8, ("lm_head",), smoothing)
-    assert bool((smoothing.scales_LNH != 1).any())
-    assert_same_bits(list(tensors_of(tmp_path / "out").items()), expected)
-    assert json.loads((tmp_path / "out" / "parity.json").read_text())["calibration"] == "1 sample"
-    verdicts(tmp_path, source, tmp_path / "out")
-    for words, said in (
-        (["--format", "fp8", "--smooth", "0.5", "--calibrate", "x"], "smoothing is for int8"),
-        (["--format", "int8", "--smooth", "1.5", "--calibrate", "x"], "0 < ALPHA < 1"),
-        (["--format", "int8", "--smooth", "0.5"], "belong together"),
-        (["--format", "as_sampler"], "belongs to no run"),
-        (["--format", "as_sampler", "--ignore", "x"], "leave the other options out"),
+    source = made(tmp_path / "hf", config_of("llama"))
+    for words, key in (
+        (["--format", "modelopt_fp8"], "--calibrate"),
+        (["--format", "int8", "--calibrate", "x"], "--calibrate"),
+        (["--format", "as_sampler"], "as_sampler"),
+        (["--format", "as_sampler", "--ignore", "x"], "--ignore"),
+        (["--format", "int8", "--ignore", "re:("], "--ignore"),
     ):
-        assert said in fails(capsys, "quantize", source, tmp_path / "x", *words)
+        assert key in fails(capsys, "quantize", source, tmp_path / "x", *words)
 
 
 @pytest.mark.fault(
