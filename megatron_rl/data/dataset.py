@@ -4,7 +4,7 @@ contradict each other; too long ones are left out or refused.
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,26 +40,20 @@ class Dataset:
     shares: tuple[tuple[int, float], ...] = ()
     columns: str = ""  # how they were recognised, where nobody named them
     checksum: str = ""  # of all rows' prompts and answers, in their order
-    # how many answers are longer than one may be, of how many that were looked at
-    cut: tuple[int, int] = (
-        0,
-        0,
-    )
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def describe(self) -> str:
-        counts = (
-            (self.duplicates, "duplicates"),
-            (self.conflicts, "with two answers"),
-            (self.too_long, "too long"),
-        )
-        left_out = ", ".join(f"{n} {what}" for n, what in counts if n)
-        notes = [*([f"{left_out} left out"] if left_out else []), *filter(None, [self.columns])]
-        return f"{len(self)} prompts of {self.rows} rows" + (
-            f" ({'; '.join(notes)})" if notes else ""
-        )
+        counts = {
+            "duplicates": self.duplicates,
+            "with two answers": self.conflicts,
+            "too long": self.too_long,
+        }
+        left_out = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        notes = [f"{left_out} left out" if left_out else "", self.columns]
+        about = "; ".join(filter(None, notes))
+        return f"{len(self)} prompts of {self.rows} rows" + (f" ({about})" if about else "")
 
 
 class Source(Sequence[Prompt]):
@@ -88,7 +82,7 @@ class Source(Sequence[Prompt]):
                 self._rows[0], config.prompt_key, config.answer_key, self._rows.place(0)
             )
         self._sizes = array("L")  # bytes of each row's prompt
-        self._found = distinct(self._sized(pair) for pair in self._pairs())
+        self._found = distinct(self._pairs())
         self._kept = self._found.rows
 
     def __len__(self) -> int:
@@ -99,35 +93,14 @@ class Source(Sequence[Prompt]):
             return [self[each] for each in range(*place.indices(len(self)))]
         return self._made(place, self._tokenizer.encode_texts([self._text(place)], self._most)[0])
 
-    def load(
-        self, max_tokens: int, sample: int | None, longest_answer: int | None = None
-    ) -> Dataset:
-        """`sample`: only so many prompts are encoded, of which the others are like. Longer answers
-        are counted.
-        """
+    def load(self, max_tokens: int, sample: int | None) -> Dataset:
+        """`sample`: only so many prompts are encoded, of which the others are like."""
         self._most = max_tokens
         chosen = self._to_encode(max_tokens, sample)
         ids = self._tokenizer.encode_texts([self._text(each) for each in chosen], max_tokens)
         encoded = dict(zip(chosen, ids, strict=True))
-        empty = next((each for each, ids in encoded.items() if not ids), None)
-        if empty is not None:
-            raise ConfigError(
-                f"{self._key}: {self._rows.place(int(self._kept[empty]))} has an empty prompt; "
-                "remove it"
-            )
         too_long = [each for each, ids in encoded.items() if len(ids) > max_tokens]
-        if too_long and self._config.long_prompts == LongPrompts.error:
-            most = max(map(len, encoded.values()))
-            raise ConfigError(
-                f"rollout.max_prompt_tokens: {max_tokens}, but {len(too_long)} of {len(self)} "
-                f"prompts of {self._path} are longer (the longest has {most} "
-                f"tokens{' or more' if most > 2 * max_tokens else ''}); raise it, or set "
-                "data.long_prompts=drop"
-            )
-        if len(too_long) == len(self):
-            lost = f"{len(self._rows)} rows, {len(too_long)} too long"
-            lost += f", {self._found.conflicts} with two answers" if self._found.conflicts else ""
-            raise ConfigError(f"{self._key}: {self._path} leaves no prompts ({lost})")
+        self._check(encoded, too_long)
         prompts: Sequence[Prompt] = self
         if len(encoded) == len(self) and sample is None:
             prompts = tuple(
@@ -135,25 +108,35 @@ class Source(Sequence[Prompt]):
             )
         else:
             self._kept = np.delete(self._kept, too_long)
-        if longest_answer is None:
-            cut = (0, 0)
-        else:
-            cut = self._longer_answers(longest_answer)
-        counts = (len(self._rows), self._found.duplicates, len(too_long), self._found.conflicts)
         return Dataset(
-            prompts, *counts, columns=self._recognised(), checksum=self._found.checksum, cut=cut
+            prompts,
+            len(self._rows),
+            self._found.duplicates,
+            len(too_long),
+            self._found.conflicts,
+            columns=self._recognised(),
+            checksum=self._found.checksum,
         )
 
-    def _longer_answers(self, most: int) -> tuple[int, int]:
-        """How many answers have no room with the token that ends them, of those looked at."""
-        answers = [
-            self._answer(self._rows[index], index) for index in map(int, self._kept[:AT_ONCE])
-        ]
-        # no text has more tokens than bytes
-        long = [answer for answer in answers if len(answer.encode()) >= most]
-        return sum(len(ids) >= most for ids in self._tokenizer.encode_texts(long, most)), len(
-            answers
-        )
+    def _check(self, encoded: Mapping[int, Sequence[int]], too_long: Sequence[int]) -> None:
+        for each, ids in encoded.items():
+            if not ids:
+                raise ConfigError(
+                    f"{self._key}: {self._rows.place(int(self._kept[each]))} has an empty prompt; "
+                    "remove it"
+                )
+        if too_long and self._config.long_prompts == LongPrompts.error:
+            most = max(map(len, encoded.values()))
+            raise ConfigError(
+                f"rollout.max_prompt_tokens: {self._most}, but {len(too_long)} of {len(self)} "
+                f"prompts of {self._path} are longer (the longest has {most} tokens or more); "
+                "raise it, or set data.long_prompts=drop"
+            )
+        if len(too_long) == len(self):
+            raise ConfigError(
+                f"{self._key}: {self._path} leaves no prompts ({len(self._rows)} rows, "
+                f"{len(too_long)} too long, {self._found.conflicts} with two answers)"
+            )
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
         """Places of the prompts to encode: all of a small data set; of a large one each kind, and
@@ -186,64 +169,57 @@ class Source(Sequence[Prompt]):
     def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
         """Prompt and answer of every row; the answers only where somebody needs them."""
         texts = self._rows.pairs(self._layout.prompt, self._layout.answer)
-        if texts is None:
-            yield from (self._pair(row, index) for index, row in enumerate(self._rows))
-            return
-        for index, (prompt, answer) in enumerate(texts):
+        for index, (prompt, answer) in enumerate(texts or self._read_pairs()):
             if prompt is None or answer is None:
-                yield self._pair(self._rows[index], index)  # says what is wrong, where it is
-            else:
-                yield prompt.encode(), answer.encode() if self._needs_answer else b""
+                prompt, answer = self._pair(self._rows[index], index)  # names what is wrong
+            encoded = prompt.encode()
+            self._sizes.append(len(encoded))
+            yield encoded, answer.encode() if self._needs_answer else b""
 
-    def _sized(self, pair: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-        self._sizes.append(len(pair[0]))
-        return pair
+    def _read_pairs(self) -> Iterator[tuple[str, str]]:
+        for index, row in enumerate(self._rows):
+            yield self._pair(row, index)
 
-    def _pair(self, row: dict[str, Any], index: int) -> tuple[bytes, bytes]:
+    def _pair(self, row: dict[str, Any], index: int) -> tuple[str, str]:
         prompt = self._prompt(row, index)
         answer = self._answer(row, index) if self._needs_answer else ""
-        return (prompt if isinstance(prompt, str) else json.dumps(prompt)).encode(), answer.encode()
+        return _as_text(prompt), answer
 
     def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
-        prompt, where = self._value("prompt", row, index)
+        prompt = self._value("prompt", row, index)
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, list):
-            raise ConfigError(
-                f"{where()} is {type(prompt).__name__}, expected text or a list of messages"
-            )
+            raise self._unlike("prompt", index, prompt, "text or a list of messages")
         if not prompt or not all(
             isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt
         ):
-            raise ConfigError(
-                f'{where()} is a list, but not one of messages such as {{"role": "user", "content": "..."}}'
-            )
+            raise self._unlike("prompt", index, prompt, 'messages such as {"role": "user", ...}')
         return prompt
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
-        answer, where = self._value("answer", row, index)
-        # a model writes true, Python True
-        if answer is None or isinstance(answer, (bool, list, dict)):
-            kind = "null" if answer is None else type(answer).__name__
-            raise ConfigError(
-                f"{where()} is {kind}, expected text or a number; write it as text, or remove the "
-                "row"
-            )
+        answer = self._value("answer", row, index)
+        if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes no Python
+            raise self._unlike("answer", index, answer, "text or a number")
         return str(answer)
 
-    def _value(self, name: str, row: dict[str, Any], index: int) -> tuple[Any, Callable[[], str]]:
-        """A row's prompt or answer; and where it stands, found when it is told: a file is read up
-        to there.
-        """
+    def _value(self, name: str, row: dict[str, Any], index: int) -> Any:
+        """Return a row's prompt or answer."""
         row, layout = split(row, self._layout)
-        key = f"data.{name}_key"
         column = getattr(layout, name)
         try:
-            return field(row, column), lambda: f"{key}: {column!r} of {self._rows.place(index)}"
+            return field(row, column)
         except LookupError as error:
-            raise ConfigError(
-                f"{key}: {column!r} is not in {self._rows.place(index)}: {error}"
-            ) from None
+            place = self._rows.place(index)
+            raise ConfigError(f"data.{name}_key: {column!r} is not in {place}: {error}") from None
+
+    def _unlike(self, name: str, index: int, value: Any, expected: str) -> ConfigError:
+        _, layout = split(self._rows[index], self._layout)
+        kind = "null" if value is None else type(value).__name__
+        return ConfigError(
+            f"data.{name}_key: {getattr(layout, name)!r} of {self._rows.place(index)} is {kind}, "
+            f"expected {expected}; change or remove the row"
+        )
 
     def _text(self, place: int) -> str:
         """What the model is to read."""
@@ -269,22 +245,27 @@ class Source(Sequence[Prompt]):
         index = int(self._kept[place])
         prompt = self._prompt(self._rows[index], index)
         row, layout = split(dict(self._rows[index]), self._layout)
-        # where it lies inside a column, everyone still reads row[name]
-        for name in (
+        for name in (layout.prompt, layout.answer):
+            if name not in row and has(row, name):  # inside a column: consumers read row[name]
+                row[name] = field(row, name)
+        return Prompt(
+            self._first_id + index,
+            tuple(ids),
+            _as_text(prompt),
+            row,
             layout.prompt,
             layout.answer,
-        ):
-            if name not in row and has(row, name):
-                row[name] = field(row, name)
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        return Prompt(self._first_id + index, tuple(ids), text, row, layout.prompt, layout.answer)
+        )
 
     def _recognised(self) -> str:
-        if (
-            self._config.prompt_key and self._config.answer_key
-        ) or self._layout.publisher == "as here":
+        layout = self._layout
+        if layout.publisher == "as here" or (self._config.prompt_key and self._config.answer_key):
             return ""
-        return f"prompt in {self._layout.prompt}, answer in {self._layout.answer}: {self._layout.publisher}"
+        return f"prompt in {layout.prompt}, answer in {layout.answer}: {layout.publisher}"
+
+
+def _as_text(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ def load_dataset(
     *,
     needs_answer: bool = False,
     sample: int | None = None,
-    longest_answer: int | None = None,
 ) -> Dataset:
     """The data set that `data.<key>` names. `sample`: every row is looked at, but only so many
     prompts are encoded.
@@ -49,7 +48,7 @@ def load_dataset(
     for path in sources:
         before = sum(part.rows for part in parts)
         source = Source(f"data.{key}", Path(path), config, tokenizer, needs_answer, before)
-        parts.append(source.load(max_prompt_tokens, sample, longest_answer))
+        parts.append(source.load(max_prompt_tokens, sample))
     if len(parts) == 1:
         return parts[0]
     return _joined(parts, list(sources.values()))
@@ -80,7 +79,6 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
         shares=tuple((len(part), weight) for part, weight in zip(parts, weights, strict=True)),
         columns="; ".join(dict.fromkeys(part.columns for part in parts if part.columns)),
         checksum=" ".join(part.checksum for part in parts),
-        cut=(sum(part.cut[0] for part in parts), sum(part.cut[1] for part in parts)),
     )
 
 
@@ -93,9 +91,9 @@ def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection,
     tokenizer = FolderTokenizer(config.model.folder)
     longest = rollout.max_prompt_tokens
     wanted = config.reward.needs_answer or rollout.supervised
-    most = rollout.max_response_tokens if rollout.supervised else None
-    given: dict[str, Any] = {"needs_answer": wanted, "sample": EARLY_SAMPLE, "longest_answer": most}
-    train = load_dataset("train", data, tokenizer, longest, **given)
+    train = load_dataset(
+        "train", data, tokenizer, longest, needs_answer=wanted, sample=EARLY_SAMPLE
+    )
     left = len(train)
     if left < rollout.prompts_per_step:
         raise ConfigError(
@@ -103,18 +101,12 @@ def check_datasets(config: Config) -> tuple[list[str], list[tuple[RewardSection,
             "prompts: a step would draw some twice; lower it"
         )
     notes = []
-    least = "at least " * (train.too_long >= EARLY_SAMPLE)
     if train.too_long:
-        left_out = f"{least}{train.too_long} of {left + train.too_long} prompts of {data.train} are left out"
+        least = "at least " * (train.too_long >= EARLY_SAMPLE)
         notes.append(
-            f"rollout.max_prompt_tokens: {longest}, and {left_out}, as they are longer; raise it "
-            "to have them"
-        )
-    if train.cut[0]:
-        longer = f"{train.cut[0]} of {train.cut[1]} answers of {data.train} are longer, with the token that ends them"
-        notes.append(
-            f"rollout.max_response_tokens: {most}, but {longer}, and are imitated without their "
-            "end; raise it"
+            f"rollout.max_prompt_tokens: {longest}, and {least}{train.too_long} of "
+            f"{left + train.too_long} prompts of {data.train} are left out, as they are longer; "
+            "raise it to have them"
         )
     asked = [(config.reward, _some(train))]
     for one in held_out(config):

@@ -180,7 +180,7 @@ def test_the_sanity_set_is_what_is_solved_now_and_then() -> None:
         (
             "dapo_math_17k",
             {"prompt": "1?", "answer": float("nan")},
-            "line 2 of rows.jsonl is not JSON (NaN is not",
+            "line 2 of rows.jsonl",
         ),
         (
             "math --pass-rates rows.jsonl",
