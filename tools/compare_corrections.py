@@ -54,7 +54,7 @@ with leaving_at_once():
     from megatron_rl.runs.status import known_status
     from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
     from megatron_rl.workshop.comparison.docs import check_pages, write_docs
-    from megatron_rl.workshop.comparison.findings import said
+    from megatron_rl.workshop.comparison.findings import summary
     from megatron_rl.workshop.comparison.page import write_comparison
     from megatron_rl.workshop.comparison.wandb_runs import log_comparison
     from megatron_rl.workshop.quickstart import TASKS
@@ -269,7 +269,7 @@ def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.
         print("no report: no run has written a line of metrics")
         return
     comparison = compared(grid, outcomes, runs)
-    print("\n".join(said(comparison)))
+    print("\n".join(summary(comparison)))
     write_comparison(comparison, list(runs.values()), options.output)
     print(f"report {options.output}")
     if options.write_docs is not None:

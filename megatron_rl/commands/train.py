@@ -131,7 +131,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     from megatron_rl.survival.launch import launch
 
     if ranks == "local":
-        return keep_going(partial(launch, report=partial(report, config)), config, attempts, print)
+        return keep_going(partial(launch, report=report), config, attempts, print)
     _ranks_of_starter(config, ranks)
     os.environ.update(job.rank_environment() if ranks == "slurm" else {})
     path = Path(config.run.root) / str(config.run.name)
@@ -139,18 +139,16 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
         try:
             run_rank(config, path)
         finally:
-            if first and (said := report(config, RunDir(path))):
+            if first and (said := report(RunDir(path))):
                 print(said, flush=True)
     return 0
 
 
-def report(config: Config, run: RunDir) -> str:
-    """Writes the report of a run that has ended, where there is a workshop; returns what there is
-    to say of it.
-    """
+def report(run: RunDir) -> str:
+    """Write the report of a run that has ended, where there is a workshop; return where it is."""
     after_run = workshop("reports.after_run")
     if after_run:
-        return str(after_run.finish(run, config))
+        return str(after_run.finish(run))
     return ""
 
 

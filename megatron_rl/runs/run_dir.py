@@ -64,7 +64,6 @@ class RunDir:
 
     config = _Inside("config.yaml")  # the resolved configuration
     env = _Inside("env.json")  # versions and platform
-    plan = _Inside("plan.json")  # memory and time as they were planned
     # how it stands: starting | running | finished | stopped | failed, and why
     status = _Inside(STATUS)
     metrics = _Inside("metrics.jsonl")  # one line per step

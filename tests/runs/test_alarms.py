@@ -23,7 +23,7 @@ from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import read_status
 from megatron_rl.workshop.reports.overview import describe
-from megatron_rl.workshop.reports.report import episodes, page
+from megatron_rl.workshop.reports.report import page, raised_alarms
 from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -361,7 +361,7 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
         "reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}
     }
     data = load_run(run)
-    found = [(one.raised.alarm, one.steps) for one in episodes(data)]
+    found = [(news.alarm, steps) for news, steps in raised_alarms(data)]
     assert found == [("ess", "5 to 11"), ("reward_errors", "from 15")]
     html = page([data])
     assert "<h2>Alarms</h2>" in html

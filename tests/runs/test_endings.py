@@ -26,7 +26,7 @@ from megatron_rl.runs.record import describe_contents
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.runs.status import beat, mark_status, read_status
-from megatron_rl.workshop.reports.after_run import write_own_report
+from megatron_rl.workshop.reports.after_run import finish
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_why_a_run_failed(run_folder: Path) -> None:
         f"why: {cause['what']} (device): rank 0, in reduce. Look for Xid"
         in (log.parent / "driver.log").read_text()
     )
-    assert write_own_report(recorder.run) == ""
+    assert finish(recorder.run).startswith("report ")
     page = (run_folder / "report.html").read_text()
     assert "<h2>run: a GPU or its link failed</h2>" in page
     assert "last words &lt;of&gt; rank 0" in page
@@ -247,7 +247,7 @@ def test_a_log_elsewhere_is_not_shown(tmp_path: Path, run_folder: Path) -> None:
     for log in (str(secret), "attempt_1/rank_0.log", "/rank_0.log", "../attempt_1/rank_0.log"):
         cause = {"class": "unknown", "what": "<b>", "log": log}
         mark_status(run_folder, "failed", "ValueError: x", cause=cause)
-        assert write_own_report(recorder.run) == ""
+        assert finish(recorder.run).startswith("report ")
         page = (run_folder / "report.html").read_text()
         assert "not to be seen" not in page
         assert "<h2>run: &lt;b&gt;</h2>" in page

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from lanes_figure import lanes_svg
 
 from megatron_rl.runs.timeline import Span, encode_spans
 from megatron_rl.workshop.reports.run_data import read_lanes
@@ -43,8 +42,3 @@ def test_some_steps_of_the_middle_are_shown_with_what_else_happened_then(lanes: 
 
 def test_a_run_without_lanes(tmp_path: Path) -> None:
     assert read_lanes(tmp_path / "lanes.jsonl") == []
-
-
-def test_the_figure_holds_every_span(lanes: Path) -> None:
-    found = read_lanes(lanes, steps=3)
-    assert lanes_svg(["in turn", "ahead"], [found, found]).count("<rect") == 1 + 6 + 2 * len(found)

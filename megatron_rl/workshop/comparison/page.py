@@ -2,45 +2,44 @@
 gets its figures.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from megatron_rl.files import write_whole
 from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
-from megatron_rl.workshop.comparison.findings import TEST, said
+from megatron_rl.workshop.comparison.findings import TEST, summary
 from megatron_rl.workshop.reports import pages
 from megatron_rl.workshop.reports.charts import (
     INK,
     PALETTE,
     UNIT,
     add_band,
-    add_bars,
     add_line,
     colour,
     layout,
 )
-from megatron_rl.workshop.reports.pages import Named
+from megatron_rl.workshop.reports.pages import Named, Table
 from megatron_rl.workshop.reports.report import about
 from megatron_rl.workshop.reports.run_data import RunData
 from megatron_rl.workshop.reports.sections import Panel
 
-SEEDS = "mean of the seeds, and from the lowest to the highest"
-Table = tuple[list[str], list[list[str | Named]]]
+ABREAST = 3  # charts in a row
+SEEDS = "Mean over seeds, and from the lowest to the highest"
 
 
 def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Path) -> None:
-    """`runs`: those of its cells that can be read. A few are shown beside each other too, as any
-    runs are.
-    """
+    """Write the page; a few `runs` are shown beside each other too, as any runs are."""
     shown = comparison.held(NUMBERS)
-    recommended, *findings = said(comparison)
+    recommended, *findings = summary(comparison)
     html = pages.page(
         "comparison.html.j2",
-        output,
         title=comparison.name,
         recommended=recommended,
         findings=findings,
@@ -50,7 +49,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
         numbers=[
             (NUMBERS[name].title, NUMBERS[name].about) for name in shown if NUMBERS[name].about
         ],
-        sections={heading: found for heading, found in _figures(comparison).items() if found},
+        sections={"Curves": figures(comparison)},
         each=_runs(comparison, {run.name: run for run in runs}, output),
         beside=about(runs) if 0 < len(runs) <= len(PALETTE) else None,
     )
@@ -60,22 +59,19 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
 def _cells(comparison: Comparison, shown: Sequence[str]) -> Table:
     head, rows = comparison.table(shown)
     last = len(comparison.axes) - 1  # the axis that is compared: its labels have colours
-    paints = [colour_of(comparison, cell) for cell in comparison.cells]
-    return head, [
-        [*row[:last], Named(row[last], paint), *row[last + 1 :]]
-        for row, paint in zip(rows, paints, strict=True)
-    ]
+    named: list[list[str | Named]] = []
+    for row, cell in zip(rows, comparison.cells, strict=True):
+        label = Named(row[last], colour_of(comparison, cell))
+        named.append([*row[:last], label, *row[last + 1 :]])
+    return head, named
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData], output: Path) -> Table:
     rows: list[list[str | Named]] = []
     for one in (one for cell in comparison.cells for one in cell.results):
-        run = runs.get(one.name)
-        page = run.path / "report.html" if run else None
-        if page is not None and page.is_file():
+        href = ""
+        if one.name in runs and (page := runs[one.name].path / "report.html").is_file():
             href = os.path.relpath(page, output.parent)
-        else:
-            href = ""
         values = [
             f"{one.numbers[key]:{NUMBERS[key].form}}" if key in one.numbers else ""
             for key in NUMBERS
@@ -84,24 +80,24 @@ def _runs(comparison: Comparison, runs: dict[str, RunData], output: Path) -> Tab
     return ["run", "state", *(number.title for number in NUMBERS.values())], rows
 
 
-def _figures(comparison: Comparison) -> dict[str, list[Panel]]:
+def figures(comparison: Comparison) -> list[Panel]:
+    """Curves, a chart for each place, and bars; those without data are left out."""
     beside = comparison.beside()
-    words = f"{SEEDS.capitalize()}{f'; dashed: {beside.name}' if beside else ''}."
-    return {
-        "Held-out accuracy": panels(comparison, ACCURACY, words, y_range=UNIT),
-        "Mismatch of sampler and learner, k3 KL in nats a token": panels(
-            comparison, MISMATCH, words, log=True
-        ),
-        "Effective sample size": panels(comparison, SAMPLE_SIZE, words),
-        "What it comes to": [
-            Panel(title, f"{SEEDS.capitalize()}.", figure, wide=True)
-            for name, title in (
-                (AREA, "Area under the accuracy curve"),
-                ("step_s", "Time of a step"),
-            )
-            if (figure := bars(comparison, name))
-        ],
-    }
+    words = f"{SEEDS}{f'; dashed: {beside.name}' if beside else ''}."
+    accuracy = curves(comparison, ACCURACY)
+    mismatch = curves(comparison, MISMATCH)
+    if accuracy:
+        accuracy.update_yaxes(range=UNIT)
+    if mismatch:
+        mismatch.update_yaxes(type="log", exponentformat="power")
+    found = [
+        Panel("Held-out accuracy", words, accuracy, wide=True),
+        Panel("Mismatch of sampler and learner, k3 KL in nats a token", words, mismatch, wide=True),
+        Panel("Effective sample size", words, curves(comparison, SAMPLE_SIZE), wide=True),
+        Panel("Area under the accuracy curve", f"{SEEDS}.", bars(comparison, AREA), wide=True),
+        Panel("Time of a step", f"{SEEDS}.", bars(comparison, "step_s"), wide=True),
+    ]
+    return [panel for panel in found if panel.figure]
 
 
 def colour_of(comparison: Comparison, cell: Cell) -> str:
@@ -111,41 +107,44 @@ def colour_of(comparison: Comparison, cell: Cell) -> str:
     return colour(comparison.compared.index(cell.labels[-1]))
 
 
-def panels(
-    comparison: Comparison,
-    metric: str,
-    about: str,
-    *,
-    log: bool = False,
-    y_range: tuple[float, float] | None = None,
-) -> list[Panel]:
-    """One for each place, those of several without anything to draw left out."""
-    found = []
-    for place, cells in comparison.places().items():
-        if figure := _curves(comparison, cells, metric):
-            if log:
-                figure.update_yaxes(type="log", exponentformat="power")
-            if y_range:
-                figure.update_yaxes(range=list(y_range))
-            found.append(Panel(" / ".join(place) or comparison.name, about, figure))
-    return found
-
-
-def _curves(comparison: Comparison, cells: list[Cell], metric: str) -> go.Figure | None:
-    figure = go.Figure()
-    for cell in cells:
-        low, mean, high = cell.curve(metric)
-        if mean:
-            paint = colour_of(comparison, cell)
-            if len(cell.results) > 1:
-                add_band(figure, mean.steps, low.values, high.values, paint)
-            add_line(figure, mean.steps, mean.values, paint, name=cell.labels[-1])
-    if not figure.data:
-        return None
+def curves(comparison: Comparison, metric: str) -> go.Figure | None:
+    """A chart for each place that has the metric, side by side."""
     beside = comparison.beside()
-    if beside is not None and (mean := beside.curve(metric)[1]):
-        add_line(figure, mean.steps, mean.values, INK, dash="dash", name=beside.name)
-    return layout(figure, legend=True)
+    places = {
+        " / ".join(place) or comparison.name: cells
+        for place, cells in comparison.places().items()
+        if any(cell.curve(metric)[1] for cell in cells)
+    }
+    if not places:
+        return None
+    rows = math.ceil(len(places) / ABREAST)
+    figure = make_subplots(
+        rows=rows,
+        cols=min(len(places), ABREAST),
+        shared_yaxes="all",
+        subplot_titles=list(places),
+    )
+    named: set[str] = set()
+
+    def add(cell: Cell, place: int, name: str, dash: str = "solid") -> None:
+        low, mean, high = cell.curve(metric)
+        if not mean:
+            return
+        paint = colour_of(comparison, cell)
+        part = {"row": place // ABREAST + 1, "col": place % ABREAST + 1}
+        if len(cell.results) > 1 and dash == "solid":
+            add_band(figure, mean.steps, low.values, high.values, paint, **part)
+        legend: dict[str, Any] = {"legendgroup": name, "showlegend": name not in named}
+        add_line(figure, mean.steps, mean.values, paint, dash=dash, name=name, **legend, **part)
+        named.add(name)
+
+    for place, cells in enumerate(places.values()):
+        for cell in cells:
+            add(cell, place, cell.labels[-1])
+        if beside is not None:
+            add(beside, place, beside.name, "dash")
+    layout(figure, legend=True)
+    return figure.update_layout(height=90 + 250 * rows, margin_t=70, legend_y=1 + 0.1 / rows)
 
 
 def bars(comparison: Comparison, number: str) -> go.Figure | None:
@@ -153,17 +152,19 @@ def bars(comparison: Comparison, number: str) -> go.Figure | None:
     cells = [cell for cell in comparison.cells if cell.by_seed(number)]
     if not cells:
         return None
-    values = [list(cell.by_seed(number).values()) for cell in cells]
-    means = [sum(one) / len(one) for one in values]
-    whiskers = {
-        "array": [max(one) - mean for one, mean in zip(values, means, strict=True)],
-        "arrayminus": [mean - min(one) for one, mean in zip(values, means, strict=True)],
-    }
     figure = go.Figure()
-    paint = [colour_of(comparison, cell) for cell in cells]
-    names = [cell.name for cell in cells]
-    error = {"type": "data", "symmetric": False, "thickness": 1.2, **whiskers}
-    add_bars(figure, means, names, paint, "%{x:.3f}", orientation="h", error_x=error)
-    layout(figure, hover="closest").update_layout(height=90 + 26 * len(cells), bargap=0.35)
-    figure.update_xaxes(title={"text": NUMBERS[number].about})
+    for cell in cells:
+        values = list(cell.by_seed(number).values())
+        mean = sum(values) / len(values)
+        figure.add_bar(
+            x=[mean],
+            y=[cell.name],
+            error_x={"array": [max(values) - mean], "arrayminus": [mean - min(values)]},
+            orientation="h",
+            marker_color=colour_of(comparison, cell),
+            hovertemplate="%{x:.3f}",
+            name=cell.name,
+        )
+    layout(figure, x_title=NUMBERS[number].about, hover="closest")
+    figure.update_layout(height=90 + 26 * len(cells), bargap=0.35)
     return figure.update_yaxes(autorange="reversed", showgrid=False)

@@ -8,14 +8,11 @@ from typing import Any
 
 from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config.schema import Wandb
-from megatron_rl.files import write_whole
 from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS
 from megatron_rl.runs.wandb_log import ID, WandbRun, in_columns, resolve_mode
 from megatron_rl.workshop.comparison.comparison import Comparison
-from megatron_rl.workshop.comparison.docs import comparison_svg
-from megatron_rl.workshop.comparison.findings import said
-from megatron_rl.workshop.comparison.page import bars, panels
-from megatron_rl.workshop.reports.charts import UNIT
+from megatron_rl.workshop.comparison.findings import summary
+from megatron_rl.workshop.comparison.page import bars, curves
 from megatron_rl.workshop.reports.run_data import RunData
 
 JOB_TYPE = "comparison"
@@ -28,25 +25,21 @@ def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path
     asked = {Wandb(run.setting("log.wandb", "none")) for run in runs} - {Wandb.none}
     if not asked:
         return ""
-    mode = (
-        Wandb.online
-        if Wandb.online in asked
-        else Wandb.auto
-        if Wandb.auto in asked
-        else Wandb.offline
-    )
+    mode = next(one for one in (Wandb.online, Wandb.auto, Wandb.offline) if one in asked)
     folder.mkdir(parents=True, exist_ok=True)
-    figure = folder / f"{comparison.name}.svg"
-    write_whole(figure, comparison_svg(comparison))
     about = {"axes": list(comparison.axes), "reference": list(comparison.reference or ())}
     logged = WandbRun(about, folder, resolve_mode(mode), job_type=JOB_TYPE, group=comparison.name)
     wandb = logged.wandb
+    figures = {
+        "accuracy": curves(comparison, ACCURACY),
+        "mismatch": curves(comparison, MISMATCH),
+        "area": bars(comparison, AREA),
+    }
     logged.run.log(
         {
             "runs": wandb.Table(*_runs(comparison, {run.name: run for run in runs})),
             "cells": wandb.Table(*_cells(comparison)),
-            "learning curves": wandb.Html(figure.read_text(encoding="utf-8")),
-            **_figures(comparison),
+            **{name: figure for name, figure in figures.items() if figure},
         }
     )
     logged.run.summary.update(_summary(comparison))
@@ -59,7 +52,10 @@ def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], 
     """One row for each run: its labels, its seed, how it ended, its numbers, and its correction key
     by key.
     """
-    corrections = {name: _correction(run) for name, run in runs.items()}
+    corrections = {
+        name: dict(flatten(in_columns({"correction": run.setting("correction", {})})))
+        for name, run in runs.items()
+    }
     keys = list(dict.fromkeys(key for one in corrections.values() for key in one))
     head = ["run", "id", *comparison.axes, "seed", "state", *NUMBERS, *keys]
     rows = []
@@ -75,10 +71,6 @@ def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], 
     return head, rows
 
 
-def _correction(run: RunData) -> dict[str, Any]:
-    return dict(flatten(in_columns({"correction": run.setting("correction", {})})))
-
-
 def _cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
     head = [*comparison.axes, "finished", *NUMBERS]
     rows = [
@@ -88,20 +80,8 @@ def _cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
     return head, rows
 
 
-def _figures(comparison: Comparison) -> dict[str, Any]:
-    shown = {
-        f"accuracy/{panel.title}": panel.figure
-        for panel in panels(comparison, ACCURACY, "", y_range=UNIT)
-    } | {
-        f"mismatch/{panel.title}": panel.figure
-        for panel in panels(comparison, MISMATCH, "", log=True)
-    }
-    area = bars(comparison, AREA)
-    return {**shown, **({"area": area} if area else {})}
-
-
 def _summary(comparison: Comparison) -> dict[str, Any]:
-    first, *rest = said(comparison)
+    first, *rest = summary(comparison)
     means = {
         f"{number}/{cell.name}": value
         for cell in comparison.cells

@@ -1,24 +1,15 @@
-"""Text of `megatron-rl plan`, with a table of memory for GPUs of each role (learner, engine, both);
-plan.json, written into the directory of a run that has ended.
-"""
+"""Text of `megatron-rl plan`, with a table of memory for GPUs of each role."""
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
-from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, InFlight, RolloutSection
-from megatron_rl.files import write_whole
-from megatron_rl.preflight.files import read_card
-from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.notes import unusual_clip
 from megatron_rl.runs.console import duration, table
-from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.planner import summary
 from megatron_rl.workshop.planner.case import keeps_prefixes
 from megatron_rl.workshop.planner.memory.engine import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
-from megatron_rl.workshop.planner.plan import Plan, plan
+from megatron_rl.workshop.planner.plan import Plan
 from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime
 
 OF_SESSIONS = ("turns", "observation", "tool_s")  # of what is assumed
@@ -212,20 +203,3 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
     if not plan.work.sessions:
         known = {name: value for name, value in known.items() if name not in OF_SESSIONS}
     yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in known.items())
-
-
-def keep(config: Config, machine: Machine, run: RunDir) -> None:
-    """Write plan.json; what cannot be planned, or written, is left out: a run needs none of it."""
-    with suppress(ConfigError, ValueError, LookupError, OSError):
-        made = plan(config, read_card(str(config.model.folder)), machine)
-        # bytes of a GPU (or of a host's process) by phase and part, and seconds of a step where
-        # they are known
-        memory = [
-            {"of": f"{one.what}: {one.kind} ({one.gpus})", "limit": one.limit, "phases": one.phases}
-            for one in made.memory
-        ]
-        if made.time:
-            seconds = {phase: getattr(made.time, phase) for phase in PHASES}
-        else:
-            seconds = None
-        write_whole(run.plan, json.dumps({"memory": memory, "seconds": seconds}))

@@ -1,5 +1,4 @@
-"""Chart helpers for HTML pages: plotly figures of one look, made of lines, bands, bars, and curves
-of runs' metrics.
+"""Look of plotly figures, and charts of metrics over steps.
 
 One run: a colour is a quantity. Several: a colour is a run, and a dash pattern tells quantities
 apart.
@@ -11,18 +10,53 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from megatron_rl.runs.metrics_file import Series
 from megatron_rl.workshop.reports.run_data import RunData
 
 INK = "#1f2937"
 MUTED = "#6b7280"
-GRID = "#eceef1"
+LINE = "#d5d9df"
 PALETTE = ("#2563eb", "#e8710a", "#12805c", "#7c3aed", "#c8324a", "#0b8aa5", "#9a6b00", "#5b6472")
 DASHES = ("solid", "dash", "dot", "dashdot")
-CLEAR = "rgba(0,0,0,0)"  # the page's own ground, bright or dark
-FONT = "Inter, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-HEIGHT = 270
 UNIT = (-0.02, 1.02)  # the axis of a fraction
+CLEAR = "rgba(0,0,0,0)"  # the page's own background, bright or dark
+AXIS = {
+    "gridcolor": "#eceef1",
+    "zeroline": False,
+    "linecolor": LINE,
+    "tickfont": {"color": MUTED, "size": 11},
+    "title": {"font": {"size": 11, "color": MUTED}, "standoff": 8},
+}
+LOOK = go.layout.Template(
+    layout={
+        "height": 270,
+        "margin": {"l": 58, "r": 14, "t": 30, "b": 38},
+        "font": {
+            "family": "Inter, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif",
+            "size": 12,
+            "color": INK,
+        },
+        "paper_bgcolor": CLEAR,
+        "plot_bgcolor": CLEAR,
+        "hoverlabel": {"bgcolor": "white"},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1.02,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+            "font": {"size": 11, "color": MUTED},
+        },
+        "xaxis": {
+            **AXIS,
+            "showgrid": False,
+            "showline": True,
+            "ticks": "outside",
+            "tickcolor": LINE,
+            "ticklen": 4,
+        },
+        "yaxis": {**AXIS, "automargin": True},
+    }
+)
 
 
 def colour(number: int) -> str:
@@ -30,40 +64,16 @@ def colour(number: int) -> str:
 
 
 def layout(
-    figure: go.Figure, *, y_title: str = "", legend: bool = False, hover: str = "x unified"
+    figure: go.Figure,
+    *,
+    x_title: str = "step",
+    y_title: str = "",
+    legend: bool = False,
+    hover: str = "x unified",
 ) -> go.Figure:
-    figure.update_layout(
-        template="none",
-        height=HEIGHT,
-        margin={"l": 58, "r": 14, "t": 30 if legend else 10, "b": 38},
-        font={"family": FONT, "size": 12, "color": INK},
-        paper_bgcolor=CLEAR,
-        plot_bgcolor=CLEAR,
-        hoverlabel={"bgcolor": "white"},
-        hovermode=hover,
-        showlegend=legend,
-        legend={
-            "orientation": "h",
-            "x": 0,
-            "y": 1.02,
-            "yanchor": "bottom",
-            "font": {"size": 11, "color": MUTED},
-        },
-    )
-    axis = {
-        "gridcolor": GRID,
-        "zeroline": False,
-        "linecolor": "#d5d9df",
-        "tickfont": {"color": MUTED, "size": 11},
-    }
-    title = {"font": {"size": 11, "color": MUTED}, "standoff": 8}
-    figure.update_xaxes(
-        **axis, showgrid=False, showline=True, ticks="outside", tickcolor="#d5d9df", ticklen=4
-    )
-    figure.update_yaxes(**axis, title={**title, "text": y_title}, automargin=True)
-    if not figure.layout.xaxis.title.text:
-        figure.update_xaxes(title={**title, "text": "step"})
-    return figure
+    figure.update_layout(template=LOOK, hovermode=hover, showlegend=legend)
+    figure.update_xaxes(title_text=x_title)
+    return figure.update_yaxes(title_text=y_title)
 
 
 def add_line(
@@ -74,18 +84,21 @@ def add_line(
     *,
     width: float = 2,
     dash: str = "solid",
-    mode: str = "lines",
-    hovertemplate: str = "%{y:.4g}",
     **look: Any,
 ) -> None:
-    """A line with a gap where a value is not finite."""
+    """Add a line with a gap where a value is not finite."""
     values = [value if math.isfinite(value) else None for value in y]
-    line = {"color": colour, "width": width, "dash": dash, "shape": look.pop("shape", None)}
-    figure.add_scatter(x=x, y=values, mode=mode, line=line, hovertemplate=hovertemplate, **look)
+    look = {"mode": "lines", "hovertemplate": "%{y:.4g}"} | look
+    figure.add_scatter(x=x, y=values, line={"color": colour, "width": width, "dash": dash}, **look)
 
 
 def add_band(
-    figure: go.Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str
+    figure: go.Figure,
+    x: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    colour: str,
+    **place: int,
 ) -> None:
     figure.add_scatter(
         x=[*x, *reversed(x)],
@@ -97,19 +110,7 @@ def add_band(
         mode="lines",
         hoverinfo="skip",
         showlegend=False,
-    )
-
-
-def add_bars(
-    figure: go.Figure, x: Any, y: Any, colour: Any, hovertemplate: str, **look: Any
-) -> None:
-    """Bars; they lie where the look says `orientation="h"`."""
-    figure.add_bar(
-        x=x,
-        y=y,
-        marker={"color": colour, **look.pop("marker", {})},
-        hovertemplate=hovertemplate,
-        **look,
+        **place,
     )
 
 
@@ -118,17 +119,10 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     half = window // 2
     means = []
     for index in range(len(values)):
-        near = [
-            value
-            for value in values[max(0, index - half) : index + half + 1]
-            if math.isfinite(value)
-        ]
+        inside = values[max(0, index - half) : index + half + 1]
+        near = [value for value in inside if math.isfinite(value)]
         means.append(math.fsum(near) / len(near) if near else math.nan)
     return means
-
-
-def smooth_window(series: Series) -> int:
-    return max(1, len(series.values) // 12)
 
 
 def curves(
@@ -138,13 +132,16 @@ def curves(
     y_title: str = "",
     smooth: bool = False,
     markers: bool = False,
+    errors: bool = False,
     first_step: int = 0,
     scale: float = 1.0,
     from_zero: bool = False,
     y_range: tuple[float, float] | None = None,
 ) -> go.Figure | None:
-    """`names`: metric -> label. With `smooth`, the values themselves are a pale line behind their
-    running mean.
+    """Chart of metrics; `names`: metric -> label.
+
+    `smooth`: the values are a pale line behind their running mean. `errors`: a metric with a
+    standard error has a band.
     """
     figure = go.Figure()
     several = len(runs) > 1
@@ -155,23 +152,27 @@ def curves(
                 continue
             values = [value * scale for value in series.values]
             paint = colour(number if several else index)
-            dash = DASHES[index % len(DASHES)] if several else "solid"
+            look: dict[str, Any] = {"dash": DASHES[index % len(DASHES)] if several else "solid"}
+            error = run.series(f"{name}_stderr", first_step)
+            if errors and error.steps == series.steps and len(values) > 1:
+                low, high = (
+                    [y + side * e for y, e in zip(values, error.values, strict=True)]
+                    for side in (-1, 1)
+                )
+                add_band(figure, series.steps, low, high, paint)
+            window = len(values) // 12
+            if smooth and window > 1:
+                pale: dict[str, Any] = {"opacity": 0.3, "hoverinfo": "skip", "hovertemplate": None}
+                add_line(
+                    figure, series.steps, values, paint, width=1, showlegend=False, **pale, **look
+                )
+                values = running_mean(values, window)
+            if markers or len(values) == 1:
+                look |= {"mode": "lines+markers", "marker": {"size": 6}}
+            title = label
             if several:
                 title = f"{run.name}: {label}" if len(names) > 1 else run.name
-            else:
-                title = label
-            if smooth and (window := smooth_window(series)) > 1:
-                pale: dict[str, Any] = {
-                    "opacity": 0.3,
-                    "hoverinfo": "skip",
-                    "showlegend": False,
-                    "hovertemplate": None,
-                }
-                add_line(figure, series.steps, values, paint, width=1, dash=dash, **pale)
-                values = running_mean(values, window)
-            mode = "lines+markers" if markers or len(series.steps) == 1 else "lines"
-            more: dict[str, Any] = {"name": title, "mode": mode, "marker": {"size": 6}}
-            add_line(figure, series.steps, values, paint, dash=dash, **more)
+            add_line(figure, series.steps, values, paint, name=title, **look)
     if not figure.data:
         return None
     shown = sum(trace.showlegend is not False for trace in figure.data)

@@ -1,4 +1,4 @@
-"""`megatron-rl status` and `watch`: how runs stand, out of what they have written; they are not
+"""`megatron-rl status` and `watch`: progress of runs, out of what they have written; they are not
 disturbed.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import ENDED
 from megatron_rl.workshop.reports.run_data import RunData, load_run
 
-RECENT = 10  # steps, of which the rate is told
+RECENT = 10  # steps, of which the rate is shown
 SHOWN = (
     ("rollout/response_tokens_mean", "length", ".0f"),
     ("reward/sampler_mean", "reward", ".3f"),
@@ -31,18 +31,12 @@ SHOWN = (
 
 
 def describe(path: Path) -> str:
-    """One run: its state, how far and how fast it is, what it scores, what it complains about,
-    where to go on from.
-    """
+    """One run: its state, rate, scores, alarms, and where it can be resumed from."""
     run = load_run(path)
     rows = [("", _state(run)), *_rows(run)]
     width = max(len(label) for label, _ in rows)
-    return "\n".join(
-        [
-            run.name,
-            *(f"  {label:<{width}}  {text}" if label else f"  {text}" for label, text in rows),
-        ]
-    )
+    lines = [f"  {label:<{width}}  {text}" if label else f"  {text}" for label, text in rows]
+    return "\n".join([run.name, *lines])
 
 
 def ended(path: Path) -> bool:
@@ -53,23 +47,21 @@ def ended(path: Path) -> bool:
 
 
 def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:
-    """Show how runs stand until all have ended: a terminal is drawn anew, elsewhere what has
-    changed is printed.
-    """
+    """Show runs until all have ended: a terminal is drawn anew, elsewhere changes are printed."""
     stream = stream or sys.stdout
     console = Console(file=stream)
-    before = dict[Path, str]()
+    before = ""
     with (
         Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
     ):
         while True:
             over = all(map(ended, paths))  # before they are shown, so that their end is
+            now = "\n\n".join(map(describe, paths))
             if live is not None:
-                live.update(Text(printable("\n\n".join(map(describe, paths)))), refresh=True)
-            for path in paths if live is None else ():
-                if (now := describe(path)) != before.get(path):
-                    print(now, file=stream, flush=True)
-                    before[path] = now
+                live.update(Text(printable(now)), refresh=True)
+            elif now != before:
+                print(now, file=stream, flush=True)
+                before = now
             if over:
                 return
             time.sleep(every_s)
@@ -78,38 +70,31 @@ def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -
 def _state(run: RunData) -> str:
     status = run.status
     state = str(status.get("state", "no status.json"))
-    reason = str(status.get("reason") or "")
-    if status.get("attempt"):
-        attempt = f", attempt {status['attempt']}"
-    else:
-        attempt = ""
     if status.get("host") and state not in ENDED:
-        where = f" on {status['host']}"
-    else:
-        where = ""
-    return f"{state}{where}{attempt}" + (f": {reason.splitlines()[0]}" if reason else "")
+        state += f" on {status['host']}"
+    if status.get("attempt"):
+        state += f", attempt {status['attempt']}"
+    if status.get("reason"):
+        state += f": {str(status['reason']).splitlines()[0]}"
+    return state
 
 
 def _rows(run: RunData) -> Iterator[tuple[str, str]]:
-    planned = run.status.get("steps") or run.setting("run.steps")
-    step = int(run.lines[-1]["progress/step"]) if run.lines else 0
-    seconds = run.series("time/step", first_step=max(step - RECENT + 1, 1)).finite
-    parts = [f"{step} of {planned if planned is not None else '?'}"]
+    planned = run.status.get("steps") or run.setting("run.steps", "?")
+    parts = [f"{run.steps} of {planned}"]
+    seconds = run.series("time/step", first_step=max(run.steps - RECENT + 1, 1)).finite
     if seconds:
         each = statistics.median(seconds)
         parts.append(f"{each:.1f} s each" if each < 60 else f"{duration(each)} each")
-        if run.status.get("state") not in ENDED and isinstance(planned, int) and planned > step:
-            parts.append(f"{duration((planned - step) * each)} left")
+        if run.status.get("state") not in ENDED and isinstance(planned, int):
+            parts.append(f"{duration((planned - run.steps) * each)} left")
     yield "step", ", ".join(parts)
     yield from _curves(run)
     yield from (("alarm", text) for text in _alarms(run.status.get("alarms")))
     if run.status.get("state") == "running" and (silent := _since(run.status.get("heartbeat"))):
         yield "sign of life", f"{duration(silent)} ago"
     kept = checkpoints.steps(RunDir(run.path).checkpoints)
-    yield (
-        "checkpoint",
-        f"step {kept[0]}" + (f", {len(kept)} kept" if len(kept) > 1 else "") if kept else "none",
-    )
+    yield "checkpoint", f"step {kept[0]}, {len(kept)} kept" if kept else "none"
     yield "logs", str(RunDir(run.path).logs)
     yield from (("not readable", problem) for problem in run.unreadable)
 
@@ -123,13 +108,10 @@ def _curves(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _alarms(given: Any) -> Iterator[str]:
-    """A name with what is known of it; a run of before there were any has none."""
-    if isinstance(given, Mapping):
-        for name, about in given.items():
-            known = about if isinstance(about, Mapping) else {}
-            yield ", ".join([str(name), *(f"{key} {value}" for key, value in known.items())])
-    elif isinstance(given, list):
-        yield from map(str, given)
+    """Each alarm with its step, value and bound."""
+    for name, about in given.items() if isinstance(given, Mapping) else ():
+        known = about if isinstance(about, Mapping) else {}
+        yield ", ".join([str(name), *(f"{key} {value}" for key, value in known.items())])
 
 
 def _since(moment: Any) -> float | None:

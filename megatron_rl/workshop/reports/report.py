@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.files import last_lines, write_whole
@@ -16,36 +16,38 @@ from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.reports import pages
 from megatron_rl.workshop.reports.charts import colour
-from megatron_rl.workshop.reports.pages import Named
+from megatron_rl.workshop.reports.pages import Named, Table
 from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, readable
 from megatron_rl.workshop.reports.sample_section import answers
 from megatron_rl.workshop.reports.sections import sections, supervised
 
 LOG_LINES = 25
+LAYOUT = {
+    "TP": "tensor_parallel",
+    "PP": "pipeline_parallel",
+    "DP": "data_parallel",
+    "EP": "expert_parallel",
+    "CP": "context_parallel",
+}
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
-    """Returns what of the directories cannot be read: the page is about the rest, and says so
-    too.
-    """
+    """Write the page; return what of the directories cannot be read, which the page lists too."""
     runs = load_runs(run_dirs)
-    write_whole(output, page(runs, output))
+    write_whole(output, page(runs))
     return _problems(runs)
 
 
-def page(runs: Sequence[RunData], output: Path | None = None) -> str:
+def page(runs: Sequence[RunData]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    return pages.page("report.html.j2", output, title=title, about=about(runs))
+    return pages.page("report.html.j2", title=title, about=about(runs))
 
 
 def about(runs: Sequence[RunData]) -> dict[str, Any]:
-    """What the template of runs is filled with. Figures come first: they find what cannot be
-    read.
-    """
-    drawn = sections(runs)
+    """Values of the template of runs. `unreadable` comes last: figures find what cannot be read."""
     first = runs[0]
     names = [Named(run.name, colour(n)) for n, run in enumerate(runs)]
-    found = {
+    return {
         "several": len(runs) > 1,
         "names": names,
         "state": str(first.status.get("state", "unknown")),
@@ -56,15 +58,16 @@ def about(runs: Sequence[RunData]) -> dict[str, Any]:
         "summary": _summary(runs, names),
         "alarms": _alarms(runs, names),
         "differences": [
-            [key, *map(_show, values)] for key, values in config_differences(runs).items()
+            [key, *(value if isinstance(value, str) else json.dumps(value) for value in values)]
+            for key, values in config_differences(runs).items()
         ],
-        "sections": drawn,
+        "sections": sections(runs),
         "answers": answers(first) if len(runs) == 1 else [],
         "appendix": [
             (run.name, write_yaml(dict(run.config)), json.dumps(run.env, indent=2)) for run in runs
         ],
+        "unreadable": _problems(runs),
     }
-    return found | {"unreadable": _problems(runs)}
 
 
 def headline_numbers(run: RunData) -> dict[str, str]:
@@ -74,55 +77,44 @@ def headline_numbers(run: RunData) -> dict[str, str]:
     throughput = run.median("perf/rollout_tokens_per_s")
     kl = run.median("rollout_corr/k3_kl")
     ess = run.median("rollout_corr/rollout_is_eff_sample_size")
-    steps = int(run.lines[-1]["progress/step"]) if run.lines else 0
     planned = run.status.get("steps") or run.setting("run.steps", "?")
-    numbers = {
-        "Held-out accuracy": f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}" if len(accuracy) > 1 else "",
-        "Steps": f"{steps} of {planned}",
-        "Wall time": duration(run.total("time/step")),
-        "Rollout tokens/s": f"{throughput:,.0f}" if throughput is not None else "",
-        "Mismatch KL (k3)": f"{kl:.2e}" if kl is not None else "",
-        "Effective sample size": f"{ess:.1%}" if ess is not None else "",
-        "Weight sync": f"{sync_time / step_time:.1%} of a step" if step_time and sync_time else "",
-    }
-    if supervised(run):
-        meaningless = {"Rollout tokens/s", "Mismatch KL (k3)", "Effective sample size"}
-    else:
-        meaningless = set()
-    return {label: value for label, value in numbers.items() if value and label not in meaningless}
+    numbers = {}
+    if len(accuracy) > 1:
+        numbers["Held-out accuracy"] = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"
+    numbers["Steps"] = f"{run.steps} of {planned}"
+    numbers["Wall time"] = duration(run.total("time/step"))
+    if not supervised(run):
+        if throughput is not None:
+            numbers["Rollout tokens/s"] = f"{throughput:,.0f}"
+        if kl is not None:
+            numbers["Mismatch KL (k3)"] = f"{kl:.2e}"
+        if ess is not None:
+            numbers["Effective sample size"] = f"{ess:.1%}"
+    if step_time and sync_time:
+        numbers["Weight sync"] = f"{sync_time / step_time:.1%} of a step"
+    return numbers
 
 
 def setup(run: RunData) -> str:
-    """`describe_setup`, as far as a torn configuration holds it."""
-    return readable(RunDir(run.path).config, lambda _: describe_setup(run), "", run.unreadable)
+    """Formats, layout, correction and loss in one line, as far as a torn configuration holds
+    them.
+    """
+    return readable(RunDir(run.path).config, lambda _: _setup(run), "", run.unreadable)
 
 
-def describe_setup(run: RunData) -> str:
-    """Formats, layout, correction and loss in one line."""
-    sizes = {
-        "TP": "tensor_parallel",
-        "PP": "pipeline_parallel",
-        "DP": "data_parallel",
-        "EP": "expert_parallel",
-    }
-    sizes["CP"] = "context_parallel"
-    layout = [f"{label}{run.setting(f'learner.{key}', 1)}" for label, key in sizes.items()]
-    layout = [part for part in layout if not part.endswith("P1")] or ["on 1 rank"]
-    sampler = " + ".join(
-        dict.fromkeys("BF16" if one == "none" else str(one).upper() for one in _formats(run))
-    )
+def _setup(run: RunData) -> str:
+    sizes = {label: run.setting(f"learner.{key}", 1) for label, key in LAYOUT.items()}
+    layout = [f"{label}{size}" for label, size in sizes.items() if size != 1] or ["on 1 rank"]
+    formats = dict.fromkeys("BF16" if one == "none" else one.upper() for one in _formats(run))
     weight = run.setting("correction.weight", {})
     correction = "no correction"
     if weight.get("level", "none") != "none":
-        low = weight.get("low")
-        high = weight.get("high")
-        bounds = (
-            " to ".join(f"{bound:g}" for bound in (low, high) if bound is not None) or "unbounded"
-        )
-        correction = f"{weight['level']} weights, {weight.get('outside', 'truncate')} {bounds}"
+        bounds = [weight[side] for side in ("low", "high") if weight.get(side) is not None]
+        reach = " to ".join(f"{bound:g}" for bound in bounds) or "unbounded"
+        correction = f"{weight['level']} weights, {weight.get('outside', 'truncate')} {reach}"
     parts = [
         "/".join(Path(str(run.setting("model.path", ""))).parts[-2:]),
-        f"sampler {sampler}",
+        f"sampler {' + '.join(formats)}",
         f"learner {str(run.setting('learner.precision', '')).upper()} {' '.join(layout)}",
         f"{run.setting('loss.name', '')} loss",
         correction,
@@ -135,23 +127,20 @@ def _formats(run: RunData) -> list[Any]:
 
 
 def _cause(run: RunData) -> dict[str, str] | None:
-    """Why a run ended that nobody wanted to end, and the end of the log that says so."""
+    """Cause of an end that was not requested, with the end of its log."""
     cause = Cause.read(run.status.get("cause"))
     state = run.status.get("state")
     if cause is None or not (state == "failed" or (state == "stopped" and cause.name != "signal")):
         return None
-    log = next(
-        (log for log in run.logs() if cause.log.endswith(f"{log.parent.name}/{log.name}")), None
-    )
-    if log and state == "failed":
-        lines = "\n".join(last_lines(log, LOG_LINES))
-    else:
-        lines = ""
+    lines: list[str] = []
+    for log in run.logs():
+        if state == "failed" and cause.log.endswith(f"{log.parent.name}/{log.name}"):
+            lines = last_lines(log, LOG_LINES)
     return {
         "title": f"{run.name}: {cause.what}",
         "paragraph": cause.paragraph(),
         "log": cause.log,
-        "lines": lines,
+        "lines": "\n".join(lines),
     }
 
 
@@ -163,9 +152,7 @@ def _problems(runs: Sequence[RunData]) -> list[str]:
     ]
 
 
-def _summary(
-    runs: Sequence[RunData], names: Sequence[Named]
-) -> tuple[list[str], list[list[str | Named]]]:
+def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
     numbers = [headline_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows: list[list[str | Named]] = [
@@ -175,69 +162,30 @@ def _summary(
     return ["run", "state", *labels], rows
 
 
-class Episode(NamedTuple):
-    raised: News
-    cleared: int | None  # the step; None: it stood at the end
-
-    @property
-    def steps(self) -> str:
-        if self.cleared is not None:
-            return f"{self.raised.step} to {self.cleared}"
-        return f"from {self.raised.step}"
-
-    @property
-    def row(self) -> list[str]:
-        news = self.raised
-        rule = RULES[self.raised.alarm]
-        bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
-        return [news.alarm, self.steps, f"{news.value:.3g}", bound, rule.action]
+def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> Table:
+    rows: list[list[str | Named]] = []
+    for name, run in zip(names, runs, strict=True):
+        find = partial(raised_alarms, run)
+        nothing: list[tuple[News, str]] = []
+        for news, steps in readable(RunDir(run.path).config, find, nothing, run.unreadable):
+            rule = RULES[news.alarm]
+            bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
+            rows.append([name, news.alarm, steps, f"{news.value:.3g}", bound, rule.action])
+    return ["run", "alarm", "steps", "value", "bound", "action"], rows
 
 
-def episodes(run: RunData) -> list[Episode]:
-    """Alarms in the order in which they were raised, found anew in the metrics by the rules of
-    today's code.
-    """
+def raised_alarms(run: RunData, _: Path | None = None) -> list[tuple[News, str]]:
+    """Alarms as they were raised, with their steps, by the present rules over the metrics."""
     alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
-    raised: dict[str, News] = {}
-    found = []
+    found: list[tuple[News, str]] = []
+    standing: dict[str, int] = {}  # alarm -> its place
     for line in run.lines:
         for news in alarms.after(line):
             if news.raised:
-                raised[news.alarm] = news
+                standing[news.alarm] = len(found)
+                found.append((news, f"from {news.step}"))
             else:
-                found.append(Episode(raised.pop(news.alarm), news.step))
-    found += [Episode(news, None) for news in raised.values()]
-    return sorted(found, key=lambda one: one.raised.step)
-
-
-def _alarm_rows(run: RunData, _: Path) -> list[list[str]]:
-    return [one.row for one in episodes(run)]
-
-
-def _alarms(
-    runs: Sequence[RunData], names: Sequence[Named]
-) -> tuple[list[str], list[list[str | Named]]]:
-    rows: list[list[str | Named]] = []
-    for name, run in zip(names, runs, strict=True):
-        found = readable(
-            RunDir(run.path).config, partial(_alarm_rows, run), list[list[str]](), run.unreadable
-        )
-        rows += [[*([name] if len(runs) > 1 else []), *row] for row in found]
-    return [
-        *(["run"] if len(runs) > 1 else []),
-        "alarm",
-        "steps",
-        "value",
-        "bound",
-        "what to do",
-    ], rows
-
-
-def _show(value: Any) -> str:
-    return (
-        "null"
-        if value is None
-        else json.dumps(value)
-        if isinstance(value, (dict, list, bool))
-        else str(value)
-    )
+                place = standing.pop(news.alarm)
+                first = found[place][0]
+                found[place] = (first, f"{first.step} to {news.step}")
+    return found

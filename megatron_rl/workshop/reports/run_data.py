@@ -1,6 +1,5 @@
-"""Run directories read back, torn ones as far as they go: configuration, curves, lanes, recorded
-tokens, their mismatch by cuts, and a table of it for sessions; for reports, status, comparisons and
-`mismatch`.
+"""Run directories read back, incomplete ones as far as they go: configuration, curves, lanes,
+recorded tokens, their mismatch by cuts, and a table of it for sessions.
 """
 
 import json
@@ -32,6 +31,7 @@ from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
 
 T = TypeVar("T")
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 LONGEST_PROBLEM = 300  # characters
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
 
@@ -90,24 +90,22 @@ class RunData(Curves):
                 return default
             value = value[part]
         # where a section or a list is expected, a torn file may hold something else
-        kinds = (
-            dict,
-            list,
-        )
-        if isinstance(default, kinds) and not isinstance(value, type(default)):
+        if isinstance(default, dict | list) and not isinstance(value, type(default)):
             return default
         return value
+
+    @property
+    def steps(self) -> int:
+        """The last step with a line of metrics."""
+        return int(self.lines[-1]["progress/step"]) if self.lines else 0
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """None without recorded steps that hold both logprobs."""
-        nothing: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        parts = [
-            part
-            for _, path in self._recorded()
-            for part in readable(path, _tokens_of, nothing, self.unreadable)
-        ]
-        if not any(len(columns[0]) for columns in parts):
+        parts: list[Rows] = []
+        for _, path in self._recorded():
+            parts += readable(path, _tokens_of, list[Rows](), self.unreadable)
+        if not any(len(mu) for mu, _, _ in parts):
             return None
         return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -116,17 +114,11 @@ class RunData(Curves):
         """The recorded steps along every cut; the policy that step N ought to sample from has
         version N - 1.
         """
-        nothing: list[Slice] = []
-        return pooled(
-            part
-            for step, path in self._recorded()
-            for part in readable(
-                path,
-                partial(recorded_breakdowns, policy_version=step - 1),
-                nothing,
-                self.unreadable,
-            )
-        )
+        parts: list[Slice] = []
+        for step, path in self._recorded():
+            read = partial(recorded_breakdowns, policy_version=step - 1)
+            parts += readable(path, read, list[Slice](), self.unreadable)
+        return pooled(parts)
 
     @cached_property
     def lanes(self) -> list[Lane]:
@@ -138,10 +130,8 @@ class RunData(Curves):
 
     def _recorded(self) -> list[tuple[int, Path]]:
         steps = recorded_steps(RunDir(self.path).rollouts)
-        picks = sorted(
-            set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int))
-        )
-        return [steps[pick] for pick in picks]
+        picks = np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round()
+        return [steps[int(pick)] for pick in picks]
 
 
 def load_run(path: Path) -> RunData:
@@ -153,24 +143,22 @@ def load_run(path: Path) -> RunData:
         )
     problems: list[str] = []
     config = readable(run.config, _mapping, dict[str, Any](), problems)
-    env, _ = (
-        readable(file, read_json, dict[str, Any](), problems) for file in (run.env, run.status)
-    )
+    env = readable(run.env, read_json, dict[str, Any](), problems)
+    readable(run.status, read_json, dict[str, Any](), problems)
     lines, torn = readable(run.metrics, read_lines, (list[dict[str, float]](), 0), problems)
     if torn:
-        problems.append(f"{run.metrics.name}: {torn} lines are torn, or do not say their step")
-    strange = [
-        file.name for file in run.rollouts.glob("*.parquet") if not STEP.fullmatch(file.name)
-    ]
-    problems += [f"rollouts/{name}: not named after a step" for name in sorted(strange)]
+        problems.append(f"{run.metrics.name}: {torn} lines are incomplete or without a step")
+    for file in sorted(run.rollouts.glob("*.parquet")):
+        if not STEP.fullmatch(file.name):
+            problems.append(f"rollouts/{file.name}: not named after a step")
     return RunData(
         tuple(lines), path.resolve().name, path, config, env, known_status(path), problems
     )
 
 
 def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:
-    """What a file holds. A torn one may fail its reader in any way: that is said, and the others
-    are still shown.
+    """Read a file, which may be torn in any way: that goes to `problems`, and the others are still
+    shown.
     """
     try:
         return read(path)
@@ -199,25 +187,21 @@ def load_runs(paths: Sequence[Path]) -> list[RunData]:
 def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     """Key -> value per run, only where they differ. A run's own name is no difference."""
     flat = [dict(flatten(run.config)) for run in runs]
-    keys = list(dict.fromkeys(key for one in flat for key in one))
-    values_of = {
-        key: [one.get(key) for one in flat]
-        for key in keys
-        if key not in ("run.name", "run.if_exists")
-    }
+    keys = dict.fromkeys(key for one in flat for key in one)
+    values_of = {key: [one.get(key) for one in flat] for key in keys}
     return {
         key: values
         for key, values in values_of.items()
-        if any(value != values[0] for value in values)
+        if key not in ("run.name", "run.if_exists") and any(value != values[0] for value in values)
     }
 
 
 def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
     """The breakdowns of one recorded step; none where it holds no learner logprobs."""
-    return breakdowns_of(load_recorded(path), policy_version)
+    return _breakdowns(load_recorded(path), policy_version)
 
 
-def breakdowns_of(recorded: Recorded, policy_version: int | None = None) -> list[Slice]:
+def _breakdowns(recorded: Recorded, policy_version: int | None = None) -> list[Slice]:
     if recorded.prox_logprobs_BT is None:
         return []
     return breakdowns(
@@ -238,9 +222,7 @@ def session_table(recorded: Iterable[Recorded]) -> str:
 
     Empty where there are no sessions, or no learner logprobs.
     """
-    parts = pooled(
-        part for one in recorded for part in breakdowns_of(one) if part.by in OF_SESSIONS
-    )
+    parts = pooled(part for one in recorded for part in _breakdowns(one) if part.by in OF_SESSIONS)
     if not parts:
         return ""
     rows = [
@@ -258,29 +240,25 @@ def session_table(recorded: Iterable[Recorded]) -> str:
     return "\n".join(["\n", *table(BREAKDOWN, rows)])
 
 
-def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _tokens_of(path: Path) -> list[Rows]:
     parts = []
     rows = read_rollouts(path)
-    columns = [
-        arrays(rows, name)
-        for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")
-    ]
+    names = ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")
+    columns = [arrays(rows, name) for name in names]
     for mu, p, weights, kept, mask in zip(*columns, strict=True):
-        if p is None or mu is None or not len(mu):
+        if p is None or mu is None:
             continue
         w = np.full(len(mu), np.nan) if weights is None else weights
         if kept is not None:
             w = np.where(kept, w, np.nan)
         use = mask & np.isfinite(mu) & np.isfinite(p)
-        parts.append(
-            (mu[use].astype(np.float64), p[use].astype(np.float64), w[use].astype(np.float64))
-        )
+        parts.append((mu[use].astype(float), p[use].astype(float), w[use].astype(float)))
     return parts
 
 
 def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
-    """Who worked when in some steps of a run's middle: early ones hold what happens once. Empty for
-    old runs.
+    """Spans of some steps in a run's middle: early ones hold what happens once. Empty for old
+    runs.
     """
     if not path.is_file():
         return []
@@ -292,16 +270,11 @@ def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
     numbers = sorted(step for step in lines if step > 0)
     first = max(0, len(numbers) // 2 - steps // 2)
     chosen = set(numbers[first : first + steps])
-    window = [
-        (begin, end)
-        for step in chosen
-        for lane, begin, end in lines[step]
-        if lane in ROWS["learner"]
-    ]
+    window = [span for step in chosen for span in lines[step] if span[0] in ROWS["learner"]]
     if not window:
         return []
-    start = min(begin for begin, _ in window)
-    stop = max(end for _, end in window)
+    start = min(begin for _, begin, _ in window)
+    stop = max(end for _, _, end in window)
     row_of = {lane: row for row, lanes in ROWS.items() for lane in lanes}
     return [
         Lane(row_of[lane], lane, step, max(begin, start) - start, min(end, stop) - start)

@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from megatron_rl.runs.console import finding
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps, session_of
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.types import Session
 from megatron_rl.workshop.reports.run_data import RunData, readable
 
 PROMPT = 1500  # characters
@@ -33,13 +32,10 @@ class Span(NamedTuple):
 
 def answers(run: RunData) -> list[Answer]:
     steps = recorded_steps(RunDir(run.path).rollouts)
-    nothing = list[Answer]()
-    ends = dict.fromkeys([*steps[:1], *steps[-1:]])
-    return [
-        one
-        for step, path in ends
-        for one in readable(path, partial(_of_step, step), nothing, run.unreadable)
-    ]
+    found = list[Answer]()
+    for step, path in dict.fromkeys([*steps[:1], *steps[-1:]]):
+        found += readable(path, partial(_of_step, step), list[Answer](), run.unreadable)
+    return found
 
 
 def _of_step(step: int, path: Path) -> list[Answer]:
@@ -60,26 +56,21 @@ def _answer(step: int, row: Mapping[str, Any]) -> Answer:
         f"reward {row['reward']:g}",
         f"{len(row['token_ids'])} tokens",
         row["finish_reason"],
-        *([f"mean |d| {sum(known) / len(known):.3f}"] if known else []),
-        *_of_session(session_of(row.get("session")), row.get("row")),
     ]
+    if known:
+        facts.append(f"mean |d| {sum(known) / len(known):.3f}")
+    if session := session_of(row.get("session")):
+        calls = sum(turn.tool_calls for turn in session.turns)
+        facts.append(f"{len(session.turns)} turns, {calls} tool calls, ended: {session.end}")
+        if session.rows > 1:
+            facts.append(f"branch {(row.get('row') or 0) + 1} of {session.rows}")
     return {
         "kind": "right" if row["verdict"] == "right" else "other",
         "facts": " · ".join(facts),
-        "prompt": row["prompt"]
-        if len(row["prompt"]) <= PROMPT
-        else f"...{row['prompt'][-PROMPT:]}",
+        "prompt": row["prompt"][-PROMPT:],
         "spans": list(spans(_with_speakers(row), differences)),
         "truth": None if row["truth"] is None else str(row["truth"])[:300],
     }
-
-
-def _of_session(session: Session | None, branch: int | None) -> Iterator[str]:
-    if session is not None:
-        calls = sum(turn.tool_calls for turn in session.turns)
-        yield f"{len(session.turns)} turns, {calls} tool calls, ended: {session.end}"
-        if session.rows > 1:
-            yield f"branch {(branch or 0) + 1} of {session.rows}"
 
 
 def _with_speakers(row: Mapping[str, Any]) -> list[str]:
@@ -90,20 +81,17 @@ def _with_speakers(row: Mapping[str, Any]) -> list[str]:
     for place, turn in enumerate(turns):
         if place and turn == turns[place - 1]:
             continue
-        if session and 0 <= turn < len(session.turns):
-            reward = session.turns[turn].reward
-        else:
-            reward = None
-        if turn < 0:
-            said = "environment"
-        else:
-            said = f"policy, turn {turn}" + ("" if reward is None else f", reward {reward:g}")
-        pieces[place] = f"\n[{said}]\n{pieces[place]}"
+        speaker = "environment"
+        if turn >= 0:
+            speaker = f"policy, turn {turn}"
+            if session and session.turns[turn].reward is not None:
+                speaker += f", reward {session.turns[turn].reward:g}"
+        pieces[place] = f"\n[{speaker}]\n{pieces[place]}"
     return pieces
 
 
 def _differences(row: Mapping[str, Any]) -> list[float]:
-    """p - mu of each token; NaN where nobody has sampled it."""
+    """p - mu of each token; NaN where the environment wrote it."""
     if row["prox_logprobs"] is None:
         return [math.nan] * len(row["token_ids"])
     found = [p - mu for p, mu in zip(row["prox_logprobs"], row["sampler_logprobs"], strict=True)]

@@ -8,42 +8,24 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from megatron_rl.runs.metrics import accuracies
 from megatron_rl.workshop.reports import figures
-from megatron_rl.workshop.reports.charts import curves
+from megatron_rl.workshop.reports.charts import UNIT, curves
 from megatron_rl.workshop.reports.run_data import RunData
 
-# title, cut of `correction.breakdown`, what it sorts by, axis
-MISMATCH_CUTS = (
-    (
-        "Mismatch by probability",
-        "probability",
-        "by how likely they were",
-        "sampler's probability of the token",
-    ),
-    (
-        "Mismatch by position",
-        "position",
-        "by place in the response",
-        "position, percent of the response",
-    ),
-    ("Mismatch by length", "length", "by how long their response is", "tokens of the response"),
-    (
-        "Mismatch by staleness",
-        "staleness",
-        "by how old the weights were that wrote them",
-        "updates behind the policy",
-    ),
-    ("Mismatch by finish reason", "finish", "by how their response ended", "finish reason"),
-    ("Mismatch by weight format", "format", "by the weights that wrote them", "format"),
-    ("Mismatch by turn", "turn", "of sessions, by turn", "turn, counted from 0"),
-    (
-        "Mismatch by place in the turn",
-        "place",
-        "of sessions, by place in their turn",
-        "token of the turn",
-    ),
-    ("Mismatch by kind of token", "kind", "of sessions, by what they are part of", "kind"),
-)
+# cut of `correction.breakdown`: title, what it sorts recorded tokens by, axis
+MISMATCH_CUTS = {
+    "probability": ("probability", "how likely they were", "sampler's probability of the token"),
+    "position": ("position", "place in the response", "position, percent of the response"),
+    "length": ("length", "the length of their response", "tokens of the response"),
+    "staleness": ("staleness", "the age of the sampler's weights", "updates behind the policy"),
+    "finish": ("finish reason", "the end of their response", "finish reason"),
+    "format": ("weight format", "the sampler's weights", "format"),
+    "turn": ("turn", "turn of their session", "turn, counted from 0"),
+    "place": ("place in the turn", "place in a session's turn", "token of the turn"),
+    "kind": ("kind of token", "the part of a session that they belong to", "kind"),
+}
+NATS: dict[str, Any] = {"y_title": "nats", "from_zero": True}
 
 
 @dataclass(frozen=True)
@@ -52,30 +34,17 @@ class Panel:
     about: str
     figure: go.Figure | None  # None: no run has the data
     wide: bool = False
-    sampled: bool = False  # says something only where the sampler wrote the answers
+    sampled: bool = True  # has a meaning only where the sampler wrote the answers
 
 
 def sections(runs: Sequence[RunData]) -> dict[str, list[Panel]]:
     """Heading -> panels that have something to show; no heading without one."""
     warm_start = all(map(supervised, runs))
-    loss = _curves(
-        runs, "Loss", "The one whose gradient was taken", {"loss/total": "loss"}, smooth=True
-    )
-    accuracy = figures.accuracy(runs)
-    held_out = Panel(
-        "Held-out accuracy", "On each evaluated set; the band is its standard error.", accuracy
-    )
-    groups = "Of all generated: all answers right, all wrong, or some of both, which can be learned from."
     found = {
-        "Learning": [_reward(runs), *([loss] if warm_start else []), held_out],
+        "Learning": _learning(runs),
         "Sampler and learner": _agreement(runs),
         "Time": _time(runs),
-        "Plan": _plan(runs[0]) if len(runs) == 1 else [],
-        "Learner": [
-            *_learner(runs),
-            *([] if warm_start else [loss]),
-            Panel("Groups by difficulty", groups, figures.difficulty(runs), sampled=True),
-        ],
+        "Learner": _learner(runs),
     }
     shown = {
         heading: [
@@ -101,130 +70,114 @@ def _curves(
     sampled: bool = False,
     **look: Any,
 ) -> Panel:
-    return Panel(title, _words(runs, about, names), curves(runs, names, **look), sampled=sampled)
-
-
-def _words(runs: Sequence[RunData], about: str, names: Mapping[str, str]) -> str:
-    """Words on dash patterns: with several runs these tell quantities apart, and nothing else says
-    which is which.
-    """
+    """A chart of metrics. With several runs the words say which dash pattern is which quantity."""
     present = [label for name, label in names.items() if any(run.series(name) for run in runs)]
-    if len(runs) == 1 or len(present) < 2:
-        return f"{about}."
-    styles = [
-        f"{dash}: {label}"
-        for dash, label in zip(("solid", "dashed", "dotted"), names.values(), strict=False)
+    if len(runs) > 1 and len(present) > 1:
+        patterns = zip(("solid", "dashed", "dotted"), names.values(), strict=False)
+        about += f" ({', '.join(f'{dash}: {label}' for dash, label in patterns)})"
+    return Panel(title, f"{about}.", curves(runs, names, **look), sampled=sampled)
+
+
+def _learning(runs: Sequence[RunData]) -> list[Panel]:
+    sampled = any(run.series("reward/sampler_mean") for run in runs)
+    about = "All generated answers" if sampled else "The answers that were trained on"
+    reward = {
+        "reward/sampler_mean" if sampled else "reward/mean": "reward",
+        "reward/learner_estimate": "learner estimate",
+    }
+    sets = accuracies({name: None for run in runs for line in run.lines for name in line})
+    accuracy = {name: "accuracy" if label == "eval" else label for name, label in sets.items()}
+    held_out = "On each evaluated set; the band is its standard error"
+    loss = {"loss/total": "loss"}
+    return [
+        _curves(runs, "Reward", f"{about}; bold: running mean", reward, sampled=True, smooth=True),
+        _curves(runs, "Loss", "The one whose gradient was taken", loss, smooth=True),
+        _curves(
+            runs, "Held-out accuracy", held_out, accuracy, markers=True, errors=True, y_range=UNIT
+        ),
     ]
-    return f"{about} ({', '.join(styles)})."
-
-
-def _reward(runs: Sequence[RunData]) -> Panel:
-    name = next(
-        (name for run in runs if (name := run.first_of("reward/sampler_mean", "reward/mean"))),
-        "reward/mean",
-    )
-    if name.endswith("sampler_mean"):
-        about = "All generated answers"
-    else:
-        about = "The answers that were trained on"
-    shown = {name: "reward"}
-    if any(run.series("reward/learner_estimate") for run in runs):
-        shown["reward/learner_estimate"] = "learner estimate"
-    return _curves(runs, "Reward", f"{about}; bold: running mean", shown, sampled=True, smooth=True)
 
 
 def _agreement(runs: Sequence[RunData]) -> list[Panel]:
-    mismatch = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
+    kl = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
+    size = {"rollout_corr/rollout_is_eff_sample_size": "ESS"}
     probe = {"sync/probe_abs_diff": "probe", "sync/probe_budget": "budget"}
-    all_tokens = "rollout_corr/logp_abs_diff_mean"
     stale = "rollout_corr/stale/logp_abs_diff_mean"
-    apart = {all_tokens: "all tokens", stale: "old tokens", "sync/probe_abs_diff": "same version"}
-    ages = "Mean |difference| of all trained tokens, of the old ones, and right after a sync: numerics alone."
-    old = any(run.series(stale) for run in runs)
-    nats: dict[str, Any] = {"y_title": "nats", "from_zero": True}
-    about_kl = "KL(sampler, learner) per token, in nats"
-    size = "Of the applied weights, as a fraction of the tokens."
-    tokens = sum(len(run.tokens.weights) for run in runs if run.tokens is not None)
-    ratio = f"Learner over sampler probability of {tokens:,} recorded tokens."
+    apart = {}
+    if any(run.series(stale) for run in runs):
+        apart["rollout_corr/logp_abs_diff_mean"] = "all tokens"
+        apart[stale] = "old tokens"
+        apart["sync/probe_abs_diff"] = "same version"
+    tokens = sum(len(run.tokens.weights) for run in runs if run.tokens)
+    ratio = f"Learner over sampler probability of {tokens:,} recorded tokens; dashed: bounds."
+    ages = "Mean |difference| of trained tokens, of old ones, and right after a sync"
     return [
-        _curves(runs, "Mismatch KL", about_kl, mismatch, sampled=True, **nats),
-        Panel("Effective sample size", size, figures.effective_sample_size(runs), sampled=True),
-        Panel("Importance ratio", ratio, figures.ratio_histogram(runs), sampled=True),
+        _curves(runs, "Mismatch KL", "KL(sampler, learner) per token", kl, sampled=True, **NATS),
         _curves(
-            runs,
-            "Logprob probe after sync",
-            "Mean |difference| on fresh tokens",
-            probe,
-            markers=True,
-            **nats,
+            runs, "Effective sample size", "Of the applied weights, a share", size, sampled=True
         ),
-        Panel(
-            "Numerics and staleness",
-            ages,
-            curves(runs, apart, markers=True, **nats) if old else None,
-            sampled=True,
-        ),
+        Panel("Importance ratio", ratio, figures.ratio_histogram(runs)),
+        _curves(runs, "Logprob probe after sync", "Mean |difference|", probe, markers=True, **NATS),
+        _curves(runs, "Numerics and staleness", ages, apart, sampled=True, markers=True, **NATS),
         *(
             Panel(
-                title,
-                f"Recorded tokens, {about}.",
-                figures.mismatch_by(runs, cut, x_title),
-                sampled=True,
+                f"Mismatch by {title}",
+                f"Recorded tokens by {about}.",
+                figures.mismatch_by(runs, cut, axis),
             )
-            for title, cut, about, x_title in MISMATCH_CUTS
+            for cut, (title, about, axis) in MISMATCH_CUTS.items()
         ),
     ]
 
 
 def _time(runs: Sequence[RunData]) -> list[Panel]:
-    if len(runs) > 1:
-        split = "Mean step of each run."
-    else:
-        split = "Wall clock on the driver rank; phases do not overlap."
-    sent: dict[str, Any] = {"y_title": "MiB", "scale": 2**-20, "from_zero": True}
-    speed: dict[str, Any] = {"smooth": True, "first_step": 1, "from_zero": True, "sampled": True}
+    split = "Wall clock on the driver rank; phases do not overlap."
     sizes = {"sync/bytes": "sent", "sync/read_bytes": "read by a rank of an engine"}
-    throughput = {"perf/rollout_tokens_per_s": "tokens/s"}
+    pause = {"sync/pause_s": "paused"}
+    speed = {"perf/rollout_tokens_per_s": "tokens/s"}
     error = {"sync/quant_error_max": "worst layer"}
     return [
         Panel(
             "Where a step's time goes",
-            split,
+            split if len(runs) == 1 else "Mean step of each run.",
             figures.split(runs, "time", figures.TIME_PHASES),
             wide=True,
+            sampled=False,
         ),
         Panel(
             "Who works when",
             "Some steps from the middle of the run.",
             figures.lanes(runs),
             wide=True,
+            sampled=False,
         ),
-        Panel("Weight sync", "Its own phases.", figures.split(runs, "sync", figures.SYNC_PHASES)),
-        _curves(runs, "Weight sync size", "Each time", sizes, **sent),
+        Panel(
+            "Weight sync",
+            "Its own phases.",
+            figures.split(runs, "sync", figures.SYNC_PHASES),
+            sampled=False,
+        ),
         _curves(
             runs,
-            "Engines stand still",
-            "In each sync",
-            {"sync/pause_s": "paused"},
-            y_title="s",
+            "Weight sync size",
+            "Each time",
+            sizes,
+            y_title="MiB",
+            scale=2**-20,
             from_zero=True,
         ),
+        _curves(runs, "Engines stand still", "In each sync", pause, y_title="s", from_zero=True),
         _curves(
             runs,
             "Rollout throughput",
             "Response tokens per second of generation",
-            throughput,
-            **speed,
+            speed,
+            sampled=True,
+            smooth=True,
+            first_step=1,
+            from_zero=True,
         ),
         _curves(runs, "Quantization error", "Relative, the worst layer", error, from_zero=True),
-    ]
-
-
-def _plan(run: RunData) -> list[Panel]:
-    memory, time = figures.planned(run)
-    return [
-        Panel("Planned memory", "Of one process, by phase; dotted: its limit.", memory, wide=True),
-        Panel("Planned and measured time", "Of a step, by phase; measured: the median.", time),
     ]
 
 
@@ -237,16 +190,12 @@ def _learner(runs: Sequence[RunData]) -> list[Panel]:
     length = {"rollout/response_tokens_mean": "tokens"}
     norm = {"optim/grad_norm": "norm"}
     entropy = {"loss/entropy": "entropy"}
+    share = "Fraction of tokens"
+    groups = "Of all generated: all answers right, all wrong, or some of both."
     return [
         _curves(runs, "Response length", "Mean, in tokens", length, from_zero=True),
         _curves(runs, "Entropy", "Mean over trained tokens, in nats", entropy, from_zero=True),
         _curves(runs, "Gradient norm", "Before clipping", norm, smooth=True, from_zero=True),
-        _curves(
-            runs,
-            "Clipping and rejection",
-            "Fraction of tokens",
-            clipping,
-            sampled=True,
-            from_zero=True,
-        ),
+        _curves(runs, "Clipping and rejection", share, clipping, sampled=True, from_zero=True),
+        Panel("Groups by difficulty", groups, figures.difficulty(runs)),
     ]

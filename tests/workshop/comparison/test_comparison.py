@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from megatron_rl.config import ConfigError
 from megatron_rl.runs.metrics_file import ACCURACY, AREA, Series, area
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result, beyond_noise
-from megatron_rl.workshop.comparison.docs import comparison_svg, stored, with_blocks, write_docs
-from megatron_rl.workshop.comparison.findings import findings, recommendation, said
-from megatron_rl.workshop.comparison.page import write_comparison
+from megatron_rl.workshop.comparison.docs import stored, with_blocks, write_docs
+from megatron_rl.workshop.comparison.findings import findings, recommendation, summary
+from megatron_rl.workshop.comparison.page import curves, write_comparison
 from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +111,7 @@ def test_the_best_beyond_noise_is_named_with_what_it_beats():
         found
     )
     assert "not judged: torn (0 of 3 runs finished)" in str(found)
-    assert said(shown)[-1] == "s / good is -0.030 from it, beyond noise."
+    assert summary(shown)[-1] == "s / good is -0.030 from it, beyond noise."
     assert recommendation(shown).startswith("Take one of good and near")
     alone = (
         cell("t", "good", areas=(0.70, 0.71, 0.72)),
@@ -127,7 +126,7 @@ def test_nothing_is_recommended_where_nothing_differs():
     assert recommendation(level) == (
         "No choice of correction is best anywhere beyond the noise of the seeds: take the cheapest."
     )
-    assert "nothing is best there beyond the noise of 3 seeds" in said(level)[1]
+    assert "nothing is best there beyond the noise of 3 seeds" in summary(level)[1]
 
 
 def test_corrections_that_did_the_same_are_named():
@@ -187,38 +186,38 @@ def test_the_page_of_recorded_runs(recorded, tmp_path):
     comparison, runs = recorded
     write_comparison(comparison, runs, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    for heading in (
-        "Recommendation",
-        "Cells",
-        "Held-out accuracy",
-        "Effective sample size",
-        "Runs",
-    ):
+    for heading in ("Recommendation", "Cells", "Curves", "Runs"):
         assert f"<h2>{heading}</h2>" in html
-    assert "Mismatch of sampler and learner" in html
-    assert "Time of a step" in html
+    for title in ("Held-out accuracy", "Effective sample size", "Time of a step"):
+        assert f"<b>{title}</b>" in html
     assert all(run.name in html for run in runs)
     page_itself = re.sub(r"<script\b[^>]*>.*?</script>", "", html, flags=re.S)
     assert not re.search(r"\bsrc\s*=|href\s*=\s*.https?:|@import|url\(", page_itself)
 
 
-def test_the_picture_of_recorded_runs(recorded):
+def test_the_curves_of_recorded_runs(recorded):
     comparison, _ = recorded
-    root = ElementTree.fromstring(comparison_svg(comparison))
-    assert (
-        len(root.findall(".//{*}polyline"))
-        == len(root.findall(".//{*}polygon"))
-        == len(comparison.cells)
+    lines = {one.name: one for one in curves(comparison, ACCURACY).data if one.name}
+    bands = [one for one in curves(comparison, ACCURACY).data if one.fill]
+    assert len(bands) == len(lines) == len(comparison.cells)
+    for cell in comparison.cells:
+        assert list(lines[cell.name].y) == cell.curve(ACCURACY)[1].values
+
+
+def test_each_place_has_a_chart_beside_the_reference():
+    seeds = tuple(
+        Result("run", seed, "finished", {}, {ACCURACY: Series([0, 9], [0.1, 0.2])})
+        for seed in (1, 2)
     )
-    assert {one.labels[-1] for one in comparison.cells} <= {
-        text.text for text in root.findall(".//{*}text")
-    }
-    _, _, width, height = map(float, root.get("viewBox").split())
-    for line in root.findall(".//{*}polyline"):
-        for point in line.get("points").split():
-            x, y = map(float, point.split(","))
-            assert 0 <= x <= width
-            assert 0 <= y <= height
+    places = [(place, label) for place in "stuv" for label in ("x", "y")]
+    shown = compared(
+        *(Cell(labels, seeds) for labels in [*places, ("exact", "z")]), reference=("exact", "z")
+    )
+    figure = curves(shown, ACCURACY)
+    assert len({trace.xaxis for trace in figure.data}) == 4
+    assert sum(trace.line.dash == "dash" for trace in figure.data) == 4
+    assert [trace.name for trace in figure.data if trace.showlegend] == ["x", "y", "exact / z"]
+    assert curves(shown, "rollout_corr/k3_kl") is None
 
 
 def test_pages_are_written_between_their_markers(recorded, tmp_path):
@@ -265,7 +264,6 @@ def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
     numbers = ROOT / "docs" / f"{name}.json"
     comparison = stored(numbers)
     assert comparison.name == name
-    assert (ROOT / "docs" / f"{name}.svg").read_text() == comparison_svg(comparison)
     pages = [
         page
         for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import xml.etree.ElementTree as ElementTree
 from html import unescape
 from pathlib import Path
 
@@ -11,21 +10,17 @@ import numpy as np
 import pytest
 import torch
 from run_factory import make_config, make_run, make_yaml, quiet
-from summary_figure import calls, summary_svg
 
-from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.rollout_file import write_rollouts
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.types import Prompt, Rollout, Scored
 from megatron_rl.workshop.reports import charts, figures
-from megatron_rl.workshop.reports.after_run import finish, write_own_report
-from megatron_rl.workshop.reports.pages import LIBRARY
+from megatron_rl.workshop.reports.after_run import finish
 from megatron_rl.workshop.reports.report import headline_numbers, page, write_report
 from megatron_rl.workshop.reports.run_data import NotARun, config_differences, load_run, load_runs
 from megatron_rl.workshop.reports.sample_section import spans
-from megatron_rl.workshop.reports.svg import nice_ticks
 
 SINGLE = (
     *("Reward", "Held-out accuracy", "Mismatch KL", "Effective sample size", "Importance ratio"),
@@ -47,7 +42,7 @@ def runs(tmp_path_factory):
         make_run(folder, "tis_int8", steps=20),
         make_run(folder, "none_bf16", steps=20, level=Level.none, fmt=Format.none, seed=1),
     ]
-    assert [finish(RunDir(path), Config()) for path in made] == [
+    assert [finish(RunDir(path)) for path in made] == [
         f"report   {path}/report.html" for path in made
     ]
     return made
@@ -73,23 +68,6 @@ def test_nothing_is_fetched(runs, tmp_path):
     assert alone.stat().st_size > 3_000_000  # plotly.js is inside
 
 
-def test_reports_of_one_folder_share_the_library(runs, tmp_path):
-    first = tmp_path / "a" / "report.html"
-    second = tmp_path / "b" / "report.html"
-    both = tmp_path / "both.html"
-    for page_of_run in (first, second, first):
-        page_of_run.parent.mkdir(exist_ok=True)
-        write_report(runs[:1], page_of_run)
-        if page_of_run is first and not second.exists():
-            assert not from_elsewhere(first)
-    write_report(runs, both)
-    assert [from_elsewhere(one) for one in (first, second, both)] == [[f"../{LIBRARY}"]] * 2 + [
-        [LIBRARY]
-    ]
-    assert (tmp_path / LIBRARY).stat().st_size > 3_000_000
-    assert max(one.stat().st_size for one in (first, second, both)) < 1_000_000
-
-
 def from_elsewhere(path: Path) -> list[str]:
     """What a page loads."""
     html = re.sub(r"(<script\b[^>]*>).*?</script>", r"\1", path.read_text(), flags=re.S)
@@ -110,8 +88,11 @@ def test_several_runs_stand_side_by_side(runs):
     reward = charts.curves(loaded, {"reward/sampler_mean": "reward"})
     assert [trace.name for trace in reward.data] == ["tis_int8", "none_bf16"]
     assert len({trace.line.color for trace in reward.data}) == 2
+    mean = sum(loaded[0].series("time/update", 1).values) / 20
     split = figures.split(loaded, "time", figures.TIME_PHASES)
     assert all(list(trace.y) == ["tis_int8", "none_bf16"] for trace in split.data)
+    (update,) = [trace.x[0] for trace in split.data if trace.name == "update"]
+    assert update == pytest.approx(mean)
 
 
 def test_a_gap_is_drawn_where_a_value_is_not_finite(runs):
@@ -129,7 +110,6 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
     empty = by_name["rho"].min()
     assert by_name["rho"][centres > 2.2].max() > empty
     assert (applied[centres > 2.2] == empty).all()
-    assert abs(by_name["rho"].sum() - 1) < 0.1
     assert figure.layout.shapes[0].x0 == 2.0
     assert figures.weight_bounds(load_run(runs[1])) == []
 
@@ -143,14 +123,6 @@ def test_steps_without_a_token_of_both_engines_cost_no_page(runs, tmp_path):
         write_rollouts(each, [none], prox_logprobs_BT=torch.zeros(1, 1))
     run = load_run(tmp_path / "run")
     assert (run.tokens, run.unreadable) == (None, [])
-
-
-def test_breakdowns_hold_every_recorded_token(runs):
-    run = load_run(runs[0])
-    (trace,) = figures.mismatch_by([run], "position", "").data
-    assert len(trace.y) == 10
-    assert all(0.2 < value < 0.8 for value in trace.y)
-    assert sum(trace.customdata) == len(run.tokens.weights)
 
 
 def test_the_cuts_are_shown_where_they_cut(runs):
@@ -175,7 +147,7 @@ def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
     recorder = Recorder(config.log, make_yaml(config, "short"), tmp_path / "short", 5, quiet(5))
     recorder.log(0, {})
     recorder.close("failed", "ValueError: <no> & more")
-    assert write_own_report(recorder.run) == ""
+    assert finish(recorder.run)
     html = (tmp_path / "short/report.html").read_text()
     assert "ValueError: &lt;no&gt; &amp; more" in html
     assert panels(html) == []
@@ -183,20 +155,10 @@ def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
 
 
 def test_a_failing_report_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_rl.workshop.reports.report.page", lambda *given: 1 / 0)
-    assert write_own_report(RunDir(tmp_path)) == ""
+    monkeypatch.setattr("megatron_rl.workshop.reports.report.page", lambda runs: 1 / 0)
+    assert finish(RunDir(tmp_path)) == ""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert write_own_report(RunDir(tmp_path)).startswith(
-        "report.html was not written: ZeroDivisionError"
-    )
-
-
-def test_a_device_that_is_gone_costs_the_plan_alone(runs, monkeypatch):
-    def gone(device):
-        raise ConfigError("run.device: cuda, but no CUDA device is usable here")
-
-    monkeypatch.setattr("megatron_rl.workshop.reports.after_run.detect", gone)
-    assert finish(RunDir(runs[0]), Config()) == f"report   {runs[0]}/report.html"
+    assert finish(RunDir(tmp_path)).startswith("report.html was not written: ZeroDivisionError")
 
 
 def test_a_supervised_run_shows_no_mismatch(tmp_path):
@@ -214,7 +176,7 @@ def test_a_supervised_run_shows_no_mismatch(tmp_path):
                     "eval/accuracy": 0.1,
                 },
             )
-    assert write_own_report(recorder.run) == ""
+    assert finish(recorder.run)
     shown = panels((tmp_path / "warm/report.html").read_text())
     assert shown[:2] == ["Loss", "Held-out accuracy"]
     assert not {"Reward", "Mismatch KL"} & set(shown)
@@ -232,42 +194,6 @@ def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
     assert [run.name for run in load_runs([runs[0], twin])] == [str(runs[0]), str(twin)]
 
 
-def test_of_a_step_done_twice_the_latest_counts(tmp_path):
-    lines = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4), (3, 0.5)]
-    text = "".join(
-        json.dumps({"progress/step": step, "loss/total": value}) + "\n" for step, value in lines
-    )
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert load_run(tmp_path).series("loss/total").values == [0.1, 0.4, 0.5]
-
-
-def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
-    root = ElementTree.fromstring(summary_svg(load_runs(runs)))
-    assert len(root.findall(".//{*}polyline")) == 6
-    numbers = [
-        float(n)
-        for line in root.findall(".//{*}polyline")
-        for n in re.split("[ ,]", line.get("points"))
-    ]
-    assert all(0 <= number <= 1200 for number in numbers)
-    assert {"tis_int8", "none_bf16"} <= {text.text for text in root.findall(".//{*}text")}
-
-
-def test_of_runs_with_an_environment_it_shows_the_calls_of_each_session(tmp_path):
-    lines = [
-        {
-            "progress/step": 1,
-            "session/tool_calls": 6,
-            "session/turn_0/sessions": 4,
-            "eval/accuracy": 0.5,
-        }
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = load_run(tmp_path)
-    assert calls(run).values == [1.5]
-    assert "Calls of a tool in each session" in summary_svg([run])
-
-
 def test_an_answer_of_many_tokens_is_shown_by_its_ends():
     shown = list(spans([f"t{n}," for n in range(20_000)], [0.0] * 20_000))
     text = "".join(one.text for one in shown)
@@ -275,14 +201,3 @@ def test_an_answer_of_many_tokens_is_shown_by_its_ends():
     assert "t120," not in text
     assert "19,600 tokens" in text
     assert len(shown) == 400 + 1
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0, 0.0043), (0, 60), (-0.3, 17), (2, 2), (0, 0)]
-)
-def test_ticks_enclose_the_values(low, high):
-    ticks = nice_ticks(low, high)
-    assert ticks[0] <= low
-    assert ticks[-1] >= high
-    assert 2 <= len(ticks) <= 9
-    assert ticks == sorted(set(ticks))
