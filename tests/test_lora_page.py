@@ -2,7 +2,6 @@
 with adapters.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -88,8 +87,7 @@ def test_a_run_goes_on_and_is_looked_into(empty: Path) -> None:
     )
     typed(empty, train)
     whole = read_metrics(run / "metrics.jsonl")
-    typed(empty, "megatron-rl mismatch runs/quickstart_lora -n 2 -o found")
-    assert json.loads((empty / "found" / "mismatch.json").read_text())["kl"] < 1e-4
+    typed(empty, "megatron-rl mismatch runs/quickstart_lora -n 2")
     shutil.rmtree(run / "checkpoints" / "step_3")
     typed(empty, train)
     assert _repeated(read_metrics(run / "metrics.jsonl")) == _repeated(whole)

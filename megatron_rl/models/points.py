@@ -1,12 +1,9 @@
-"""Names, in order, of points in a forward pass where learner and engine are compared; `Pair`: both
-values. Torch-free.
+"""Names, in order, of points in a forward pass where learner and engine are compared. Torch-free.
 
-Which module shows each is said in `learner/activations.py` and `engine/hooks.py`.
+Which module shows each is in `workshop/mismatch/mismatch.py` and `engine/hooks.py`.
 
 The values of a point are [positions, width]; those that several of Hugging Face's matrices make lie
 side by side: queries, keys, values; gate, up.
-
-S positions, H any width.
 """
 
 from __future__ import annotations
@@ -14,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from megatron_rl.models.shape import ModelShape
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Kind(StrEnum):
@@ -68,12 +61,3 @@ def points(shape: ModelShape) -> Iterator[Point]:
         for kind in (*attention, *(dense if shape.has("dense_mlp", layer) else (Kind.experts,))):
             yield Point(kind, layer)
     yield from map(Point, (Kind.final_norm, Kind.lm_head, Kind.logprob))
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What a learner's rank and an engine have at a point: the same positions, the same columns."""
-
-    learner_SH: Tensor
-    engine_SH: Tensor
-    columns_H: Tensor  # of all the point's values

@@ -179,29 +179,8 @@ def test_chat_on_a_pipe(place: Path) -> None:
 
 @pytest.mark.engine
 def test_where_learner_and_sampler_of_a_run_differ(place: Path) -> None:
-    """FP8, which is the engine's alone: what differs enters in its linear layers."""
-    words = [
-        "mismatch",
-        "runs/run",
-        "--format",
-        "fp8",
-        "--prompts",
-        "toy/test.jsonl",
-        "-n",
-        "2",
-        "--tokens",
-        "16",
-    ]
-    done = asked(place, *words, "-o", "where", kind="megatron")
-    found = json.loads((place / "where/mismatch.json").read_text())
-    assert (found["format"], found["forward"], found["sequences"]) == ("fp8", "bf16", 2)
-    assert found["kl"] > 0
-    linear = [
-        point for point in found["points"] if point["kind"] in ("qkv", "o_proj", "gate_up", "down")
-    ]
-    assert sum(point["share"] for point in found["points"]) == pytest.approx(1)
-    assert sum(point["share"] for point in linear) == pytest.approx(1, abs=0.05)
-    assert all(point["point"] in done.stdout for point in found["points"])
-    assert "as one prompt: mean |difference|" in done.stdout
-    page = (place / "where/mismatch.html").read_text()
-    assert page.count("layers.0.qkv") and "Plotly.newPlot" in page
+    """FP8, which is the engine's alone."""
+    words = ["mismatch", "runs/run", "--format", "fp8", "-n", "2", "--tokens", "16"]
+    lines = asked(place, *words, kind="megatron").stdout.splitlines()
+    own = {line.split()[0]: float(line.split()[3]) for line in lines if line.startswith("layers.")}
+    assert own["layers.0.qkv"] > 1e-4 > own["layers.0.input_norm"]

@@ -15,12 +15,10 @@ from learner_cases import make_batch, make_even_batch, make_targets, most_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import costs, head
 from megatron_rl.learner.modules.head import Asked, Scores
 from megatron_rl.learner.modules.packing import Pack
-from megatron_rl.models.points import Kind, Point
 
 COLUMNS = (1, 4, 7, 18)  # at once; a share has 19 (TP2, padded) or 37 of them
 
@@ -152,22 +150,3 @@ def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
             for name, held in (("held", True), ("not", False))
         }
     return {"held": most["held"] / logits, "not": (most["not"] - gradients) / logits}
-
-
-def looked_at(learner: Learner, job: dict[str, Any]) -> list[int]:
-    """Values of logits that a hook sees: while one looks, logits are held; before it and after it,
-    they are not.
-    """
-    batch = make_batch().rows(torch.tensor([1]))
-    zeros_SV = torch.zeros(
-        int(batch.prompt_lengths_B + batch.response_lengths_B), learner.shape.vocab
-    )
-    seen: list[int] = []
-    learner.modules[0].output_layer.register_forward_hook(lambda *_: seen.append(0))
-    with at_a_time(7):
-        learner.logprobs(batch)
-        with Activations(learner).beside({"lm_head": zeros_SV}, only=Point(Kind.lm_head)) as pairs:
-            learner.logprobs(batch)
-        seen += [pair.learner_SH.numel() for pair in pairs[Point(Kind.lm_head)]]
-        learner.logprobs(batch)
-    return seen

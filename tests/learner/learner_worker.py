@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from device_worker import awaited, mixes, whole
-from head_worker import at_a_time, head_memory, heads, looked_at, unseen
+from head_worker import at_a_time, head_memory, heads, unseen
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from lora_worker import adapted, merged_twin, write_state
@@ -523,7 +523,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         faulty,
         heads,
         head_memory,
-        looked_at,
         unseen,
         shared,
         mixture,

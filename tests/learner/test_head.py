@@ -63,7 +63,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pack = {"batch": (ROWS, TOKENS), "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)}}
     one: list[dict[str, Any]] = [
         *_jobs("one"),
-        {"name": "looked at", "kind": "looked_at", "hf": cases.QWEN3},
         {"name": "memory", "kind": "head_memory", "hf": {**wide, **LARGE}, "precision": "bf16"},
         {"name": "unseen", "kind": "unseen", "hf": wide, **pack},
     ]
@@ -115,11 +114,3 @@ def test_no_tensor_is_as_large_as_the_logits(found: dict[str, Any]) -> None:
 def test_memory_of_the_largest_vocabulary_in_small(found: dict[str, Any]) -> None:
     assert found["memory"]["held"] > 2
     assert found["memory"]["not"] < 0.2
-
-
-def test_whoever_looks_at_the_output_layer_finds_logits(found: dict[str, Any]) -> None:
-    seen = found["looked at"][0]
-    numbers = found["looked at"][1:]
-    assert seen == 0
-    assert len(numbers) == 1
-    assert numbers[0] > 0

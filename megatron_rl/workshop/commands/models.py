@@ -131,42 +131,17 @@ def add(commands: Any) -> None:
 
 
 def _add_mismatch(commands: Any) -> None:
-    walk = commands.add_parser(
-        "mismatch", help="where learner and sampler differ, point by point of a forward pass"
+    compare = commands.add_parser(
+        "mismatch", help="differences of learner and sampler, point by point of a forward pass"
     )
-    model_arguments(walk)
-    walk.add_argument(
-        "--forward",
-        choices=("bf16", "as_sampler"),
-        help="the learner's (default: the run's, or bf16)",
-    )
-    walk.add_argument(
-        "--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)"
-    )
-    walk.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="for the engine to answer (default: the run's recorded rollouts, or random tokens)",
-    )
-    walk.add_argument(
+    model_arguments(compare)
+    compare.add_argument(
         "-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s"
     )
-    walk.add_argument(
-        "--tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="of each at most (default: %(default)s)",
+    compare.add_argument(
+        "--tokens", type=int, default=128, metavar="N", help="of each at most (%(default)s)"
     )
-    walk.add_argument(
-        "-o",
-        "--out",
-        type=folder_name,
-        metavar="FOLDER",
-        help="default: mismatch/MODEL-FORMAT-FORWARD",
-    )
-    walk.set_defaults(run=_mismatch, format=None)
+    compare.set_defaults(run=_mismatch, format=None)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -265,22 +240,16 @@ def _mismatch(options: argparse.Namespace) -> int:
 
         check_alone(config, stored.base)
         check_watched(config)
-        folder = (
-            options.out
-            or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
-        )
         with alone():
-            from megatron_rl.workshop.mismatch.mismatch import Wanted, measure
+            from megatron_rl.workshop.mismatch.mismatch import measure
 
-            wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
-            print(measure(config, stored, wanted, folder, note))
-        print(f"figure and numbers: {folder}")
+            print(measure(config, stored, options.sequences, options.tokens, note))
     return 0
 
 
 def as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
-    """Whatever the command line leaves open is as the run had it."""
-    from megatron_rl.config.schema import Config, Router
+    """Settings that are as the run had them, unless the command line says otherwise."""
+    from megatron_rl.config.schema import Config
     from megatron_rl.workshop.evaluation.stored_model import FORMATS
 
     recorded = recorded_config(run / "config.yaml") if run else Config()
@@ -289,10 +258,9 @@ def as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     if recorded.quantization.smoothing:
         note("note: the engine is served without the run's quantization.smoothing")
     return [
-        f"learner.forward={options.forward or recorded.learner.forward.value}",
+        f"learner.forward={recorded.learner.forward.value}",
         f"learner.precision={recorded.learner.precision.value}",
-        f"learner.router={'replay' if recorded.learner.router is Router.replay else 'own'}",
-        f"model.head_precision={options.head or recorded.model.head_precision.value}",
+        f"model.head_precision={recorded.model.head_precision.value}",
     ]
 
 

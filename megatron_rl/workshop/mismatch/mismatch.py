@@ -1,355 +1,241 @@
-"""`megatron-rl mismatch`: where a learner and an engine of one stored model come to differ, as
-table, page and JSON.
+"""`megatron-rl mismatch`: differences between a learner and an engine of one stored model at every
+point of a forward pass (models/points.py), for those who add a family.
+
+Two ways to look at a point, for each sequence:
+- apart: each side has computed by itself, from the tokens on;
+- own: the learner went on from the engine's values at every point before, so that only this one's
+  arithmetic differs.
+
+N response tokens, S positions, H any width, V tokens of the vocabulary.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-import numpy as np
-import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
+from torch import Tensor
 
-from megatron_rl.batch import collate
+from megatron_rl.batch import Batch, collate
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Config, Router
-from megatron_rl.data.dataset import Source
-from megatron_rl.data.prompts import FolderTokenizer
-from megatron_rl.files import write_whole
+from megatron_rl.config.schema import Config
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import find
 from megatron_rl.models.model import Model
+from megatron_rl.models.points import Kind, Point, points
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.runs.console import table
-from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
-from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.sampler import Sampler
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, written
+from megatron_rl.types import Prompt, SamplingParams, Scored
 from megatron_rl.workshop.evaluation.adapters import is_peft
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
-from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
-from megatron_rl.workshop.reports.charts import PALETTE, layout
-from megatron_rl.workshop.reports.run_data import session_table
 
-RESULT = "mismatch.json"
-PAGE = "mismatch.html"
-HEAD = ("point", "apart: mean", "max", "own: mean", "max", "KL that enters", "share")
-# points, above which the terminal shows them by kind, and those by themselves that matter most
-WHOLE = 100
-MOST = 20
-RANDOM_TOKENS = 8  # of a prompt, where nothing else is named
-
-
-@dataclass(frozen=True)
-class Wanted:
-    count: int
-    tokens: int  # of each at most, prompt and answer
-    prompts: Path | None = None  # a file
-    run: Path | None = None
+LOGPROB = Point(Kind.logprob)
+HEAD = ("point", "apart: mean", "max", "own: mean", "max")
+PROMPT_TOKENS = 8  # random ones
+ALL = slice(None)
 
 
 @dataclass
-class _Seen:
-    walk: Walk
-    sequences: int = 0
-    # what the engine sampled, and the same as one prompt
-    itself: Difference = field(default_factory=Difference)
-    # recorded tokens that go to other experts now, by layer
-    moved: list[np.ndarray] = field(default_factory=list)
+class Difference:
+    """Differences of the values of one point, over all sequences."""
 
-    def add(self, sampler: Sampler, rollout: Rollout, fresh: bool) -> None:
-        prompt = rollout.prompt.token_ids
-        tokens = [*prompt, *rollout.token_ids]
-        values = sampler.activations(tokens)
-        if self.walk.learner.learner.router is Router.replay:
-            now_SLK = routed(sampler, tokens, self.walk.learner.shape.layers)
-            if not fresh and rollout.experts_SLK is not None:
-                was_SLK, is_SLK = (
-                    np.sort(one_SLK, axis=2) for one_SLK in (rollout.experts_SLK, now_SLK)
-                )
-                self.moved.append((was_SLK != is_SLK[: len(was_SLK)]).any(axis=2))
-            rollout = replace(rollout, experts_SLK=now_SLK)
-        self.walk.add(collate([Scored(rollout, reward=0.0)]), values)
-        self.sequences += 1
-        if fresh:
-            self.itself.add(
-                values[str(LOGPROB)][len(prompt) - 1 :, 0] - torch.tensor(rollout.logprobs)
-            )
+    total: float = 0.0
+    count: int = 0
+    max: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(1, self.count)
+
+    def add(self, learner: Tensor, engine: Tensor) -> None:
+        sizes = (learner.double() - engine.double()).abs()
+        self.total += float(sizes.sum())
+        self.count += sizes.numel()
+        self.max = max(self.max, float(sizes.max()))
+
+
+class Port(NamedTuple):
+    """A module of the learner where a point's values pass, or some of their columns."""
+
+    point: Point
+    module: torch.nn.Module
+    columns: slice | Tensor = ALL
+    argument: int | None = None  # of the module, where it is not its output
+
+
+def ports(learner: Learner) -> Iterator[Port]:
+    (policy,) = learner.modules
+    yield Port(Point(Kind.embedding), policy.embedding)
+    for layer, block in enumerate(policy.decoder.layers):
+        yield from _of_layer(learner.shape, layer, block)
+    yield Port(Point(Kind.final_norm), policy.decoder.final_layernorm)
+    yield Port(Point(Kind.lm_head), policy.output_layer)
+
+
+def _of_layer(shape: ModelShape, layer: int, block: Any) -> Iterator[Port]:
+    def port(
+        kind: Kind,
+        module: torch.nn.Module,
+        columns: slice | Tensor = ALL,
+        argument: int | None = None,
+    ) -> Port:
+        return Port(Point(kind, layer), module, columns, argument)
+
+    attention = block.self_attention
+    query = slice(0, shape.size("q"))
+    key = slice(shape.size("q"), shape.size("q") + shape.size("kv"))
+    yield port(Kind.input_norm, block.input_layernorm)
+    yield port(Kind.qkv, attention.linear_qkv, _interleaved(shape, layer))
+    if shape.has("qk_norm"):
+        yield port(Kind.head_norm, attention.q_layernorm, query)
+        yield port(Kind.head_norm, attention.k_layernorm, key)
+    yield port(Kind.rotary, attention.core_attention, query, argument=0)
+    yield port(Kind.rotary, attention.core_attention, key, argument=1)
+    yield port(Kind.attention, attention.core_attention)
+    yield port(Kind.o_proj, attention.linear_proj)
+    yield port(Kind.post_norm, block.pre_mlp_layernorm)
+    if shape.has("dense_mlp", layer):
+        yield port(Kind.gate_up, block.mlp.linear_fc1)
+        yield port(Kind.activation, block.mlp.activation_func)
+        yield port(Kind.down, block.mlp.linear_fc2)
+    else:
+        yield port(Kind.experts, block.mlp)
+
+
+def _interleaved(shape: ModelShape, layer: int) -> Tensor:
+    """Queries, keys and values in megatron-core's order: group by group."""
+    param = find(f"decoder.layers.{layer}.self_attention.linear_qkv.weight", shape)
+    spans = []
+    start = 0
+    for piece in param.slices(shape, Layout(), Place()):
+        spans += [(span.local, start + span.full, span.length) for span in piece.spans]
+        start += piece.shape[0]
+    return torch.cat([torch.arange(full, full + length) for _, full, length in sorted(spans)])
+
+
+class Comparison:
+    """Forward passes of a learner of one rank beside those of an engine."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.ports = list(ports(learner))
+        self.apart = {point: Difference() for point in points(learner.shape)}
+        self.own = {point: Difference() for point in self.apart}
+        self.tokens = 0
+        self.kl = 0.0  # of the two as they are, summed over tokens
+        self._logits_N = torch.zeros(0)  # rows of the pack that passes, whose logits are made
+
+    def add(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
+        """`batch`: one row; `values`: the engine's, of all its tokens."""
+        engine_N = values[str(LOGPROB)][int(batch.prompt_lengths_B[0]) - 1 :, 0]
+        self.tokens += len(engine_N)
+        for differences in (self.apart, self.own):
+            logprobs_N = self._pass(batch, values, differences)[: len(engine_N)]
+            differences[LOGPROB].add(logprobs_N, engine_N)
+
+    def _pass(
+        self, batch: Batch, values: Mapping[str, Tensor], differences: dict[Point, Difference]
+    ) -> Tensor:
+        (policy,) = self.learner.modules
+        hooks = [policy.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        policy.holds_logits = True
+        for port in self.ports:
+            look = partial(self._look, port, values[str(port.point)], differences)
+            if port.argument is None:
+                hooks.append(port.module.register_forward_hook(partial(_after, look)))
+            else:
+                before = partial(_before, look, port.argument)
+                hooks.append(port.module.register_forward_pre_hook(before))
+        try:
+            return self.learner.logprobs(batch)[0]
+        finally:
+            policy.holds_logits = False
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, policy: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._logits_N = kwargs["pack"].logit_index_N
+
+    def _look(
+        self, port: Port, engine_SH: Tensor, differences: dict[Point, Difference], passing: Tensor
+    ) -> Tensor:
+        """The values that go on: the engine's, when what is compared is this point's own."""
+        if port.point.kind is Kind.lm_head:
+            engine_SH = engine_SH[self._logits_N]
+        engine_SH = engine_SH[:, port.columns]
+        rows = passing.flatten(1)
+        place = (slice(len(engine_SH)), slice(engine_SH.shape[1]))  # the rest is filler
+        differences[port.point].add(rows[place], engine_SH)
+        if differences is self.own:
+            rows = rows.clone()
+            rows[place] = engine_SH.to(rows.dtype)
+            return rows.view(passing.shape)
+        if port.point.kind is Kind.lm_head:
+            self.kl += _kl(rows[place], engine_SH)
+        return passing
+
+
+def _before(
+    look: Callable[[Tensor], Tensor], place: int, module: Any, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return (*args[:place], look(args[place]), *args[place + 1 :])
+
+
+def _after(look: Callable[[Tensor], Tensor], module: Any, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):  # beside it: a bias
+        return (look(output[0]), *output[1:])
+    return look(output)
+
+
+def _kl(learner_NV: Tensor, engine_NV: Tensor) -> float:
+    """KL(engine, learner) at temperature 1, summed over positions."""
+    ours_NV = learner_NV.double().log_softmax(1)
+    theirs_NV = engine_NV.double().log_softmax(1)
+    return float((theirs_NV.exp() * (theirs_NV - ours_NV)).sum())
 
 
 def measure(
-    config: Config, stored: StoredModel, wanted: Wanted, folder: Path, note: Callable[[str], None]
+    config: Config, stored: StoredModel, count: int, tokens: int, note: Callable[[str], None]
 ) -> str:
-    """The table. `folder` gets the numbers and a page."""
-    model = Model.read(stored.folder, config.learner, config.model.head_precision)
+    """The table, over the engine's own responses to random prompts: `count` sequences of `tokens`
+    at most.
+    """
     if is_peft(stored.weights):
-        raise ConfigError(
-            f"{stored.weights}: PEFT's; name the run, or merge it first: python tools/convert.py "
-            "export"
-        )
+        raise ConfigError(f"{stored.weights}: name the run, or merge PEFT's adapters by an export")
+    model = Model.read(stored.folder, config.learner, config.model.head_precision)
     if stored.base != stored.weights:
         model = replace(model, shape=replace(model.shape, lora=stored.lora))
     # the temperature at which an engine says what a prompt was worth
     whole = replace(config, rollout=replace(config.rollout, temperature=1.0))
     # to which the engine adds a token
-    room = min(wanted.tokens, EngineSettings.from_config(config).max_tokens - 1)
-    rollouts = recorded(wanted, room)
-    if rollouts:
-        asked = []
-    else:
-        asked = prompts(config, stored.folder, model.shape.vocab, wanted, room)
-    folder.mkdir(parents=True, exist_ok=True)
-    with served(config, stored, note, folder) as sampler:
+    room = min(tokens, EngineSettings.from_config(config).max_tokens - 1)
+    size = (count, min(PROMPT_TOKENS, room // 2))
+    ids = torch.randint(model.shape.vocab, size, generator=torch.Generator().manual_seed(0))
+    prompts = [Prompt(number, tuple(row), "", {}) for number, row in enumerate(ids.tolist())]
+    params = SamplingParams(1, room - size[1])
+    with served(config, stored, note) as sampler:
         learner = Learner(model, Sections.of(whole))
         for weights in dict.fromkeys((stored.base, stored.weights)):
             learner.load_hf(weights)
-        seen = _Seen(Walk(learner))
-        for rollout in rollouts or answered(sampler, asked, room):
-            seen.add(sampler, rollout, fresh=bool(asked))
-            note(f"{seen.sequences} of {len(rollouts or asked)} sequences")
-    result = _summary(config, stored, seen)
-    write_whole(folder / RESULT, json.dumps(result, indent=1) + "\n")
-    drawn = figure(result).to_html(
-        include_plotlyjs=True, config={"displayModeBar": False, "responsive": True}
-    )
-    write_whole(folder / PAGE, str(drawn))
-    if wanted.run is None:
-        steps = []
-    else:
-        steps = recorded_steps(RunDir(wanted.run).rollouts)[-1:]
-    return "\n".join(_described(result)) + session_table(load_recorded(path) for _, path in steps)
+        compared = Comparison(learner)
+        for rollout in sampler.generate(prompts, params, seed=0, first_group=0, step=0):
+            values = sampler.activations([*rollout.prompt.token_ids, *rollout.token_ids])
+            compared.add(collate([Scored(rollout, reward=0.0)]), values)
+    return "\n".join(_described(compared))
 
 
-def routed(sampler: Sampler, tokens: Sequence[int], layers: int) -> np.ndarray:
-    """The experts that the engine chooses for these tokens as it is now; the last is not read."""
-    told = sampler.routed_experts([tokens], layers)
-    if told is None:
-        raise ConfigError(
-            "learner.router: replay, but this engine tells no choices of a sequence; use own"
-        )
-    return told[0][:-1].astype(np.int16)
-
-
-def recorded(wanted: Wanted, room: int) -> list[Rollout]:
-    """Sequences of the last recorded step, spread over it, as far as there is room; none without a
-    run.
-    """
-    if wanted.run and wanted.prompts is None:
-        steps = recorded_steps(RunDir(wanted.run).rollouts)
-    else:
-        steps = []
-    if not steps:
-        return []
-    whole = [one.rollout for one in load_recorded(steps[-1][1]).scored]
-    every = [rollout for rollout in whole if rollout.token_ids]
-    return [
-        cut(rollout, room)
-        for rollout in every[:: max(1, len(every) // wanted.count)][: wanted.count]
-    ]
-
-
-def prompts(config: Config, folder: Path, vocab: int, wanted: Wanted, room: int) -> list[Prompt]:
-    """Prompts of the file, or random ones: what the engine makes of them is a text of its own."""
-    if wanted.prompts is None:
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(
-            vocab, (wanted.count, min(RANDOM_TOKENS, room // 2)), generator=draw
-        ).tolist()
-        return [Prompt(number, tuple(ids), "", {}) for number, ids in enumerate(tokens)]
-    longest = config.rollout.max_prompt_tokens
-    source = Source(
-        "--prompts", wanted.prompts, config.data, FolderTokenizer(folder), needs_answer=False
-    )
-    found = source.load(longest, None).prompts[: wanted.count]
-    if not found:
-        raise ConfigError(
-            f"--prompts {wanted.prompts}: it has no prompt of up to {longest} tokens; name another "
-            "file"
-        )
-    return [_shortened(prompt, room // 2) for prompt in found]
-
-
-def answered(sampler: Sampler, prompts: Sequence[Prompt], room: int) -> list[Rollout]:
-    """One answer each, as far as there is room, at temperature 1."""
-    left = room - max(len(prompt.token_ids) for prompt in prompts)
-    return sampler.generate(prompts, SamplingParams(1, left), seed=0, first_group=0, step=0)
-
-
-def cut(rollout: Rollout, room: int) -> Rollout:
-    prompt = _shortened(rollout.prompt, max(room // 2, room - len(rollout.token_ids)))
-    length = min(len(rollout.token_ids), room - len(prompt.token_ids))
-    ids = rollout.token_ids[:length]
-    logprobs = rollout.logprobs[:length]
-    left_out = len(rollout.prompt.token_ids) - len(prompt.token_ids)
-    experts_SLK = rollout.experts_SLK
-    if experts_SLK is not None:
-        experts_SLK = experts_SLK[left_out:][: len(prompt.token_ids) + length - 1]
-    rollout = replace(
-        rollout, prompt=prompt, token_ids=ids, logprobs=logprobs, experts_SLK=experts_SLK
-    )
-    # the engine says what a token was worth among all, whatever top_k has kept
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit")
-    )
-    return replace(rollout, loss_mask=written(length), **nothing)
-
-
-def _shortened(prompt: Prompt, most: int) -> Prompt:
-    """The prompt's end."""
-    return replace(prompt, token_ids=prompt.token_ids[-most:])
-
-
-def _summary(config: Config, stored: StoredModel, seen: _Seen) -> dict[str, Any]:
-    walk = seen.walk
-    logprob = walk.points[LOGPROB].apart
-    whole = walk.kl / max(1, walk.tokens)
-    entered = walk.entered()
-    return {
-        "model": str(stored.weights),
-        "format": config.quantization.format.value,
-        "forward": config.learner.forward.value,
-        "precision": config.learner.precision.value,
-        "head_precision": config.model.head_precision.value,
-        "sequences": seen.sequences,
-        "tokens": walk.tokens,
-        "kl": whole,
-        "d": {
-            "mean": walk.signed / max(1, walk.tokens),
-            "mean_abs": logprob.mean,
-            "max_abs": logprob.max,
-        },
-        "engine_itself": {"mean_abs": seen.itself.mean, "max_abs": seen.itself.max}
-        if seen.itself.count
-        else None,
-        "experts": experts_told(seen),
-        "points": [
-            {
-                "point": str(point),
-                "kind": point.kind.value,
-                "layer": point.layer,
-                "apart": {"mean": found.apart.mean, "max": found.apart.max},
-                "own": {"mean": found.own.mean, "max": found.own.max},
-                "kl_enters": entered[point],
-                "share": entered[point] / whole if whole else 0.0,
-            }
-            for point, found in walk.points.items()
-        ],
-    }
-
-
-def experts_told(seen: _Seen) -> dict[str, float | None] | None:
-    """Shares of tokens and layers: what the learner's routers would choose otherwise than the
-    engine's, whose choices they took, and what the engine has chosen otherwise when the sequences
-    were recorded; None without replay.
-    """
-    replayed = seen.walk.learner.take_replayed()
-    if not replayed:
-        return None
-    if seen.moved:
-        moved = float(np.concatenate(seen.moved).mean())
-    else:
-        moved = None
-    return {"flips": replayed["router/flips"], "moved": moved}
-
-
-def _described(result: Mapping[str, Any]) -> Iterator[str]:
-    points: Sequence[Mapping[str, Any]] = result["points"]
-    if len(points) <= WHOLE:
-        yield from table(HEAD, [_row(point["point"], [point]) for point in points])
-    else:
-        by_kind = sorted(
-            points, key=lambda point: [one["kind"] for one in points].index(point["kind"])
-        )
-        groups = [
-            (kind, list(group)) for kind, group in groupby(by_kind, key=lambda point: point["kind"])
-        ]
-        yield from table(HEAD, [_row(f"{kind} ({len(group)})", group) for kind, group in groups])
-        most = sorted(points, key=lambda point: -abs(point["kl_enters"]))[:MOST]
-        yield ""
-        yield from table(HEAD, [_row(point["point"], [point]) for point in points if point in most])
-    d = result["d"]
-    itself = result["engine_itself"]
+def _described(compared: Comparison) -> Iterator[str]:
+    rows = []
+    for point, apart in compared.apart.items():
+        own = compared.own[point]
+        sizes = (apart.mean, apart.max, own.mean, own.max)
+        rows.append((str(point), *(f"{size:.2e}" for size in sizes)))
+    yield from table(HEAD, rows)
     yield (
-        f"KL(sampler, learner) {result['kl']:.3g} nats a token; d = learner's logprob less the "
-        f"sampler's: mean {d['mean']:+.2g}, mean |d| {d['mean_abs']:.2g}, largest "
-        f"{d['max_abs']:.2g}, over {result['tokens']} tokens of {result['sequences']} sequences"
-    )
-    if told := result["experts"]:
-        if told["moved"] is None:
-            then = ""
-        else:
-            then = f"; since they were recorded {told['moved']:.2%} have moved"
-        yield f"experts: all are the sampler's; the learner's routers would choose {told['flips']:.2%} otherwise{then}"
-    if itself:
-        yield (
-            "the sampler itself, token by token and as one prompt: mean |difference| "
-            f"{itself['mean_abs']:.2g}, largest {itself['max_abs']:.2g}"
-        )
-
-
-def _row(name: str, group: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A row of the table: of one point, or of all points of a kind (the mean of their means, the
-    largest of all).
-    """
-    sizes: list[float] = []
-    for side in ("apart", "own"):
-        sizes.append(sum(point[side]["mean"] for point in group) / len(group))
-        sizes.append(max(point[side]["max"] for point in group))
-    enters, share = (sum(point[key] for point in group) for key in ("kl_enters", "share"))
-    return name, *(f"{size:.2e}" for size in (*sizes, enters)), f"{share:.1%}"
-
-
-LEAST = 1e-12  # what a logarithmic axis shows of zero
-
-
-def figure(result: Mapping[str, Any]) -> go.Figure:
-    """Over the points in order: what each adds to the KL, what it adds to the values, and how far
-    both are apart.
-    """
-    points = result["points"]
-    names = [point["point"] for point in points]
-    titles = ("KL that enters, nats a token", "mean |difference| of the values")
-    drawn = make_subplots(
-        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=titles
-    )
-    enters, shares = ([point[key] for point in points] for key in ("kl_enters", "share"))
-    about = {
-        "marker": {"color": PALETTE[1]},
-        "showlegend": False,
-        "hovertemplate": "%{y:.3g} (%{customdata:.1%})",
-    }
-    drawn.add_bar(x=names, y=enters, customdata=shares, name="enters", **about)
-    for side, label, colour in (
-        ("apart", "each by itself", PALETTE[0]),
-        ("own", "from equal inputs", PALETTE[1]),
-    ):
-        means = [max(point[side]["mean"], LEAST) for point in points]
-        look = {
-            "mode": "lines+markers",
-            "line": {"color": colour, "width": 1.5},
-            "hovertemplate": "%{y:.3g}",
-        }
-        drawn.add_scatter(x=names, y=means, name=label, row=2, col=1, **look)
-    layout(drawn, legend=True)
-    drawn.update_layout(
-        height=760, margin={"t": 90, "b": 140}, title={"text": _title(result), "font": {"size": 15}}
-    )
-    drawn.update_xaxes(title={"text": ""}, tickangle=-60)
-    drawn.update_yaxes(type="log", exponentformat="power", row=2, col=1)
-    return drawn
-
-
-def _title(result: Mapping[str, Any]) -> str:
-    if result["format"] == "none":
-        format = "BF16"
-    else:
-        format = result["format"].upper()
-    return (
-        f"{result['model']}: sampler {format}, learner {result['precision']} "
-        f"({result['forward']}); KL {result['kl']:.3g} nats a token, mean |d| "
-        f"{result['d']['mean_abs']:.2g}, {result['tokens']} tokens"
+        f"KL(sampler, learner) {compared.kl / compared.tokens:.3g} nats a token; mean |d| of "
+        f"logprobs {compared.apart[LOGPROB].mean:.2g}, over {compared.tokens} tokens"
     )

@@ -1,5 +1,5 @@
-"""`megatron-rl rerun-step`: repeats a dumped non-finite update in one rank, and says where the
-first odd value appears.
+"""`megatron-rl rerun-step`: repeats a dumped non-finite update in one rank, and names the first odd
+value.
 
 Looked at in the order of the computation: weights, minibatch, outputs of modules, loss, gradients
 on their way back.
@@ -7,8 +7,7 @@ on their way back.
 S positions of a pack, N response tokens of a pack.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,28 +32,23 @@ from megatron_rl.train import load_policy
 
 # of a layout: one rank has none of them
 PARALLEL = (
-    *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    "virtual_pipeline_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
 )
-# fields of a minibatch, and what they are called
-VALUES = {
-    "advantages_B": "the advantage",
-    "weights_BT": "the weight of rollout_correction",
-    "anchor_logprobs_BT": "the logprob of the anchor",
-    "ref_logprobs_BT": "the logprob of the reference",
-}
+VALUES = ("advantages_B", "weights_BT", "anchor_logprobs_BT", "ref_logprobs_BT")  # of a minibatch
 
 
 def rerun(dump: Path) -> str:
     """A minibatch of a dump, or the first of a dump's folder."""
-    path = _minibatch(dump)
+    path = min(dump.glob("minibatch_*.safetensors"), default=dump)
     try:
         targets, random, about = read_minibatch(path)
         layout = Layout(**about["layout"])
     except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path}: no minibatch of a dump ({type(error).__name__}: {error})"
-        ) from None
+        raise ConfigError(f"{path}: no minibatch of a dump ({error})") from None
     config = _one_rank(recorded_config(path.parent / CONFIG))
     model = Model.read(config.model.folder, config.learner, config.model.head_precision)
     learner = Learner(model, Sections.of(config))
@@ -62,44 +56,30 @@ def rerun(dump: Path) -> str:
         # what the adapters change
         load_policy(learner, config.model, config.run.seed, reference=False)
     state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
-    same = layout == learner.layout
-    if random and same:
+    if random and layout == learner.layout:
         learner.restore_random(random)
-    weights = (
-        (name, parameter)
+    found = [
+        f"the weight {name} holds {_odd(parameter)}"
         for name, parameter in learner.named_parameters()
         if not parameter.isfinite().all()
-    )
-    found = [f"the weight {name} holds {_odd(parameter)}" for name, parameter in weights] + list(
-        _values(targets)
-    )
+    ]
+    found += _values(targets)
     look = _Look(learner, targets)
     metrics = learner.update(targets)
-    loss = metrics.get("loss/total", 0.0)
-    norm = metrics["optim/grad_norm"]
     found += look.found
-    if not look.found and not math.isfinite(loss):
-        found.append(_loss(learner, targets))
-    if not math.isfinite(norm):
-        found.append(_gradients(learner))
-    return _describe(path, targets, about, (loss, norm), found, same)
+    found += _gradients(learner)
+    recorded = about["metrics"]
+    rows = [
+        ("dump", f"{path}: after {about['steps']} optimizer steps, {len(targets.batch)} rows"),
+        ("then", _numbers(recorded) + ("" if layout == learner.layout else ", on other ranks")),
+        ("now", _numbers(metrics)),
+        *(("first:" if not number else "after it:", text) for number, text in enumerate(found)),
+    ]
+    return "\n".join(f"{name:<9} {text}" for name, text in rows)
 
 
-def _minibatch(dump: Path) -> Path:
-    if dump.is_dir():
-        found = sorted(dump.glob("minibatch_*.safetensors"))
-    else:
-        found = [dump]
-    if not found or not found[0].is_file():
-        raise ConfigError(
-            f"{dump}: no minibatch there; name a folder of a run's dumps, or a minibatch in it"
-        )
-    for name in (CONFIG, f"{POLICY}/metadata.json"):
-        if not (found[0].parent / name).is_file():
-            raise ConfigError(
-                f"{dump}: no {name} beside it: the dump is not whole, and cannot be repeated"
-            )
-    return found[0]
+def _numbers(metrics: Mapping[str, float]) -> str:
+    return f"loss {metrics.get('loss/total')}, gradient norm {metrics['optim/grad_norm']}"
 
 
 def _one_rank(config: Config) -> Config:
@@ -111,50 +91,37 @@ def _one_rank(config: Config) -> Config:
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
         learner=replace(learner, **alone, on_nonfinite=OnNonFinite.skip, megatron=megatron),
-        quantization=replace(
-            config.quantization, smoothing=None, kv_cache=KvCache.none
-        ),  # measured for the sampler
+        # measured for the sampler
+        quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),
         sampler=SamplerSection(),
     )
 
 
 def _values(targets: Targets) -> Iterator[str]:
-    for name, what in VALUES.items():
+    for name in VALUES:
         values = getattr(targets, name)
         if values is None:
             continue
-        if values.dim() == 2:
-            looked_at = targets.denominator_mask_BT
-        else:
-            looked_at = targets.denominator_mask_BT.any(1)
-        for row, *token in (~values.isfinite() & looked_at).nonzero().tolist()[:1]:
-            place = f", token {token[0]} of the response" if token else ""
-            yield f"{what} of row {row}{place} is {float(values[row, *token])}"
+        used = targets.denominator_mask_BT
+        if values.dim() == 1:
+            used = used.any(1)
+        for place in (~values.isfinite() & used).nonzero().tolist()[:1]:
+            yield f"{name} holds {float(values[*place])} at {place}"
 
 
-def _loss(learner: Learner, targets: Targets) -> str:
-    """All that went into it was finite: the ratio of policy and anchor, as far as it may be."""
-    if targets.anchor_logprobs_BT is None:
-        return "the loss, of finite logprobs; its ratio is 1, as the policy is its own anchor"
-    ratio_BT = (learner.logprobs(targets.batch) - targets.anchor_logprobs_BT).abs()
-    ratio_BT = torch.where(targets.mask_BT, ratio_BT, 0.0)
-    row, token = divmod(int(ratio_BT.argmax()), ratio_BT.shape[1])
-    most = f"by {float(ratio_BT[row, token]):.4g}, at row {row}, token {token} of the response"
-    return f"the loss, of finite logprobs; policy and anchor differ most, {most}"
-
-
-def _gradients(learner: Learner) -> str:
+def _gradients(learner: Learner) -> Iterator[str]:
     """The last in the order of the model is the first in the order of the backward pass."""
-    held: dict[str, Any] = {
+    held: dict[str, Tensor] = {
         name: vars(parameter)["main_grad"]
         for name, parameter in learner.named_parameters()
         if parameter.requires_grad
     }
     odd = [name for name, gradient in held.items() if not bool(gradient.isfinite().all())]
     if odd:
-        return f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"
-    largest, name = max((float(gradient.abs().max()), name) for name, gradient in held.items())
-    return f"no weight's gradient; the largest value of all is {largest:.4g}, of {name}"
+        yield f"the gradients of {len(odd)} of {len(held)} weights, on the way back first {odd[-1]}"
+    else:
+        largest, name = max((float(one.abs().max()), name) for name, one in held.items())
+        yield f"no weight's gradient; the largest value is {largest:.4g}, of {name}"
 
 
 class _Look:
@@ -202,24 +169,21 @@ class _Look:
 
     def _place(self, tensor: Tensor, pack: Pack | None) -> str:
         """Row, and token in that row, of the first odd value."""
-        if pack is None or not pack.rows:
+        if pack is None:
             return ""
         first = (~tensor.isfinite()).nonzero()[0].tolist()
-        for axis, size in enumerate(tensor.shape):
-            if size == len(pack.logit_index_N) or size == len(pack.tokens_S):
-                if size == len(pack.tokens_S):
-                    at = first[axis]
-                else:
-                    at = int(pack.logit_index_N[first[axis]])
-                sequence = int(torch.searchsorted(pack.starts, at, right=True)) - 1
-                row = pack.rows[sequence]
-                token = at - int(pack.starts[sequence])
-                length = int(self._targets.batch.prompt_lengths_B[row])
-                if token < length:
-                    part = f"token {token} of the prompt"
-                else:
-                    part = f"token {token - length} of the response"
-                return f", first at row {row}, {part}"
+        for at, size in zip(first, tensor.shape, strict=True):
+            if size == len(pack.logit_index_N):
+                at = int(pack.logit_index_N[at])
+            elif size != len(pack.tokens_S):
+                continue
+            sequence = int(torch.searchsorted(pack.starts, at, right=True)) - 1
+            row = pack.rows[sequence]
+            token = at - int(pack.starts[sequence])
+            length = int(self._targets.batch.prompt_lengths_B[row])
+            if token < length:
+                return f", first at row {row}, token {token} of the prompt"
+            return f", first at row {row}, token {token - length} of the response"
         return ""
 
 
@@ -233,37 +197,3 @@ def _activations(values: Any) -> Iterator[Tensor]:
 def _odd(tensor: Tensor) -> str:
     odd = tensor.detach()[~tensor.isfinite()]
     return f"{len(odd)} of {tensor.numel()} values that are no number ({float(odd[0])})"
-
-
-def _describe(
-    path: Path,
-    targets: Targets,
-    about: dict[str, Any],
-    now: tuple[float, float],
-    found: list[str],
-    same: bool,
-) -> str:
-    recorded = about["metrics"]
-    again = not all(map(math.isfinite, now))
-    sizes = " ".join(
-        f"{name.upper()}{about['layout'][name]}" for name in ("tp", "pp", "ep", "dp", "cp")
-    )
-    rows = [
-        ("dump", f"{path}: after {about['steps']} optimizer steps, {len(targets.batch)} rows"),
-        (
-            "then",
-            f"loss {recorded.get('loss/total')}, gradient norm {recorded['optim/grad_norm']} "
-            f"({sizes})",
-        ),
-        ("now", f"loss {now[0]}, gradient norm {now[1]} (one rank)"),
-        *(("first:" if not number else "after it:", text) for number, text in enumerate(found)),
-        (
-            "repeats",
-            "yes"
-            if again
-            else "no: what was found there depends on that machine, or on the layout",
-        ),
-    ]
-    if not same:
-        rows.append(("note:", "sums are rounded in another order than on the ranks that met it"))
-    return "\n".join(f"{name:<9} {text}" for name, text in rows)

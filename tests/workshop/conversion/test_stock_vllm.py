@@ -10,19 +10,24 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from models import config_of, done, made, tensors_of, verdicts
 
+from megatron_rl.batch import collate
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
+from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import write_folder
-from megatron_rl.models.model import read_hf_config
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.process import SHORT_SPIN
 from megatron_rl.sampler.client.engine_process import engine_environment
+from megatron_rl.types import Prompt, Rollout, Scored, written
 from megatron_rl.workshop.conversion.modelopt import Rows, token_rows
 
 # nats, mean |d|
@@ -119,26 +124,29 @@ def distance(one: Scores | str, other: Scores | str) -> float:
     return float((torch.cat(one) - torch.cat(other)).abs().mean())
 
 
-def by_transformers(folder: Path, rows: Rows) -> Scores:
-    from transformers import AutoModelForCausalLM
+def by_learner(folder: Path, rows: Rows) -> Scores:
+    from megatron_rl.learner.learner import Learner  # before megatron
+    from megatron_rl.learner.policy import Sections
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    found = []
-    with torch.no_grad():
-        for row in rows:
-            ids = torch.tensor([row])
-            logprobs_TV = model(ids).logits[0, :-1].float().log_softmax(-1)
-            found.append(logprobs_TV.gather(1, ids[0, 1:, None]).squeeze(1))
-    return found
+    learner = Learner(Model.of(read_hf_config(folder), Layout()), Sections.of(Config()))
+    parts = [(row[1:], [0.0] * (len(row) - 1), written(len(row) - 1)) for row in rows]
+    rollouts = [
+        Rollout(Prompt(number, row[:1], "", {}), number, 0, *part, "stop", 0)
+        for number, (row, part) in enumerate(zip(rows, parts, strict=True))
+    ]
+    with closing(learner):
+        learner.load_hf(folder)
+        logprobs_BT = learner.logprobs(collate([Scored(one, reward=0.0) for one in rollouts]))
+    return [logprobs_BT[number, : len(row) - 1] for number, row in enumerate(rows)]
 
 
 @pytest.mark.engine
 def test_plain_weights(
     folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str]
 ) -> None:
-    """transformers and vLLM agree, on families too that nothing else here starts."""
+    """Learner and vLLM agree, on families too that nothing else here starts."""
     for name in ("hf", *NEW):
-        assert distance(by_transformers(folders / name, rows), answers[name]) < PLAIN_GATE, name
+        assert distance(by_learner(folders / name, rows), answers[name]) < PLAIN_GATE, name
 
 
 @pytest.mark.engine

@@ -21,7 +21,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.types import Rollout, SamplingParams, Scored
-from megatron_rl.workshop.mismatch.walk import Walk
+from megatron_rl.workshop.mismatch.mismatch import Comparison
 
 SEED = 3
 FAULTS = ("layers_exchanged", "gate_and_up_exchanged", "norms_exchanged", "heads_exchanged")
@@ -58,29 +58,28 @@ class Case:
             learner.load_hf(self.live.model.folder)
             yield learner
 
-    def walk(self, learner: Learner) -> dict[str, Any]:
+    def compare(self, learner: Learner) -> dict[str, Any]:
         batches = [collate([Scored(rollout, reward=0.0)]) for rollout in self.rollouts]
-        walk = Walk(learner)
+        compared = Comparison(learner)
         before = [learner.logprobs(batch).tolist() for batch in batches]
         for batch, rollout in zip(batches, self.rollouts, strict=True):
-            walk.add(batch, self.values(rollout))
+            compared.add(batch, self.values(rollout))
         logits = self.values(self.rollouts[0])["lm_head"]
         return {
-            "kl": walk.kl / walk.tokens,
-            "entered": {str(point): entered for point, entered in walk.entered().items()},
-            "own": {str(point): found.own.max for point, found in walk.points.items()},
-            "apart": {str(point): found.apart.max for point, found in walk.points.items()},
+            "kl": compared.kl / compared.tokens,
+            "own": {str(point): found.max for point, found in compared.own.items()},
+            "apart": {str(point): found.max for point, found in compared.apart.items()},
             "rounded logits": bool((logits == logits.bfloat16()).all()),
             "left alone": before == [learner.logprobs(batch).tolist() for batch in batches],
         }
 
     def faults(self, learner: Learner) -> dict[str, list[str]]:
         """Points whose own difference grows by a fault of the engine's weights."""
-        healthy = self.walk(learner)["own"]
+        healthy = self.compare(learner)["own"]
         found = {}
         for fault in FAULTS:
             self.live.update(SEED, fault)
-            own = self.walk(learner)["own"]
+            own = self.compare(learner)["own"]
             found[fault] = [point for point, most in own.items() if most > 4 * healthy[point] + 0.1]
         self.live.update(SEED)
         return found
@@ -120,18 +119,18 @@ def main() -> None:
         with closing(case.live.sampler):
             for forward in Forward:
                 with case.learner(forward) as learner:
-                    found[f"{format} {forward}"] = case.walk(learner)
+                    found[f"{format} {forward}"] = case.compare(learner)
                     if (format, forward) == (Format.int8, Forward.bf16):
                         found["faults"] = case.faults(learner)
     wide = Case(out / "wide", Format.none, Precision.fp32)
     with closing(wide.live.sampler), wide.learner(Forward.bf16) as learner:
-        found["fp32 logits"] = wide.walk(learner)
+        found["fp32 logits"] = wide.compare(learner)
         wide.live.update(SEED + 1)
         wide.live.update(SEED)
-        found["fp32 logits, again"] = wide.walk(learner)
+        found["fp32 logits, again"] = wide.compare(learner)
     bf16 = Case(out / "none", Format.none)
     with closing(bf16.live.sampler), bf16.learner(Forward.bf16) as learner:
-        found["bf16"] = bf16.walk(learner)
+        found["bf16"] = bf16.compare(learner)
         found["transformers"] = bf16.beside_transformers()
         found["bf16 faults"] = bf16.faults(learner)
     (out / "found.json").write_text(json.dumps(found))

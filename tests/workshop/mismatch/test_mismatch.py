@@ -1,5 +1,4 @@
-"""Where a learner and live engines come to differ: the sums, the points that cannot, and faults
-that are named.
+"""Learner and live engines, point by point: those that cannot differ, and faults that are named.
 
 All of it happens in one process (`mismatch_cases.py`), in which the learner may change torch.
 """
@@ -28,27 +27,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return found_by("megatron", script, tmp_path_factory.mktemp("mismatch"), timeout=240.0)
 
 
-@pytest.mark.parametrize(
-    "case", ["int8 bf16", "int8 as_sampler", "fp8 bf16", "fp8 as_sampler", "bf16"]
-)
-def test_what_enters_adds_up_and_the_learner_is_left_as_it_was(case: str, found: dict) -> None:
-    walk = found[case]
-    assert sum(walk["entered"].values()) == pytest.approx(walk["kl"], abs=1e-12)
-    assert len(walk["entered"]) == 4 + 2 * 10
-    assert walk["left alone"]
-
-
 @pytest.mark.parametrize("case", ["int8 bf16", "fp8 bf16"])
-def test_the_difference_of_a_quantized_engine_enters_in_its_quantized_layers(
-    case: str, found: dict
-) -> None:
+def test_a_quantized_engine_differs_in_its_quantized_layers(case: str, found: dict) -> None:
     walk = found[case]
     assert walk["kl"] > 1e-5
     quantized = {point for point in walk["own"] if point.endswith(QUANTIZED)}
     assert len(quantized) == 8
     for point in walk["own"]:
         assert (walk["own"][point] > ROUNDINGS) == (point in quantized), point
-    assert sum(walk["entered"][point] for point in quantized) == pytest.approx(walk["kl"], rel=0.02)
     # what has entered once is in all that follows, from equal inputs or not
     assert (
         walk["apart"]["layers.1.post_norm"] > 0.01 > ROUNDINGS > walk["own"]["layers.1.post_norm"]
@@ -67,6 +53,7 @@ def test_logits_in_fp32_are_rounded_by_neither_side(found: dict) -> None:
 @pytest.mark.parametrize("case", ["int8 as_sampler", "fp8 as_sampler", "bf16", "fp32 logits"])
 def test_one_arithmetic_leaves_roundings(case: str, found: dict) -> None:
     walk = found[case]
+    assert walk["left alone"]
     assert max(walk["own"].values()) < ROUNDINGS
     known = {
         point: own

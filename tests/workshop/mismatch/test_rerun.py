@@ -58,12 +58,8 @@ def test_an_infinite_advantage(results: dict[str, Any]) -> None:
     (folder,) = (results["work"] / "twice" / "dumps").iterdir()
     assert folder.name == "nonfinite_0"
     said = rerun(folder / "minibatch_2.safetensors")
-    assert said["first:"] == "the advantage of row 1 is inf"
-    assert said["repeats"] == "yes"
-    recorded, now = (
-        re.match(r"loss (\S+), gradient norm (\S+) ", said[name]) for name in ("then", "now")
-    )
-    assert recorded.groups() == now.groups()
+    assert said["first:"] == "advantages_B holds inf at [1]"
+    assert said["then"] == said["now"]
 
 
 @pytest.mark.fault(
@@ -78,8 +74,7 @@ def test_weights_that_are_too_large(results: dict[str, Any], name: str) -> None:
         said["first:"],
     )
     assert re.search(r"first at row \d+, token \d+ of the (prompt|response)$", said["first:"])
-    assert said["repeats"] == "yes"
-    assert ("note:" in said) == (name == "two ranks")
+    assert ("on other ranks" in said["then"]) == (name == "two ranks")
 
 
 def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(
@@ -88,8 +83,7 @@ def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(
     error = results["all advantages"]["error"]
     command = re.search(r"`megatron-rl rerun-step (\S.*)` repeats it", error)
     said = rerun(Path(command[1]))
-    assert said["first:"].startswith("no weight's gradient; the largest value of all is ")
-    assert said["repeats"] == "yes"
+    assert "no weight's gradient" in said["first:"]
 
 
 @pytest.mark.fault(
