@@ -1,3 +1,1 @@
-"""Nodes of a job against the needs of its recipe: looked at by each, judged by the first, before
-models load.
-"""
+"""Check of a job's nodes against the needs of its recipe, before models load."""

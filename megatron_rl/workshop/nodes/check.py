@@ -1,180 +1,177 @@
-"""Check of each node of a job against the recipe, before models load: slurm/prologue.sh runs it on
-each by srun.
+"""Check of a job's nodes before models load; slurm/prologue.sh runs it on each of them.
 
-python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that
-hold the learner
+python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes of
+the learner
 
-Nodes talk through a torch store that the first one holds. Each says what it has, tries to reach
-every other one, and reads and writes the folders that they share; then the learner's nodes sum a
-tensor over all. The first one prints what is wrong, a sentence for each node; on its stdout are the
-names of the bad ones, unless all are.
+Each node writes into the folders that all share, puts its state into a torch store that the first
+one holds, and joins a gloo group. The first one prints the problems to stderr, and the names of
+the bad nodes to stdout, unless all are bad.
 
-exit status of the first: 0 all is well; 2 a node is not what it should be; 75 it may be the next
-time Environment, from slurm/prologue.sh: MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and
-Slurm's own.
+Exit status of the first: 0 ready, 2 a lasting problem, 75 problems that may pass. Environment:
+MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and Slurm's own.
 """
 
 import os
 import secrets
 import shutil
+import socket
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+
+import msgspec
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the problems below say the same
+import torch.distributed as dist
 
 from megatron_rl.config import cluster, read
 from megatron_rl.config.fleet import gpus_of_engines, size
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
-from megatron_rl.processes.process import free_port
 from megatron_rl.workshop.nodes import facts
-from megatron_rl.workshop.nodes.attend import ANSWER_S, ARRIVE_S, NO_RESULT, RING_S, Board, attend
-from megatron_rl.workshop.nodes.facts import Facts, Needs, Problem
+from megatron_rl.workshop.nodes.facts import Problem, State
 
-REFUSED = 2
+LASTING = 2
 PASSING = 75
-Folders = Sequence[tuple[str, Path]]  # a key of the recipe, and its folder
+ARRIVE_S = 120.0  # a node reads Python and torch from a busy file system
+FOLDERS_S = 30.0
+JOIN_S = 60.0
 
 
-def needs(config: Config, machine: str | None, nodes: Sequence[str], learning: int) -> Needs:
-    """GPUs of the learner's nodes, those of the engines on the first one, those of the servers."""
+def wanted_gpus(config: Config, nodes: Sequence[str], learning: int) -> dict[str, int]:
+    """GPUs that the learner, the engines on the first node, and the servers need on each node."""
     if config.run.device == Device.cpu or (config.run.device == Device.auto and not facts.gpus()):
-        return Needs()
-    world = Layout.from_config(config.learner).world
-    width = config.sampler.tensor_parallel
-    gpus = dict.fromkeys(nodes[:learning], -(-world // learning))
+        return {}
+    gpus = dict.fromkeys(nodes[:learning], -(-Layout.from_config(config.learner).world // learning))
     gpus[nodes[0]] = max(gpus[nodes[0]], max(gpus_of_engines(config.sampler), default=0) + 1)
     serving = nodes[learning:]
     servers = size(config.sampler) - config.sampler.fleet.replicas
-    gpus |= {node: width * -(-servers // len(serving)) for node in serving}
-    return Needs(gpus, named(machine).gib if machine else 0.0, config.run.device == Device.cuda)
+    for node in serving:
+        gpus[node] = config.sampler.tensor_parallel * -(-servers // len(serving))
+    return gpus
 
 
-def lead(
-    nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, learning: int
-) -> list[Problem]:
-    """The first node: hears every node, itself included, and judges."""
-    first, address = next(iter(nodes.items()))
-    try:
-        board = Board.open(address, port)
-    except OSError as error:
-        return [
-            Problem(
-                first, f"cannot listen at {address}:{port}: {os.strerror(error.errno or 0)}", False
-            )
-        ]
-    attending = threading.Thread(target=attend, args=(first, nodes, port), daemon=True)
-    attending.start()
-    try:
-        return _compared(board, nodes, wanted, folders) or _sum(board, nodes, wanted, learning)
-    finally:
-        board.say("ring", {})  # where no sum was asked for
-        attending.join(ANSWER_S)
+class Meeting:
+    """One node's place among the others; `nodes`: name to address, the first one first."""
 
-
-def _compared(
-    board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Folders
-) -> list[Problem]:
-    """Problems of the nodes that have spoken, and the nodes that have not."""
-    # a folder in each of those that are shared
-    first = next(iter(nodes))
-    mark = f".nodes-{secrets.token_hex(8)}"
-    board.say("mark", mark)
-    about = board.hear_all("about", nodes, ARRIVE_S)
-    missing = [
-        Problem(node, f"nothing heard of it on {first} within {ARRIVE_S:.0f} s", False)
-        for node in nodes
-        if node not in about
-    ]
-    mine = {f"{key}={path}": facts.leave(path, mark) for key, path in folders}
-    shared = [(key, str(path)) for key, path in folders if mine[f"{key}={path}"] is None]
-    try:
-        board.say(
-            "peers",
-            {"ports": {node: said.pop("port") for node, said in about.items()}, "folders": shared},
+    def __init__(self, node: str, nodes: Mapping[str, str], port: int) -> None:
+        self._node = node
+        self._nodes = nodes
+        first, address = next(iter(nodes.items()))
+        self.leads = node == first
+        listening = None
+        if self.leads:  # at this address alone
+            listening = socket.create_server((address, port)).detach()
+        self._store = dist.TCPStore(
+            address,
+            port,
+            is_master=self.leads,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=ARRIVE_S),
+            master_listen_fd=listening,
         )
-        looked = board.hear_all("looked", about, ANSWER_S)
-        for node, said in looked.items():
-            problems = said["folders"]
-            if node == first:
-                problems |= {key: problem for key, problem in mine.items() if problem}
-            for key, path in shared:
-                name = f"{key}={path}"
-                if name not in problems and (
-                    problem := facts.arrived(Path(path), mark, node, first)
-                ):
-                    problems[name] = problem
-    finally:
-        for _, folder in folders:
-            shutil.rmtree(folder / mark, ignore_errors=True)
-    silent = [
-        Problem(node, "it went away during the check", False)
-        for node in about
-        if node not in looked
-    ]
-    heard = [
-        Facts.read({**about[node], **looked[node], "node": node})
-        for node in nodes
-        if node in looked
-    ]
-    return [*missing, *silent, *facts.judge(heard, wanted)]
 
+    def compare(
+        self, folders: Mapping[str, Path], wanted: Mapping[str, int], gib: float
+    ) -> list[Problem]:
+        """Do this node's part of the check, and return the problems of all."""
+        if self.leads:
+            mark = f".nodes-{secrets.token_hex(8)}"
+            problems = self._folder_problems(folders, mark)
+            self._store.set("mark", mark)
+        else:
+            mark = self._store.get("mark").decode()
+            problems = self._folder_problems(folders, mark)
+        state = State(facts.versions(), facts.gpus(), problems)
+        heard = self._exchange("state", msgspec.json.encode(state).decode(), ARRIVE_S)
+        if self.leads:
+            for path in folders.values():
+                shutil.rmtree(path / mark, ignore_errors=True)
+        silent = [node for node in self._nodes if node not in heard]
+        if silent:
+            return [Problem(node, f"not heard within {ARRIVE_S:.0f} s") for node in silent]
+        states = {node: msgspec.json.decode(said, type=State) for node, said in heard.items()}
+        joined = self._exchange("joined", self._join(), 2 * JOIN_S)
+        unreached = [
+            Problem(node, f"not connected to all others: {joined.get(node)} (slurm/network.env)")
+            for node in self._nodes
+            if joined.get(node) != ""
+        ]
+        return facts.judge(states, wanted, gib) + unreached
 
-def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -> list[Problem]:
-    """The learner's nodes, and all their GPUs, sum a tensor, again and again."""
-    each = {node: max(1, wanted.gpus.get(node, 0)) for node in list(nodes)[:learning]}
-    world = sum(each.values())
-    address = next(iter(nodes.values()))
-    if world == 1:
-        return []
-    meeting = {"address": address, "port": free_port(address), "world": world, "cuda": wanted.cuda}
-    places = {}
-    rank = 0
-    for node, count in each.items():
-        places[node] = {**meeting, "rank": rank, "count": count}
-        rank += count
-    board.say("ring", places)
-    said = board.hear_all("sum", each, RING_S + ANSWER_S)
-    failed = {node: (one["at"], one["why"]) for node, one in said.items() if one["why"]}
-    failed |= {node: (0.0, "nothing heard of it") for node in each if node not in said}
-    # whoever fails first pulls the others with it; where nobody knows why, it may be any of them
-    known = {node: at for node, (at, why) in failed.items() if why != NO_RESULT}
-    if known:
-        names = [min(known, key=lambda node: known[node])]
-    else:
-        names = list(failed)
-    over = ", ".join(each)
-    return [
-        Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False)
-        for node in names
-    ]
+    def _folder_problems(self, folders: Mapping[str, Path], mark: str) -> list[Problem]:
+        look = partial(facts.folder_problems, self._node, folders, mark, self.leads)
+        try:
+            return ThreadPoolExecutor(1).submit(look).result(FOLDERS_S)
+        except TimeoutError:
+            return [Problem(self._node, f"{', '.join(folders)}: no answer in {FOLDERS_S:.0f} s")]
+
+    def _exchange(self, name: str, said: str, seconds: float) -> dict[str, str]:
+        """Put this node's word into the store, and wait for those of the others."""
+        heard = {}
+        end = time.monotonic() + seconds
+        try:
+            self._store.set(f"{name}/{self._node}", said)
+            for node in self._nodes:
+                left = max(end - time.monotonic(), 0.001)
+                key = f"{name}/{node}"
+                try:
+                    self._store.wait([key], timedelta(seconds=left))
+                except dist.DistStoreError:
+                    continue
+                heard[node] = self._store.get(key).decode()
+        except dist.DistNetworkError:  # the first node has left
+            pass
+        return heard
+
+    def _join(self) -> str:
+        """Connect to every node as gloo does; return the error, if any."""
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", self._store),
+                rank=list(self._nodes).index(self._node),
+                world_size=len(self._nodes),
+                timeout=timedelta(seconds=JOIN_S),
+            )
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
 
 
 def main(arguments: Sequence[str]) -> int:
-    learning, (recipe, *overrides) = int(arguments[0]), arguments[1:]
-    known = (word.partition("=") for word in os.environ["MEGATRON_RL_NODES"].split(","))
-    nodes = {name: address for name, _, address in known}
+    learning = int(arguments[0])
+    recipe, *overrides = arguments[1:]
+    pairs = [word.partition("=") for word in os.environ["MEGATRON_RL_NODES"].split(",")]
+    nodes = {name: address for name, _, address in pairs}
     node = os.environ["SLURMD_NODENAME"]
-    port = int(os.environ["MEGATRON_RL_PORT"])
-    if node != next(iter(nodes)):
-        attend(node, nodes, port)
-        return 0
     config, _ = read(recipe, overrides)
-    folders = [("run.root", Path(config.run.root))]
+    folders = {"run.root": Path(config.run.root)}
     if config.sync.dir:
-        folders.append(("sync.dir", Path(config.sync.dir)))
-    wanted = needs(config, cluster(recipe, overrides)[1], list(nodes), learning)
-    problems = lead(nodes, port, wanted, folders, learning)
+        folders["sync.dir"] = Path(config.sync.dir)
+    machine = cluster(recipe, overrides)[1]
+    gib = named(machine).gib if machine else 0.0
+    try:
+        meeting = Meeting(node, nodes, int(os.environ["MEGATRON_RL_PORT"]))
+        problems = meeting.compare(folders, wanted_gpus(config, list(nodes), learning), gib)
+        if not meeting.leads:
+            return 0
+    except (OSError, dist.DistError) as error:
+        problems = [Problem(node, f"no store at {next(iter(nodes))}: {error}")]
     for problem in problems:
         print(f"nodes: {problem}", file=sys.stderr)
-    bad = list(dict.fromkeys(problem.node for problem in problems))
-    if 0 < len(bad) < len(nodes):
-        print(",".join(bad))
-    if not problems:
+    if node != next(iter(nodes)) or not problems:
         return 0
+    bad = dict.fromkeys(problem.node for problem in problems)
+    if len(bad) < len(nodes):
+        print(",".join(bad))
     if any(problem.lasting for problem in problems):
-        return REFUSED
+        return LASTING
     return PASSING
 
 
