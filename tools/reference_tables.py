@@ -86,7 +86,7 @@ def metrics() -> str:
         "",
         "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is "
         "generated from the table",
-        "in `megatron_rl/runs/metrics.py`: `python tools/reference_tables.py metrics > "
+        "in `megatron_rl/runs/metrics.yaml`: `python tools/reference_tables.py metrics > "
         "docs/metrics.md`.",
         "",
         "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",

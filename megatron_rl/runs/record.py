@@ -141,7 +141,7 @@ class Recorder:
         for name in set(unknown(line)) - self._unknown:
             self._unknown.add(name)
             warnings.warn(
-                f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=2
+                f"metric {name!r} is not in runs/metrics.yaml", UnknownMetricWarning, stacklevel=2
             )
         self._disk.write_line(self.run.metrics, encode_line(line))
         self._disk.write_line(self.run.lanes, encode_spans(step, self.clock.spans))
