@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.runs.metrics import accuracies
@@ -48,7 +48,8 @@ class Past:
 
     def add(self, line: Line) -> None:
         self.add_accuracies(line)
-        self.recent.append(line.get(LENGTH, math.nan))
+        if math.isfinite(line.get(LENGTH, math.nan)):
+            self.recent.append(line[LENGTH])
 
     def add_accuracies(self, line: Line) -> None:
         for name, point in points(line).items():
@@ -91,18 +92,15 @@ def metric(name: str) -> Value:
 
 def length_growth(line: Line, past: Past) -> float | None:
     """The mean length of responses over its median in the steps before."""
-    earlier = [length for length in past.recent if math.isfinite(length)]
-    usual = statistics.median(earlier) if len(earlier) >= FULL else 0.0
-    if usual > 0 and LENGTH in line:
-        return line[LENGTH] / usual
-    return None
+    if len(past.recent) < FULL or LENGTH not in line:
+        return None
+    return line[LENGTH] / max(statistics.median(past.recent), 1.0)
 
 
-def share(parts: Iterable[str], whole: str) -> Value:
+def share(part: str, whole: str) -> Value:
     def value(line: Line, _: Past) -> float | None:
-        found = [line[name] for name in parts if name in line]
-        if found and line.get(whole):
-            return sum(found) / line[whole]
+        if part in line and line.get(whole):
+            return line[part] / line[whole]
         return None
 
     return value
@@ -112,13 +110,12 @@ def not_finite(line: Line, past: Past) -> float | None:
     """The larger of two shares: of tokens without a finite logprob, and of updates that were
     skipped.
     """
-    tokens = share(
-        ("rollout_corr/non_finite_sampler", "rollout_corr/non_finite_learner"), "rollout/tokens"
-    )
-    skipped = line.get("optim/skipped")
+    shares = []
+    sides = [f"rollout_corr/non_finite_{side}" for side in ("sampler", "learner")]
+    if line.get("rollout/tokens") and any(side in line for side in sides):
+        shares.append(sum(line.get(side, 0.0) for side in sides) / line["rollout/tokens"])
+    skipped = line.get("optim/skipped", 0.0)
     made = line.get("optim/updates", 0.0)
-    if skipped is not None and skipped + made:
-        updates = skipped / (skipped + made)
-    else:
-        updates = None
-    return max((one for one in (tokens(line, past), updates) if one is not None), default=None)
+    if "optim/skipped" in line and skipped + made:
+        shares.append(skipped / (skipped + made))
+    return max(shares, default=None)

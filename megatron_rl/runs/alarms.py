@@ -25,16 +25,8 @@ class Rule:
     value: Value
     bound: Bound
     steps: int
-    below: bool  # raised below the bound; else above
+    below: bool = False  # raised below the bound; else above
     always: bool = False  # also where the data set answers, in place of a sampler
-
-
-def above(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bool]:
-    return value, bound, steps, False
-
-
-def below(value: Value, bound: Bound, steps: int) -> tuple[Value, Bound, int, bool]:
-    return value, bound, steps, True
 
 
 RULES = {
@@ -45,7 +37,9 @@ RULES = {
         "remains. With rollout.ahead, or sync.every above 1, it is mostly staleness "
         "(rollout/staleness_mean): lower them. correction=icepop keeps the worst tokens out of "
         "the loss meanwhile.",
-        *above(values.metric(K3), GATES, 5),
+        values.metric(K3),
+        GATES,
+        steps=5,
     ),
     Alarm.probe: Rule(
         "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
@@ -54,20 +48,27 @@ RULES = {
         "says where it enters: where it is outliers, quantization.smoothing=0.5 (INT8), "
         "quantization.ignore or quantization=fp8. Answers of another temperature or of older "
         "weights would look the same.",
-        *above(values.share(("sync/probe_abs_diff",), "sync/probe_budget"), 1.0, 1),
+        values.share("sync/probe_abs_diff", "sync/probe_budget"),
+        1.0,
+        steps=1,
     ),
     Alarm.ess: Rule(
         "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
         "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
         "correction.weight.target_ess; the cause is the mismatch.",
-        *below(values.metric("rollout_corr/rollout_is_eff_sample_size"), 0.5, 5),
+        values.metric("rollout_corr/rollout_is_eff_sample_size"),
+        0.5,
+        steps=5,
+        below=True,
     ),
     Alarm.non_finite: Rule(
         "tokens without a finite logprob, or updates that were skipped: the larger share",
         "Tokens: the engine's kernels or scales are wrong, compare with "
         "quantization.format=none. Updates: lower optim.lr; `megatron-rl rerun-step` repeats "
         "what learner.on_nonfinite=skip_and_dump has kept.",
-        *above(values.not_finite, 0.01, 3),
+        values.not_finite,
+        0.01,
+        steps=3,
         always=True,
     ),
     Alarm.entropy: Rule(
@@ -75,27 +76,36 @@ RULES = {
         "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL "
         "to the start (loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens "
         "that drive it.",
-        *below(values.metric("loss/entropy"), 0.01, 10),
+        values.metric("loss/entropy"),
+        0.01,
+        steps=10,
+        below=True,
     ),
     Alarm.reward_errors: Rule(
         "`reward/errors` over `rollout/n`: answers without a score",
         "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or "
         "reward.workers; what the function that reward.name names has printed is in the log of "
         "rank 0.",
-        *above(values.share(("reward/errors",), "rollout/n"), 0.05, 3),
+        values.share("reward/errors", "rollout/n"),
+        0.05,
+        steps=3,
     ),
     Alarm.truncated: Rule(
         "`rollout/truncated_fraction`: answers cut at the length limit",
         "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer "
         "before the limit, reward.overlong_filter keeps cut ones out of the loss.",
-        *above(values.metric("rollout/truncated_fraction"), 0.5, 5),
+        values.metric("rollout/truncated_fraction"),
+        0.5,
+        steps=5,
     ),
     Alarm.length: Rule(
         f"`{LENGTH}` over its median of the last {WINDOW} steps",
         "Responses grow fast. Read some in the report: where they repeat themselves or pad for "
         "the reward, change the reward, lower optim.lr or set reward.overlong_buffer. Rollouts "
         "take longer, and truncated comes next.",
-        *above(values.length_growth, 2.0, 5),
+        values.length_growth,
+        2.0,
+        steps=5,
     ),
     Alarm.accuracy: Rule(
         "accuracy of a held-out set over its first or half of its best, whichever is higher; 1 "
@@ -103,14 +113,19 @@ RULES = {
         "The policy gets worse: lower optim.lr first, then look at mismatch, loss/entropy and "
         "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy; go on from an "
         "earlier checkpoint.",
-        *below(values.lost_accuracy, 1.0, 1),
+        values.lost_accuracy,
+        1.0,
+        steps=1,
+        below=True,
         always=True,
     ),
     Alarm.failed_saves: Rule(
         "`progress/failed_saves`: checkpoints in a row that were not saved",
         "An end of the run now loses all since its newest checkpoint. The notes in driver.log "
         "say why each failed: free space where run.root is, or lower checkpoint.keep_last.",
-        *above(values.metric("progress/failed_saves"), 2.0, 1),
+        values.metric("progress/failed_saves"),
+        2.0,
+        steps=1,
         always=True,
     ),
 }
@@ -148,10 +163,12 @@ class News:
 
     @property
     def what(self) -> str:
+        if not self.raised:
+            return f"{self.alarm}: {self.told}, cleared"
         rule = RULES[self.alarm]
         side = "below" if rule.below else "above"
-        raised = f"{side} {self.bound:g} for {rule.steps} step{'s' * (rule.steps > 1)}"
-        return f"{self.alarm}: {self.told}, {raised if self.raised else 'cleared'}"
+        steps = f"{rule.steps} step{'s' * (rule.steps > 1)}"
+        return f"{self.alarm}: {self.told}, {side} {self.bound:g} for {steps}"
 
     @property
     def told(self) -> str:
@@ -175,13 +192,10 @@ class _Watch:
     in_a_row: int = 0
 
     def after(self, value: float) -> bool:
-        """Whether the alarm has been raised or cleared by this value. One that is no number is
-        beyond every bound.
-        """
+        """Whether this value raises or clears the alarm. NaN is beyond every bound."""
+        limit = self.bound
         if self.standing:
             limit = clear_at(self.bound, self.rule.below)
-        else:
-            limit = self.bound
         inside = value >= limit if self.rule.below else value <= limit
         self.in_a_row = self.in_a_row + 1 if inside == self.standing else 0
         if self.in_a_row < self.rule.steps:
