@@ -10,13 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from megatron_rl.environments.environment import Loaded, load
 from megatron_rl.environments.worker import Conversation
 from megatron_rl.rewards.functions import for_metrics
-from megatron_rl.workshop.adapters import nemo_gym, opening
+from megatron_rl.workshop.adapters import opening
 
 ADAPTERS = "megatron_rl.workshop.adapters"
 HERE = "adapted_parts"  # this module's objects, as a recipe names them
@@ -284,60 +282,6 @@ def test_gymnasium() -> None:
     )
 
 
-class Nim:
-    """A game of TextArena's, for two, whose observations say everything from the beginning."""
-
-    def __init__(self, env_id: str) -> None:
-        self.said = env_id
-
-    def reset(self, num_players: int, seed: int | None = None) -> None:
-        assert num_players == 2
-        self.left = 4
-        self.player = 0
-
-    def get_observation(self) -> tuple[int, str]:
-        return self.player, self.said
-
-    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
-        self.left -= int(action)
-        self.said += f"\n{self.player} took {action}"
-        self.last = self.player
-        self.player = 1 - self.player
-        return self.left == 0, {}
-
-    def close(self) -> tuple[dict[int, int], dict[str, Any]]:
-        return {self.last: 1, 1 - self.last: -1}, {}
-
-
-def one(seen: str) -> str:
-    return "1"
-
-
-@pytest.mark.parametrize(("second", "reward"), [("2", 1.0), ("1", -1.0)])
-def test_textarena(second: str, reward: float) -> None:
-    settings = {"arguments": {"env_id": "Nim"}, "opponents": [f"{HERE}:one"]}
-    played = Played("gymnasium:TextArena", {"prompt": ""}, target=f"{HERE}:Nim", **settings)
-    assert played.messages == [{"role": "user", "content": "Nim"}]
-    assert played.say("1")["messages"] == [{"role": "user", "content": "0 took 1\n1 took 1"}]
-    step = played.say(second)
-    assert (step["done"], step["reward"]) == (True, reward)
-
-
-def test_reasoning_gym() -> None:
-    import reasoning_gym
-
-    entry = reasoning_gym.create_dataset("spell_backward", size=1, seed=1)[0]
-    played = Played("reasoning_gym:Environment", dict(entry), tries=3)
-    wrong = played.say(f"<answer>{entry['answer'][:-1]}</answer>")
-    assert (
-        not wrong["done"]
-        and 0 < wrong["reward"] < 1
-        and "not right" in wrong["messages"][0]["content"]
-    )
-    right = played.say(f"<answer>{entry['answer']}</answer>")
-    assert right["done"] and wrong["reward"] + right["reward"] == pytest.approx(1.0)
-
-
 def agent(name: str, /, **settings: Any) -> Any:
     loaded: Loaded = load(name)
     assert loaded.agent is not None
@@ -353,48 +297,6 @@ def test_an_agents_settings_reach_it() -> None:
     conversation = Conversation(load(f"{HERE}:bare"), {"bonus": 0.5})
     asked = {"do": "run", "base_url": "http://x", "key": "k", "row": {"worth": 1.0}}
     assert conversation._answer(asked)["reward"] == 1.5
-
-
-def test_nemo_gym_and_its_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    seen = dict[str, Any]()
-
-    async def gateway(request: web.Request) -> web.Response:
-        seen.update(await request.json(), key=request.headers["Authorization"])
-        return web.json_response({"choices": []})
-
-    async def run() -> Any:
-        servers = [
-            TestServer(one) for one in (web.Application(), nemo_gym.relay(), web.Application())
-        ]
-        policy, relay, gym = servers
-
-        async def played(request: web.Request) -> web.Response:
-            import aiohttp
-
-            params = (await request.json())["responses_create_params"]
-            body = {"messages": params["input"], "metadata": params["metadata"]}
-            async with aiohttp.ClientSession() as client:
-                for metadata, status in (({}, 400), (params["metadata"], 200)):
-                    async with client.post(
-                        relay.make_url("/v1/chat/completions"), json=body | {"metadata": metadata}
-                    ) as told:
-                        assert told.status == status
-            return web.json_response({"reward": 0.5, "reward_components": {"form": 1.0}})
-
-        policy.app.router.add_post("/s/v1/chat/completions", gateway)
-        gym.app.router.add_post("/run", played)
-        for server in servers:
-            await server.start_server()
-        try:
-            playing = agent(f"{ADAPTERS}.nemo_gym:Agent", url=str(gym.make_url("/")))
-            return await playing(f"http://127.0.0.1:{policy.port}/s/v1", {"prompt": "12 + 30?"})
-        finally:
-            for server in servers:
-                await server.close()
-
-    assert asyncio.run(run()) == {"reward": 0.5, "form": 1.0}
-    assert seen == {"messages": [{"role": "user", "content": "12 + 30?"}], "key": "Bearer secret"}
 
 
 VERIFIERS = """

@@ -1,4 +1,4 @@
-"""Adapter for environments of PyPI's verifiers, as an agent: they ask a run's gateway as they would
+"""Adapter for environments of PyPI's verifiers below 0.4, as an agent: they ask a run's gateway as they would
 an OpenAI endpoint.
 
 With `python`, an interpreter that has verifiers where this project's has not, that interpreter
@@ -6,7 +6,6 @@ plays them in a process of its own, which runs this file without the rest of the
 """
 
 import asyncio
-import itertools
 import json
 import os
 import sys
@@ -27,8 +26,7 @@ class Agent:
     `index` of the row.
 
     A row without `index` is itself the task, as verifiers' data sets have them (prompt, answer,
-    info); from 0.4 on (verifiers.v1) a task is always one of the taskset's, and `arguments` are
-    those of EnvConfig.
+    info).
     """
 
     def __init__(
@@ -65,15 +63,11 @@ class Agent:
 
 async def play(asked: Mapping[str, Any]) -> dict[str, float]:
     """The reward of one rollout, and its metrics."""
-    import verifiers
+    from verifiers.types import ClientConfig
 
     os.environ["OPENAI_API_KEY"] = asked["key"]
     environment = _loaded(asked["name"], json.dumps(asked["arguments"]))
     row = asked["row"]
-    if not hasattr(verifiers, "load_environment"):
-        return await _play_v1(environment, asked)
-    from verifiers.types import ClientConfig
-
     if "index" in row:
         task = environment.get_dataset()[int(row["index"])]
     else:
@@ -89,38 +83,11 @@ async def play(asked: Mapping[str, Any]) -> dict[str, float]:
     return {**(output["metrics"] or {}), "reward": float(output["reward"])}
 
 
-async def _play_v1(environment: Any, asked: Mapping[str, Any]) -> dict[str, float]:
-    import verifiers.v1 as vf
-    from verifiers.v1.env import RunSlot
-
-    task = next(itertools.islice(iter(environment.taskset), int(asked["row"]["index"]), None))
-    client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var="OPENAI_API_KEY")
-    async with environment.serving():
-        episode = await environment.run_slot(
-            RunSlot(task=task), vf.ModelContext(model=MODEL, client=client)
-        )
-    if not episode.ok:
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise RuntimeError(
-            f"{asked['name']}: {errors[-1].message if errors else 'the episode has failed'}"[:500]
-        )
-    (trace,) = episode.traces
-    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-    return {**metrics, "reward": float(trace.reward)}
-
-
 @cache
 def _loaded(name: str, arguments: str) -> Any:
     import verifiers
 
-    given = json.loads(arguments)
-    if hasattr(verifiers, "load_environment"):
-        return verifiers.load_environment(name, **given)
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-    return load_environment(
-        resolve_env_config({**given, "taskset": {**given.get("taskset", {}), "id": name}})
-    )
+    return verifiers.load_environment(name, **json.loads(arguments))
 
 
 def _serve() -> None:
