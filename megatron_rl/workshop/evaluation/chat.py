@@ -137,33 +137,6 @@ def _environment(
 
 
 @dataclass(eq=False)
-class LastingProcess:
-    """A process of the environment: where a tool ends it, another one begins with the same row in
-    its place.
-    """
-
-    pool: EnvironmentPool
-    row: Mapping[str, Any]
-    process: EnvironmentProcess | None = None
-
-    async def ask(self, what: dict[str, Any], seconds: float) -> Any:
-        self.process = self.process or await self.pool.take()
-        try:
-            return await self.process.ask(what, seconds)
-        except EnvironmentFailed as error:
-            self.kill()
-            if what["do"] != "tool":
-                raise
-            await self.ask({"do": "reset", "row": self.row}, seconds)
-            return {"text": f"error: {what['name']}: {error}", "failed": True}
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.alive:
-            self.process.kill()
-        self.process = None
-
-
-@dataclass(eq=False)
 class ToolChat:
     """A conversation, kept in the exact tokens that were sampled."""
 
@@ -188,7 +161,7 @@ class ToolChat:
         self._engines = self.sampler.turns(params, patient=False)
         self._loop = EventLoopThread("chat", lambda: EnvironmentFailed("the chat has ended"))
         self._session: EnvironmentSession | None = None
-        self._process: LastingProcess | None = None
+        self._process: EnvironmentProcess | None = None
 
     def answer(self, text: str) -> str:
         """What the model says at last; its calls, and what answers them, are shown before."""
@@ -227,9 +200,10 @@ class ToolChat:
 
     async def _begun(self, text: str) -> EnvironmentSession:
         row = {"prompt": text, "answer": "", **self.row}
-        if self._process is not None:
+        if self._process is not None and self._process.alive:
             self._process.kill()
-        process = self._process = LastingProcess(self.pool, row)
+        process = await self.pool.take()
+        self._process = process
         policy = Policy(self._engines, self.tokenizer, self._rules, lambda turn: turn + 1, "chat")
         session = EnvironmentSession(policy, process, self._rules, self.tokenizer)
         try:

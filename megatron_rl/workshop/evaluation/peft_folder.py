@@ -4,11 +4,7 @@ A folder may come from anywhere: nothing in it is unpickled, and a key, a value 
 not understood is refused by name.
 """
 
-import json
 import math
-import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as shortened
@@ -24,17 +20,18 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of its names
 LARGEST_CONFIG = 1 << 20
 LARGEST_NUMBER = 1 << 30  # a larger rank or alpha is a mistake
-PATTERNS_S = 10.0
 Shapes = Mapping[str, tuple[int, ...]]
 
 # keys that are checked where they are read, and keys on which merged weights do not depend
 _FREE = (
-    "r lora_alpha target_modules rank_pattern alpha_pattern "
-    "auto_mapping base_model_name_or_path inference_mode lora_dropout megatron_core peft_version "
-    "qalora_group_size revision"
+    "r lora_alpha target_modules auto_mapping base_model_name_or_path inference_mode lora_dropout "
+    "megatron_core peft_version qalora_group_size revision"
 )
 _FLAGS = "ensure_weight_tying fan_in_fan_out lora_bias use_dora use_qalora"
-_EMPTY = "exclude_modules layers_pattern layers_to_transform loftq_config modules_to_save target_parameters "
+_EMPTY = (
+    "exclude_modules layers_pattern layers_to_transform loftq_config modules_to_save target_parameters "
+    "rank_pattern alpha_pattern"
+)
 _VARIANTS = (
     "alora_invocation_tokens arrow_config corda_config eva_config kasa_config layer_replication "
     "lora_ga_config megatron_config monteclora_config trainable_token_indices use_bdlora "
@@ -52,13 +49,6 @@ UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_EMPTY.split(), (None, [], {})),
     **dict.fromkeys(_VARIANTS.split(), (None,)),
 }
-_MATCH = """
-import json, re, sys
-patterns, names = json.load(sys.stdin)
-patterns = [re.compile(one) for one in patterns]
-found = [[at for at, one in enumerate(patterns) if one.fullmatch(name)] for name in names]
-print(json.dumps(found))
-"""
 
 
 def names_of(weight: str) -> tuple[str, str]:
@@ -76,78 +66,43 @@ def read_folder(path: Path, linear: Shapes) -> tuple[dict[str, float], dict[str,
         about = read_json(path / CONFIG, LARGEST_CONFIG)
         _check_keys({"peft_type": None, **about})
         names = _targets(about.get("target_modules"), linear)
-        ranks = _numbers(about, "r", "rank_pattern", names, int)
-        alphas = _numbers(about, "lora_alpha", "alpha_pattern", names, float)
+        rank = int(_number(about, "r", int))
+        alpha = _number(about, "lora_alpha", int, float)
         if about.get("use_rslora"):  # the scale is alpha / sqrt(rank)
-            alphas = {name: alpha * math.sqrt(ranks[name]) for name, alpha in alphas.items()}
-        sizes = {name: (*linear[name], ranks[name]) for name in names}
-        return alphas, _tensors(path / WEIGHTS, sizes)
+            alpha *= math.sqrt(rank)
+        sizes = {name: (*linear[name], rank) for name in names}
+        return dict.fromkeys(names, alpha), _tensors(path / WEIGHTS, sizes)
     except (OSError, ValueError, RuntimeError) as error:  # of a link to itself the last
         raise ConfigError(f"{path}: {error}") from None
 
 
 def _check_keys(about: Mapping[str, Any]) -> None:
     for key, value in about.items():
-        try:
-            json.dumps(value, allow_nan=False)
-            known = key in _FREE.split() or value in UNDERSTOOD.get(key, ())
-        except (ValueError, RecursionError):  # NaN or infinity
-            known = False
-        if not known:
-            given = f"{key[:100]!r} is {shortened(value)}"
+        if key not in _FREE.split() and value not in UNDERSTOOD.get(key, ()):
             raise ValueError(
-                f"{given}, which is not understood; merge the adapters with PEFT itself"
+                f"{key[:100]!r} is {shortened(value)}, which is not understood; merge the adapters "
+                "with PEFT itself"
             )
 
 
 def _targets(given: Any, linear: Shapes) -> list[str]:
-    """Return the weights of the layers that target_modules names, as PEFT finds them."""
-    targets = given if isinstance(given, list) else [given]
-    patterns = [rf"(.*\.)?{re.escape(one)}" for one in targets if isinstance(one, str)]
-    if isinstance(given, str):
-        patterns = [given]
-    hits = _matches("target_modules", patterns, list(linear))
-    if not 0 < len(set().union(*hits.values())) == len(targets):
-        expected = "names of linear layers, each of them one of the model's"
+    """Return the weights of the layers that target_modules lists, as PEFT finds them."""
+    hits: dict[Any, list[str]] = {}
+    for target in given if isinstance(given, list) else ():
+        end = f".{target}.weight"
+        hits[str(target)] = [name for name in linear if f".{name}".endswith(end)]
+    if not hits or not all(hits.values()):
+        expected = "a list of names of linear layers, each of them one of the model's"
         raise ValueError(f"target_modules is {shortened(given)}, expected {expected}")
-    return [name for name in linear if hits[name]]
+    found = set().union(*hits.values())
+    return [name for name in linear if name in found]
 
 
-def _numbers(
-    about: Mapping[str, Any], key: str, pattern_key: str, names: list[str], kind: type
-) -> dict[str, Any]:
-    """Return each weight's rank or alpha: the first pattern's that fits its layer, else `key`'s."""
-    whole = about.get(key)
-    patterns = about.get(pattern_key) or {}
-    values = [whole, *(patterns.values() if isinstance(patterns, dict) else [patterns])]
-    if not all(type(one) in (int, kind) and 0 < one < LARGEST_NUMBER for one in values):
-        given = f"{key} is {shortened(whole)}, {pattern_key} {shortened(patterns)}"
-        raise ValueError(f"{given}; expected positive numbers ({kind.__name__})")
-    hits = _matches(pattern_key, [rf"(.*\.)?({one})" for one in patterns], names)
-    return {name: values[1 + min(hits[name], default=-1)] for name in names}
-
-
-def _matches(key: str, patterns: list[str], names: list[str]) -> dict[str, list[int]]:
-    """Return for each weight the places of the patterns that fit its layer's name.
-
-    By a process of its own, which can be ended: a pattern may take for ever.
-    """
-    if not patterns:
-        return {name: [] for name in names}
-    layers = [name.removesuffix(".weight") for name in names]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-IS", "-c", _MATCH],
-            input=json.dumps([patterns, layers]),
-            capture_output=True,
-            text=True,
-            timeout=PATTERNS_S,
-            check=True,
-        )
-    except subprocess.SubprocessError:
-        given = f"{key}: {shortened(patterns)}"
-        raise ValueError(f"{given} cannot be matched; write names of layers") from None
-    return dict(zip(names, json.loads(done.stdout), strict=True))
+def _number(about: Mapping[str, Any], key: str, *kinds: type) -> float:
+    value: Any = about.get(key)
+    if type(value) not in kinds or not 0 < value < LARGEST_NUMBER:
+        raise ValueError(f"{key} is {shortened(value)}, expected a positive number")
+    return float(value)
 
 
 def _tensors(file: Path, sizes: Shapes) -> dict[str, Stored]:

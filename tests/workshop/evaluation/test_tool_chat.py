@@ -111,8 +111,6 @@ def test_tools_are_called_shown_and_read_in_the_exact_tokens(tmp_path: Path) -> 
 
 def test_what_a_tool_does_wrong_is_shown_and_the_chat_goes_on(tmp_path: Path) -> None:
     wrong = {
-        "hang": (call("wait", seconds=600), "wait was stopped: it took too long"),
-        "die": (call("die"), "die: its proc"),
         "raise": (call("raises"), "nothing there"),
         "unread": ("<tool_call>{add", "could not be read"),
         "flood": (call("flood"), "[cut: the first 512 tokens]"),
@@ -129,6 +127,16 @@ def test_what_a_tool_does_wrong_is_shown_and_the_chat_goes_on(tmp_path: Path) ->
             assert talked.chat.answer(name) == "so be it"
             assert shown in talked.shown[-1], name
             assert shown in talked.last(), name
+
+
+def test_a_tool_that_ends_its_process_ends_the_conversation(tmp_path: Path) -> None:
+    def says(text: str, seed: int) -> str:
+        return call("die") if HELLO in text else "so be it"
+
+    with talk(tmp_path, says) as talked:
+        with pytest.raises(Unanswered, match=r"environment\.name"):
+            talked.chat.answer(HELLO)
+        assert talked.chat.answer("Again.") == "so be it"
 
 
 def test_a_model_that_never_stops_calling_is_stopped(tmp_path: Path) -> None:
