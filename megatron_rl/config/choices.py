@@ -104,11 +104,6 @@ class RolloutSource(StrEnum):
     dataset = "dataset"  # supervised warm start: the data set's own answers
 
 
-class Stale(StrEnum):
-    wait = "wait"  # nothing is begun that would be too old when its turn comes
-    drop = "drop"  # what turns out too old is drawn again
-
-
 class History(StrEnum):
     # as the chat template writes the conversation: it forks where that changes what was said
     template = "template"

@@ -31,7 +31,6 @@ from megatron_rl.config.choices import (  # isort: skip
     KvCache,
     RolloutSource,
     Sleep,
-    Stale,
     Transport,
 )
 
@@ -61,7 +60,6 @@ class RolloutSection:
     # batches that the sampler is ahead of the learner, and so the most updates that a token is
     # older than the policy that it trains (docs/ahead.md); 0: they take turns
     ahead: Annotated[int, between(0, 64)] = 0
-    stale: Stale = Stale.wait  # what keeps answers of rollout.ahead from being older
     in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
     # what it does to their keys and values, with in_flight: continue
     in_flight_cache: Cache = Cache.rebuild

@@ -58,7 +58,6 @@ from megatron_rl.config.choices import (  # isort: skip  # noqa: F401  every key
     RolloutSource,
     Router,
     Sleep,
-    Stale,
     Stat,
     TargetBy,
     Transport,

@@ -14,6 +14,7 @@ REMOVED = {
     "run.patience_s": "set run.hang_timeout_s: there is one timeout now, 1800 s by default",
     "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "data.deduplicate": "a prompt that stands in a file several times counts once; leave it out",
+    "rollout.stale": "no batch is begun that would become too old; leave it out",
     "sampler.max_sequences": "set sampler.vllm.max_num_seqs",
     "sampler.memory_gib": "set sampler.vllm.kv_cache_memory_bytes",
     "sampler.fleet.port": "servers of a run take free ports of the loopback interface; leave it out",

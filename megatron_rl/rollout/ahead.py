@@ -1,21 +1,13 @@
-"""Batches in the order of steps, collected when asked for, or by a thread ahead of the learner
-(`rollout.ahead`), which waits for weights that are fresh enough or draws again; and the gate that
-holds new prompts back during an update.
+"""Batches in the order of steps, collected when requested, or by a thread ahead of the learner
+(`rollout.ahead`); and the gate that holds new prompts back during an update of the sampler.
 
-With `rollout.ahead: k` a thread collects the next k batches while the learner works. What it may
-begin is decided here alone:
+With `rollout.ahead: k` a thread collects the next k batches while the learner works. The batch of
+step s is begun once the learner has requested that of step s - k, and not before the sampler serves
+a policy that is at most k updates older than the one that step s starts from. With
+`rollout.in_flight: finish` an update waits for the responses that are being written, and no prompt
+is added until it is over.
 
-- the batch of step s, once the learner has asked for that of step s - k;
-- with `rollout.stale: wait`, not before the sampler serves a policy that is at most k updates older
-  than the one that
-  step s starts from. With `drop` nobody waits for that: a batch that is older when its turn comes
-  is given up, and
-  with it what was drawn after it. The same prompts are drawn again, in the same order;
-- with `rollout.in_flight: finish`, an update of the sampler waits for the answers that are being
-  written, and no
-  prompt is added until it is over.
-
-A batch is taken whole and in order: no answer is left out for being long, and each prompt is
+A batch is taken complete and in order: no response is left out for being long, and each prompt is
 trained on once.
 """
 
@@ -25,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
-from megatron_rl.config.schema import InFlight, RolloutSection, Stale
+from megatron_rl.config.schema import InFlight, RolloutSection
 from megatron_rl.processes import pulse
 from megatron_rl.rollout.collect import Answering, Answers, Collected, Collector
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -47,28 +39,26 @@ class InTurn:
         return nullcontext()
 
     def goes_on_without(self, step: int) -> bool:
-        """Whether there is a batch for this step where the sampler has refused the update before
-        it.
-        """
+        """Tell if there is a batch for this step although the sampler refused the update before."""
         return False
 
     def stop(self) -> None:
-        """Nothing more is begun; what is being collected is given up."""
+        """Stop prefetching; discard the current batch."""
 
     def join(self) -> None:
         """Wait for the thread, once the sampler and the rewards are closed."""
 
 
-class GivenUp(Exception):
-    """What was being collected is not wanted any more."""
+class Stopped(Exception):
+    """The run ends while a batch is being collected."""
 
 
 class Gate:
-    """A sampler's answers; with `finish`, none is being written while an update comes."""
+    """A sampler's responses; with `finish`, none is being written while an update comes."""
 
     def __init__(self, answers: Answers, rollout: RolloutSection) -> None:
         self.changed = threading.Condition()
-        self.given_up = False
+        self.stopped = False
         self._answers = answers
         self._closes = rollout.in_flight is InFlight.finish
         self._open = 0
@@ -91,9 +81,10 @@ class Gate:
                 self.changed.notify_all()
 
     def enter(self, prompts: int) -> bool:
-        """Whether so many may be added now."""
+        """Add so many prompts, unless it is closed."""
         with self.changed:
-            self._open += 0 if self._closed else prompts
+            if not self._closed:
+                self._open += prompts
             return not self._closed
 
     def leave(self, prompts: int) -> None:
@@ -102,12 +93,15 @@ class Gate:
             self.changed.notify_all()
 
     def pass_through(self) -> None:
-        """Waits until it is open."""
+        """Wait until it is open."""
         with self.changed:
-            while self._closed and not self.given_up:
+            while self._closed and not self.stopped:
                 self.changed.wait(LOOK_S)
-            if self.given_up:
-                raise GivenUp
+        self.check()
+
+    def check(self) -> None:
+        if self.stopped:
+            raise Stopped
 
 
 class _Gated:
@@ -131,8 +125,7 @@ class _Gated:
             if groups := self._inner.finished() if self._open else []:
                 self._open -= len(groups)
                 self._gate.leave(len(groups))
-                if self._gate.given_up:
-                    raise GivenUp
+                self._gate.check()
                 return groups
             self._gate.pass_through()
             later = self._later
@@ -148,7 +141,7 @@ class _Gated:
 
 
 class Ahead:
-    """The first batch is begun when it is asked for; from then on a thread goes ahead."""
+    """Batches of a thread ahead of the learner. The first is begun when it is requested."""
 
     def __init__(
         self,
@@ -158,43 +151,31 @@ class Ahead:
         last: int,
         served: Callable[[], int],
     ) -> None:
-        """`last`: step of the run. `served`: the policy version that the sampler answers with."""
+        """`last`: step of the run. `served`: the policy version that the sampler serves."""
         self._collector = collector
         self._gate = gate
         self._last = last
         self._served = served
         self._most = rollout.ahead
-        self._waits = rollout.stale is Stale.wait
         self._changed = gate.changed
-        self._ready: deque[tuple[int, Collected]] = deque()
-        self._asked_for = self._begun = 0  # steps
-        self._dropped = 0  # answers, since the last batch was taken
-        # the step and the prompt to begin with again
-        self._rewound_to: tuple[int, int] | None = None
+        self._ready: deque[Collected] = deque()
+        self._requested = 0  # steps
+        self._begun = 0
         self._failure: BaseException | None = None
-        self._stopped = False
         # one for the whole run: processes that it starts again end with it
         self._thread = threading.Thread(target=self._collect_all, name="collecting", daemon=True)
 
     def take(self, step: int) -> Collected:
         with self._changed:
-            self._asked_for = step
+            self._requested = step
             self._changed.notify_all()
         if not self._thread.is_alive() and self._failure is None:
             self._begun = step - 1
             self._thread.start()
         with pulse.delegate_wait():
-            while True:
-                collected = self._next(step)
-                oldest = min(one.rollout.policy_version for one in collected.scored)
-                if step - 1 - oldest <= self._most:
-                    break
-                self._draw_again(step, collected)
+            collected = self._next()
         seconds = sum(span.end - span.begin for span in collected.spans if span.lane == "sampler")
         metrics = {"rollout/ready_ahead": len(self._ready), "rollout/seconds": seconds}
-        if not self._waits:
-            metrics["rollout/dropped"] = self._dropped
-            self._dropped = 0
         return replace(collected, metrics=collected.metrics | metrics)
 
     @contextmanager
@@ -204,71 +185,48 @@ class Ahead:
 
     def goes_on_without(self, step: int) -> bool:
         with self._changed:
-            return self._fresh_enough(step) or (self._waits and self._begun >= step)
+            return self._fresh_enough(step) or self._begun >= step
 
     def stop(self) -> None:
         with self._changed:
-            self._stopped = self._gate.given_up = True
+            self._gate.stopped = True
             self._changed.notify_all()
 
     def join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _next(self, step: int) -> Collected:
+    def _next(self) -> Collected:
         with self._changed:
-            while not self._ready or self._ready[0][0] != step:
+            while not self._ready:
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait(LOOK_S)
-            return self._ready.popleft()[1]
-
-    def _draw_again(self, step: int, stale: Collected) -> None:
-        with self._changed:
-            self._dropped += sum(
-                len(one.drawn) for one in (stale, *(one for _, one in self._ready))
-            )
-            self._ready.clear()
-            self._rewound_to = step, stale.ordinals[0]
-            self._begun = step - 1
-            self._gate.given_up = True
-            self._changed.notify_all()
+            return self._ready.popleft()
 
     def _fresh_enough(self, step: int) -> bool:
         return step - 1 - self._served() <= self._most
 
-    def _may_begin(self, step: int) -> bool:
-        in_time = step <= min(self._asked_for + self._most, self._last)
-        return in_time and (not self._waits or self._fresh_enough(step))
-
     def _collect_all(self) -> None:
         try:
-            while (step := self._next_to_begin()) is not None:
-                try:
-                    collected = self._collector.collect(step)
-                except GivenUp:
-                    continue
+            while self._begins_next():
+                collected = self._collector.collect(self._begun)
                 with self._changed:
-                    if self._rewound_to is None:
-                        self._ready.append((step, collected))
-                        self._changed.notify_all()
+                    self._ready.append(collected)
+                    self._changed.notify_all()
         except BaseException as error:  # of every kind: the main thread raises it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _next_to_begin(self) -> int | None:
-        """None: the run ends."""
+    def _begins_next(self) -> bool:
+        """Wait until the next step may be begun; False where the run ends."""
         with self._changed:
-            while not self._stopped:
-                if self._rewound_to is not None:
-                    step, position = self._rewound_to
-                    self._collector.rewind(position)
-                    self._begun = step - 1
-                    self._rewound_to = None
-                    self._gate.given_up = False
-                if self._may_begin(self._begun + 1):
-                    self._begun += 1
-                    return self._begun
+            while not self._gate.stopped:
+                step = self._begun + 1
+                in_time = step <= min(self._requested + self._most, self._last)
+                if in_time and self._fresh_enough(step):
+                    self._begun = step
+                    return True
                 self._changed.wait(LOOK_S)
-        return None
+        return False

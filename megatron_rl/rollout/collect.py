@@ -151,10 +151,6 @@ class Collector:
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
 
-    def rewind(self, position: int) -> None:
-        """The prompts from there on are drawn again."""
-        self._order.position = position
-
     def _ask(self, answering: Answering, count: int) -> None:
         if count > 0:
             first = self.next_group

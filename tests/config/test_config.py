@@ -507,7 +507,7 @@ def test_what_does_go_with_rollouts_ahead(recipe: Path) -> None:
     load(recipe, ["rollout.ahead=1", "correction=bypass"])
     load(recipe, ["rollout.ahead=1", "rollout.in_flight=continue", "sync.staged=false", FRESH_ONLY])
     late = ["rollout.ahead=2", "sync.every=3", "eval.every=9"]
-    load(recipe, [*late, "rollout.in_flight=continue", "rollout.stale=drop"])
+    load(recipe, [*late, "rollout.in_flight=continue"])
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_an_explanation_says_where_from(recipe: Path) -> None:
     assert re.search(
         r"value +null\n +from +its default", explain(recipe, afresh, "correction.weight.low")
     )
-    assert "wait: nothing is begun" in explain(recipe, [], "rollout.stale")
+    assert "finish: " in explain(recipe, [], "rollout.in_flight")
     assert len(re.findall(r"^optim\.\w+: ", explain(recipe, [], "optim"), re.M)) == 5
     assert explain(recipe, ["learner.megatron.fp8=e4m3"], "learner.megatron.fp8").count("e4m3") == 1
     assert "eval.samples" in explain(recipe, [], "eval.sets.aime.samples")
