@@ -1,11 +1,11 @@
-"""Console output of a run: a line per step or a live table, the phase where it has said nothing for
-a while, answers chosen to be shown; tables, durations, sparklines as text, for reports and plans
-too.
+"""Console output of a run: a line per step or a live table, the phase of a run that prints nothing
+for a while, answers chosen to be shown; tables, durations, sparklines as text.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import time
@@ -42,7 +42,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("rollout_corr/rollout_is_eff_sample_size", "ess", ".3f"),
     ("rollout/response_tokens_mean", "length", ".1f"),
     ("perf/rollout_tokens_per_s", "tok/s", ".0f"),
-    ("time/step", "s", ".2f"),
+    ("time/step", "seconds", ".2f"),
 )
 # these are in the live table only: a line has to fit
 LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
@@ -73,25 +73,19 @@ def is_live(stream: TextIO) -> bool:
 
 
 def said_by_engines(logs: Path | None) -> str:
-    """What the engine that wrote last has said."""
-    with suppress(OSError):  # a log that is gone
-        newest = max(
-            logs.glob("sampler*.log") if logs else (),
-            key=lambda path: path.stat().st_mtime,
-            default=None,
-        )
-        if newest:
+    """The last message of the engine that wrote last."""
+    found: list[str] = []
+    with suppress(OSError):  # a log that was removed
+        files = sorted(logs.glob("sampler*.log") if logs else (), key=os.path.getmtime)
+        for newest in files[-1:]:
             found = SAID.findall("\n".join(last_lines(newest, SAID_LINES)))
-        else:
-            found = []
-        if found:
-            return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}"
-        return ""
+    if found:
+        return f"; vLLM: {printable(found[-1])[:SAID_WIDTH]}"
     return ""
 
 
 class Silence:
-    """Says what a run is at where its driver has written nothing for ten seconds: every ten seconds
+    """Prints the phase of a run whose driver has written nothing for ten seconds: every ten seconds
     while it starts, then ever more rarely. Where a table is drawn, only until it is there.
     """
 
@@ -160,11 +154,10 @@ def step_line(
 ) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
     for name, label, form in shown(metrics):
-        if name in metrics and name not in LIVE_ONLY:
-            value = number(metrics[name], form)
-            parts.append(
-                f"{value} s" if label == "s" else f"{label} {value}{staleness(name, metrics)}"
-            )
+        if name == "time/step" and name in metrics:
+            parts.append(f"{number(metrics[name], form)} s")
+        elif name in metrics and name not in LIVE_ONLY:
+            parts.append(f"{label} {number(metrics[name], form)}{staleness(name, metrics)}")
     if eta_s is not None:
         parts.append(f"left {'at most ' * sooner}{duration(eta_s)}")
     return "  ".join(parts)
@@ -176,14 +169,11 @@ def number(value: float, form: str) -> str:
 
 
 def staleness(name: str, metrics: Mapping[str, float]) -> str:
-    """What is said beside the mismatch of answers that are older than the policy: it is not the
-    engines' numerics.
+    """Words beside the mismatch of answers that are older than the policy: it is not the engines'
+    numerics.
     """
-    if name == MISMATCH:
-        updates = metrics.get("rollout/staleness_mean", 0.0)
-    else:
-        updates = 0.0
-    if updates > 0:
+    updates = metrics.get("rollout/staleness_mean", 0.0)
+    if name == MISMATCH and updates > 0:
         return f" (staleness: {updates:.2g} updates)"
     return ""
 
@@ -193,17 +183,17 @@ def sparkline(values: list[float]) -> str:
     finite.
     """
     finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return " " * len(values)
-    low = min(finite)
-    span = max(finite) - min(finite)
-    middle = len(BARS) // 2
-    return "".join(
-        " "
-        if not math.isfinite(value)
-        else BARS[int((value - low) / span * (len(BARS) - 1)) if span else middle]
-        for value in values
-    )
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) - low
+    bars = []
+    for value in values:
+        if not math.isfinite(value):
+            bars.append(" ")
+        elif span:
+            bars.append(BARS[int((value - low) / span * (len(BARS) - 1))])
+        else:
+            bars.append(BARS[len(BARS) // 2])
+    return "".join(bars)
 
 
 class PlainDisplay:
@@ -291,17 +281,13 @@ class LiveDisplay:
         for name, label, form in shown(self._history):
             if name in self._history:
                 values = self._history[name]
-                label = "seconds" if label == "s" else label
-                table.add_row(
-                    label,
-                    number(values[-1], form) + self._beside.get(name, ""),
-                    sparkline(values[-TREND:]),
-                )
+                last = number(values[-1], form) + self._beside.get(name, "")
+                table.add_row(label, last, sparkline(values[-TREND:]))
         self._spinner.update(text=Text(self._at()))
         return Group(head, table, self._spinner)
 
     def _at(self) -> str:
-        """What the run is at, and for how long."""
+        """The present phase, and for how long."""
         seconds = int(time.monotonic() - self._since)
         if seconds != self._said_at:
             self._said = said_by_engines(self._logs) if self._step is None else ""

@@ -28,7 +28,7 @@ from megatron_rl.runs.disk import Disk, LineFile
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import encode_line, numbers_of_file, read_metrics
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
-from megatron_rl.runs.status import ENDED, beat, mark_status
+from megatron_rl.runs.status import beat, mark_status
 from megatron_rl.runs.timeline import PhaseClock, Span, encode_spans, throughput
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
@@ -127,17 +127,13 @@ class Recorder:
             self._display.phase(self.clock.leave())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """One line of metrics: what the caller measured, the split of the time since the last line,
+        """Log one line of metrics: those of the caller, the split of the time since the last line,
         progress.
         """
         line = {name: _number(value) for name, value in metrics.items()}
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
-        line |= {
-            name: value
-            for name, value in (throughput(line) | self._rates(line)).items()
-            if name not in line
-        }
+        line = throughput(line) | self._rates(line) | line
         for name in set(unknown(line)) - self._unknown:
             self._unknown.add(name)
             warnings.warn(
@@ -194,9 +190,7 @@ class Recorder:
             self._wandb.samples(step, shown)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
-        """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached
-        what it was for.
-        """
+        """Note that the loop leaves after this step: it was `asked` to, or run.stop is reached."""
         step = self._last_step
         steps = self._n_steps
         state, how = ("stopped", "stopped") if asked and step != steps else ("finished", "ended")
@@ -204,13 +198,11 @@ class Recorder:
         self.note(self._end[1])
 
     def close(self, state: str = "finished", reason: str = "") -> None:
-        """Says how it ended, in status.json first: whatever fails after that, the run's state is
-        known.
+        """Record how the run ended, in status.json first: if anything fails after that, the state
+        is known.
         """
         if self._closed:
             return
-        if state not in ENDED:
-            raise ValueError(f"state {state!r}: use one of {', '.join(ENDED)}")
         self._closed = True
         self._disk.close()
         cause = self._cause(reason)
@@ -222,10 +214,12 @@ class Recorder:
         except OSError as error:
             self.note(f"{self.run.status} could not be written: {error.strerror}")
         self._display.close()
-        said = f": {reason}" if reason else ""
-        standing = ", ".join(self.alarms.told())
-        said += f"; alarms that stand: {standing}" if standing else ""
-        self.note(f"{state} after {duration(time.perf_counter() - self._begun)}{said}")
+        last = f"{state} after {duration(time.perf_counter() - self._begun)}"
+        if reason:
+            last += f": {reason}"
+        if standing := self.alarms.told():
+            last += f"; alarms that stand: {', '.join(standing)}"
+        self.note(last)
         if state == "failed":
             # a launcher says it itself, last
             say = self._write_text if LAUNCHER in os.environ else self.note
@@ -253,14 +247,16 @@ class Recorder:
 
     def _cause(self, reason: str) -> Cause:
         """The cause of an end that nobody wanted, as far as the driver knows it."""
+        phase = self._broken_off
+        if phase is None and self._last_step is None:
+            phase = "the start"
         log = self.run.logs / "rank_0.log"
-        start = "the start" if self._last_step is None else None
-        about: dict[str, Any] = {
-            "phase": self._broken_off or start,
-            "log": str(log) if log.exists() else "",
-        }
         return explain(
-            reason, process="rank 0", **about, out_of_memory=memory_kills() > self._kills
+            reason,
+            process="rank 0",
+            phase=phase,
+            log=str(log) if log.exists() else "",
+            out_of_memory=memory_kills() > self._kills,
         )
 
     def _note_places(self) -> None:
@@ -269,8 +265,10 @@ class Recorder:
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
-        for line in filter(None, (f"wandb    {wandb.where}", wandb.trouble) if wandb else ()):
-            self.note(line)
+        if wandb:
+            self.note(f"wandb    {wandb.where}")
+        if wandb and wandb.trouble:
+            self.note(wandb.trouble)
 
     def _estimate_left(self, step: int, seconds: float) -> float | None:
         if step > 0:  # step 0 holds the start of the engines

@@ -46,28 +46,18 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("sampler_logprobs", pa.list_(pa.float32())),  # NaN where the sampler reported none
         ("loss_mask", pa.list_(pa.bool_())),  # what the policy wrote itself
-        (
-            "kept_ids",
-            pa.list_(pa.int32()),
-        ),  # with rollout.top_k: what each token was drawn among, one after the other
-        ("kept_counts", pa.list_(pa.int32())),  # how many at each token
-        (
-            "versions",
-            pa.list_(pa.int32()),
-        ),  # policy version of each token, where an update came between them
-        (
-            "turns",
-            pa.list_(pa.int32()),
-        ),  # of a session: the turn that each token was sampled in, -1: in none
-        (
-            "kinds",
-            pa.list_(pa.int8()),
-        ),  # of a session: text, thinking or a tool call, by their places in types.KINDS
+        # with rollout.top_k: the sampling support of each token, one after the other
+        ("kept_ids", pa.list_(pa.int32())),
+        ("kept_counts", pa.list_(pa.int32())),  # size of the support at each token
+        # policy version of each token, where an update came between them
+        ("versions", pa.list_(pa.int32())),
+        # of a session: the turn that each token was sampled in, -1: in none
+        ("turns", pa.list_(pa.int32())),
+        # of a session: text, thinking or a tool call, by their places in types.KINDS
+        ("kinds", pa.list_(pa.int8())),
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
-        (
-            "experts",
-            pa.binary(),
-        ),  # with log.record_experts: of each token read, layer by layer, one byte each or two
+        # with log.record_experts: of each token read, layer by layer, one byte each or two
+        ("experts", pa.binary()),
         ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
         ("row", pa.int32()),  # which branch of its session
         ("session", pa.string()),  # what it has come to, and its messages, as JSON
@@ -80,15 +70,7 @@ SCHEMA = pa.schema(
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
 # where there is any
-_OF_TOKENS = (
-    "kept_ids",
-    "kept_counts",
-    "versions",
-    "turns",
-    "kinds",
-    "credit",
-)
-_OF_EXPERTS = ("experts", "experts_shape")
+_OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
@@ -111,8 +93,6 @@ class Columns(TypedDict, total=False):
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
-    for name in ("prox_logprobs_BT", "weights_BT", "mask_BT"):
-        _check(columns.get(name), scored, name)  # type: ignore[arg-type]
     truths = columns.get("truths", [None] * len(scored))
     with (
         replacing(path) as partial,
@@ -129,6 +109,8 @@ def _table(
     rollouts = [one.rollout for one in scored]
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
+    pieces = columns.get("pieces", {})
+    experts = [one.experts_SLK if columns.get("experts") else None for one in rollouts]
     table = {
         **{
             name: [getattr(rollout, name) for rollout in rollouts]
@@ -140,10 +122,7 @@ def _table(
             for name in ("reward", "error", "verdict", "text")
         },
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
-        "pieces": [
-            columns.get("pieces", {}).get(place)
-            for place in range(rows.start, rows.start + len(scored))
-        ],
+        "pieces": [pieces.get(place) for place in range(rows.start, rows.start + len(scored))],
         "prompt": [rollout.prompt.text for rollout in rollouts],
         "truth": [
             truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT)
@@ -153,11 +132,8 @@ def _table(
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        **(
-            _experts(rollouts)
-            if columns.get("experts")
-            else dict.fromkeys(_OF_EXPERTS, [None] * len(scored))
-        ),
+        "experts": [None if one is None else one.tobytes() for one in experts],
+        "experts_shape": [None if one is None else one.shape for one in experts],
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
@@ -166,23 +142,13 @@ def _table(
     return pa.table(table, schema=SCHEMA)
 
 
-def _experts(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    told = [rollout.experts_SLK for rollout in rollouts]
-    values = [None if one is None else one.tobytes() for one in told]
-    return dict(
-        zip(
-            _OF_EXPERTS, (values, [None if one is None else one.shape for one in told]), strict=True
-        )
-    )
-
-
 def _experts_of(row: Mapping[str, Any]) -> np.ndarray | None:
-    values, shape = (row.get(name) for name in _OF_EXPERTS)  # not in the files of old runs
-    if values is None or shape is None:
+    values = row.get("experts")  # not in the files of old runs
+    if values is None:
         return None
-    return np.frombuffer(values, np.uint8 if len(values) == np.prod(shape) else np.int16).reshape(
-        shape
-    )
+    shape = row["experts_shape"]
+    kind = np.uint8 if len(values) == np.prod(shape) else np.int16
+    return np.frombuffer(values, kind).reshape(shape)
 
 
 def session_of(text: str | None) -> Session | None:
@@ -215,18 +181,14 @@ def load_recorded(path: Path) -> Recorded:
     scored = [
         _scored(row, {name: lists[name][at] for name in _ANSWER}) for at, row in enumerate(rows)
     ]
-    prox = [row for row in lists["prox_logprobs"] if row is not None]
-    missing = len(prox) < len(rows)
     batch = collate(scored)
-    step = STEP.fullmatch(path.name)
-    if step:
+    version = int(batch.token_versions_BT.max())
+    if step := STEP.fullmatch(path.name):
         version = int(step[1]) - 1
-    else:
-        version = int(batch.token_versions_BT.max())
-    if missing:
-        prox_BT = None
-    else:
-        prox_BT = matrix_of(joined(prox, "float32"), batch.response_lengths_B)
+    prox_BT = None
+    if all(row is not None for row in lists["prox_logprobs"]):
+        prox = joined(lists["prox_logprobs"], "float32")
+        prox_BT = matrix_of(prox, batch.response_lengths_B)
     return Recorded(scored, batch, prox_BT, version)
 
 
@@ -269,15 +231,6 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in names if name)
 
 
-def _check(values_BT: torch.Tensor | None, scored: Sequence[Scored], name: str) -> None:
-    longest = max((len(one.rollout.token_ids) for one in scored), default=0)
-    if values_BT is not None and (len(values_BT) != len(scored) or longest > values_BT.shape[1]):
-        raise ValueError(
-            f"{name} has shape {tuple(values_BT.shape)} for {len(scored)} rollouts of up to "
-            f"{longest} tokens"
-        )
-
-
 def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray) -> pa.Array:
     """The values left of the padding, as lists."""
     if values_BT is None:
@@ -293,4 +246,6 @@ def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:
     flat = np.concatenate([np.zeros(0, kind), *(np.asarray(row) for row in rows)]).astype(
         kind, copy=False
     )
+    if len(flat) != ends[-1]:
+        raise ValueError(f"{len(flat)} values for {ends[-1]} tokens")
     return pa.ListArray.from_arrays(ends, pa.array(flat))

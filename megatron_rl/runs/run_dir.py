@@ -117,7 +117,6 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> s
             _check_free(path, if_exists)
             if if_exists is IfExists.resume and resolved_yaml and RunDir(path).config.is_file():
                 refuse_changes(RunDir(path).config, resolved_yaml)
-        if _used(path):
             return _makes_of(path, if_exists)
         return ""
     except FileNotFoundError:
@@ -129,11 +128,12 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> s
 def _makes_of(path: Path, if_exists: IfExists) -> str:
     if if_exists is IfExists.resume and (found := steps(RunDir(path).checkpoints)):
         return f"{path} is there: a start goes on after step {max(found)}, its newest checkpoint, if that is whole"
-    because = {
-        IfExists.refuse: ", as it ended before its first step",
-        IfExists.resume: ", as no checkpoint is in it",
-    }
-    return f"{path} is there: a start moves it to {archive_name(path)} and begins anew{because.get(if_exists, '')}"
+    why = ""
+    if if_exists is IfExists.refuse:
+        why = ", as it ended before its first step"
+    elif if_exists is IfExists.resume:
+        why = ", as no checkpoint is in it"
+    return f"{path} is there: a start moves it to {archive_name(path)} and begins anew{why}"
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
@@ -180,23 +180,18 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             return lock, None, moved
         torn: list[str] = []
         if if_exists is IfExists.resume and (found := goes_on_from(path, torn.append)):
-            return (
-                lock,
-                found,
-                "\n".join(
-                    (*torn, f"{path} goes on after step {found.step}, saved at {found.time}")
-                ),
-            )
+            torn.append(f"{path} goes on after step {found.step}, saved at {found.time}")
+            return lock, found, "\n".join(torn)
         with lock:
             _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
+            why = ""
             if if_exists is IfExists.refuse:
                 why = f": it ended before its first step ({_describe(path, False)})"
-            else:
-                why = ""
-            if if_exists is IfExists.resume:
-                none = f"none of its {len(torn)} checkpoints is whole"
-                why = f": {none if torn else 'it holds no checkpoint to go on from'}; the run begins again"
+            elif if_exists is IfExists.resume and torn:
+                why = f": none of its {len(torn)} checkpoints is complete; the run begins again"
+            elif if_exists is IfExists.resume:
+                why = ": it holds no checkpoint to go on from; the run begins again"
             path.rename(archived)
             moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
 
@@ -313,6 +308,9 @@ def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
 def _describe(path: Path, locked: bool | None) -> str:
     status = known_status(path, locked)
     run = RunDir(path)
-    reason = str(status.get("reason") or "").partition("\n")[0]
-    state = f"{status.get('state', 'no status')}{f': {reason}' if reason else ''}"
-    return f"{state}, {f'{run.n_lines()} lines of' if run.metrics.exists() else 'no'} metrics"
+    state = status.get("state", "no status")
+    if status.get("reason"):
+        first, *_ = str(status["reason"]).splitlines()
+        state += f": {first}"
+    lines = run.n_lines() if run.metrics.exists() else "no"
+    return f"{state}, {lines} lines of metrics"

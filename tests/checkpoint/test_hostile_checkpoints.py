@@ -185,7 +185,7 @@ def test_with_bad_ones_alone_the_run_begins_again(run: Path) -> None:
     lines = said.splitlines()
     assert ["step 6" in lines[0], "step 4" in lines[1], len(lines)] == [True, True, 3]
     assert lines[2].endswith(
-        "is now " + f"{run}.1: none of its 2 checkpoints is whole; the run begins again"
+        "is now " + f"{run}.1: none of its 2 checkpoints is complete; the run begins again"
     )
     assert (run.with_name("run.1") / "checkpoints" / "step_6").is_dir()
 

@@ -134,8 +134,6 @@ def test_the_first_close_counts(tmp_path):
     with start(tmp_path / "run") as recorder:
         recorder.close("stopped", "SIGTERM")
     assert read_status(tmp_path / "run")["reason"] == "SIGTERM"
-    with pytest.raises(ValueError, match="finished, stopped, failed"):
-        start(tmp_path / "other").close("done")
 
 
 def test_an_unknown_metric_warns_once_is_written_and_is_told(tmp_path):
@@ -190,8 +188,9 @@ def test_rollouts_round_trip(run_folder):
             "stop",
         )
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
-    with pytest.raises(ValueError, match="prox_logprobs_BT"):
-        recorder.rollouts(2, scored, prox_logprobs_BT=prox_BT[:3])
+    for short_BT in (prox_BT[:3], prox_BT[:, :1]):
+        with pytest.raises(ValueError):
+            recorder.rollouts(2, scored, prox_logprobs_BT=short_BT)
 
 
 def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(run_folder):
