@@ -189,7 +189,7 @@ def test_rollouts_round_trip(run_folder):
         )
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
     for short_BT in (prox_BT[:3], prox_BT[:, :1]):
-        with pytest.raises(ValueError, match="argument|tokens"):
+        with pytest.raises(ValueError, match=r"argument|tokens"):
             recorder.rollouts(2, scored, prox_logprobs_BT=short_BT)
 
 
