@@ -143,10 +143,8 @@ def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Gri
     return grid
 
 
-def _listed(labels: Any) -> Sequence[str]:
-    if isinstance(labels, str):
-        return [labels]
-    return labels
+def _listed(labels: Any) -> Sequence[Any]:
+    return labels if isinstance(labels, list) else [labels]
 
 
 def _selection(
@@ -162,22 +160,24 @@ def _problems(content: Any, path: Path) -> Iterator[str]:
     for key in content:
         if key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
-            yield f"{key}: unknown key; " + (
-                f"did you mean {near[0]}?" if near else f"a grid has {', '.join(KEYS)}"
-            )
+            yield f"{key}: unknown key; did you mean {(near or ['one of ' + ', '.join(KEYS)])[0]}?"
     axes = content.get("axes")
     if not _is_axes(axes):
         yield "axes: expected {axis: {label: [overrides]}}, such as {correction: {tis: [correction=tis]}}"
         return
-    yield from _words(axes)
     base = content.get("base")
     if not isinstance(base, str) or not (path.parent / base).is_file():
         yield f"base: {base!r} is no recipe; name a file, relative to the grid"
-    if not _is_seeds(content.get("seeds", [])):
-        yield f"seeds: {content['seeds']!r}, expected a list of different whole numbers of 0 or more, such as [1, 2, 3]"
+    seeds = content.get("seeds", [])
+    if not (isinstance(seeds, list) and all(type(one) is int for one in seeds)):
+        yield f"seeds: {seeds!r}, expected a list of whole numbers, such as [1, 2, 3]"
+    elif len({*seeds}) < len(seeds):
+        yield f"seeds: {seeds!r} names one twice"
     if content.get("task") not in (None, *TASKS):
         yield f"task: {content['task']!r}: no task; they are {', '.join(TASKS)}"
-    yield from _outliers(content)
+    if content.get("outliers") and not content.get("task"):
+        yield "outliers: they are put into a warm start's weights; name its task, such as task: counting"
+    yield from _labels(axes)
     yield from _choices(content, axes)
 
 
@@ -190,84 +190,41 @@ def _is_axes(axes: Any) -> bool:
     )
 
 
-def _is_seeds(seeds: Any) -> bool:
-    return (
-        isinstance(seeds, list)
-        and all(type(one) is int and one >= 0 for one in seeds)
-        and len({*seeds}) == len(seeds)
-    )
-
-
-def _words(axes: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[str]:
+def _labels(axes: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[str]:
     for axis, labels in axes.items():
-        if axis == "seeds":
-            yield "axes.seeds: seeds are no axis; write `seeds:` beside `axes:`"
         for label, words in labels.items():
-            if not isinstance(label, str):
-                yield f"axes.{axis}: the label {label!r} is no text; put it into quotes"
-            elif not SET_NAME.fullmatch(label):
-                yield f"axes.{axis}: the label {label!r} becomes part of a folder's name; use letters, digits, _ and -"
+            if not (isinstance(label, str) and SET_NAME.fullmatch(label)):
+                yield f"axes.{axis}: the label {label!r} is part of a folder's name; use letters, digits, _ and -"
             for word in words:
                 key, equals, _ = str(word).partition("=")
-                if not (isinstance(word, str) and equals):
+                if not equals:
                     yield f"axes.{axis}.{label}: {word!r}: an override is written section.key=value"
                 elif key in OWN_KEYS:
                     yield f"axes.{axis}.{label}: {word}: the grid sets that key itself"
 
 
-def _outliers(content: Mapping[str, Any]) -> Iterator[str]:
-    given = content.get("outliers")
-    if given is None:
-        return
-    if isinstance(given, Mapping) and set(given) == {"factor", "channels"}:
-        sizes = list(given.values())
-    else:
-        sizes = []
-    if (
-        not all(type(size) is int and size > 0 for size in sizes)
-        or not sizes
-        or given["factor"].bit_count() != 1
-    ):
-        yield f"outliers: {given!r}, expected such as {{factor: 64, channels: 2}}, the factor a power of two"
-    elif content.get("task") is None:
-        yield "outliers: they are put into a warm start's weights; name its task, such as task: counting"
-
-
 def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """`leave_out`, `sizes` and `reference` name labels that there are."""
-    left_out, sizes, reference = (
-        content.get(key) or {} for key in ("leave_out", "sizes", "reference")
-    )
-    if reference and not (isinstance(reference, Mapping) and set(reference) == set(axes)):
+    """`leave_out`, `sizes` and `reference` name axes and labels that exist."""
+    sizes = content.get("sizes") or {}
+    reference = content.get("reference") or {}
+    if reference and set(reference) != set(axes):
         yield f"reference: {reference!r}, expected a label for each of {', '.join(axes)}"
-    if left_out and not isinstance(left_out, list):
-        yield f"leave_out: {left_out!r}, expected a list such as [{{sampler: bf16, correction: [tis]}}]"
-    if not isinstance(sizes, Mapping):
-        yield f"sizes: {sizes!r}, expected a choice for each of {', '.join(SIZES)}, such as {{subset: {{seeds: [1]}}}}"
-        sizes = {}
-    # else it is told above
-    if isinstance(reference, Mapping):
-        named = [("reference", reference)]
-    else:
-        named = []
-    named += [(f"sizes.{size}", one) for size, one in sizes.items()]
-    named += [("leave_out", one) for one in left_out] if isinstance(left_out, list) else []
-    for place, one in named:
-        if not (
-            isinstance(one or {}, Mapping)
-            and all(isinstance(each, str | list) for each in (one or {}).values())
-        ):
-            yield f"{place}: {one!r}, expected labels by axis, such as {{{next(iter(axes))}: [...]}}"
+    places = [("reference", reference)]
+    places += [("leave_out", one) for one in content.get("leave_out") or ()]
+    for size, one in sizes.items():
+        places.append((f"sizes.{size}", one or {}))
+        if size not in SIZES:
+            yield f"sizes.{size}: no size; they are {', '.join(SIZES)}"
+    for place, chosen in places:
+        if not isinstance(chosen, Mapping):
+            yield f"{place}: {chosen!r}, expected labels by axis, such as {{{next(iter(axes))}: [...]}}"
             continue
-        if place.startswith("sizes.") and place.removeprefix("sizes.") not in SIZES:
-            yield f"{place}: no size; they are {', '.join(SIZES)}"
-        for axis, labels in (one or {}).items():
+        for axis, labels in chosen.items():
             if axis == "seeds" and place.startswith("sizes."):
                 continue
-            known = axes.get(axis)
-            if known is None:
-                unknown = [axis]
-            else:
-                unknown = [label for label in _listed(labels) if label not in known]
-            if unknown:
-                yield f"{place}: {unknown[0]!r} is no {'axis' if known is None else f'label of {axis}'}"
+            if axis not in axes:
+                yield f"{place}: {axis!r} is no axis"
+                continue
+            for label in _listed(labels):
+                if label not in axes[axis]:
+                    yield f"{place}: {label!r} is no label of {axis}"

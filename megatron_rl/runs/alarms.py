@@ -5,17 +5,125 @@ One is raised after some steps in a row beyond its bound, and cleared after as m
 Steps that do not measure it count as none.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
-from megatron_rl.runs import alarm_values as values
-from megatron_rl.runs.alarm_values import K3, LENGTH, WINDOW, Line, Past, Value
+from megatron_rl.runs.metrics import accuracies
 
+Line = Mapping[str, float]
+WINDOW = 50  # earlier steps that a median is taken over ...
+FULL = 20  # ... once there are so many of them
+CLEARLY = 4.0  # standard errors of a difference
+K3 = "rollout_corr/k3_kl"
+LENGTH = "rollout/response_tokens_mean"
 GATES = dict.fromkeys(Format, 0.02) | {Format.none: 0.005, Format.int4: 0.2}  # of K3, in nats
 Bound = float | Mapping[Format, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """An accuracy, and its standard error."""
+
+    value: float
+    error: float
+
+    def share_of(self, other: Point) -> float:
+        """Over another one; 1 where it is not clearly below it."""
+        if other.value - self.value > CLEARLY * math.hypot(self.error, other.error):
+            return self.value / other.value
+        return 1.0
+
+
+@dataclass
+class Past:
+    """Earlier steps of a run: accuracies of all attempts, lengths of the present one."""
+
+    # lengths of responses
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    first: dict[str, Point] = field(default_factory=dict)  # accuracy of each set
+    best: dict[str, Point] = field(default_factory=dict)
+
+    def add(self, line: Line) -> None:
+        self.add_accuracies(line)
+        if math.isfinite(line.get(LENGTH, math.nan)):
+            self.recent.append(line[LENGTH])
+
+    def add_accuracies(self, line: Line) -> None:
+        for name, point in points(line).items():
+            self.first.setdefault(name, point)
+            self.best[name] = max(self.best.get(name, point), point, key=lambda one: one.value)
+
+
+Value = Callable[[Line, Past], float | None]  # of a step, given those before; None: not measured
+
+
+def points(line: Line) -> dict[str, Point]:
+    """The accuracy of each set that was evaluated. Its error is that of coins at least, which is
+    above 0 at 0 and 1.
+    """
+    found = {}
+    for name in accuracies(line):
+        value = line[name]
+        n = line.get(f"{name.removesuffix('accuracy')}n", 0.0)
+        if math.isfinite(value) and n > 0:
+            rate = (value * n + 2.0) / (n + 4.0)  # Agresti and Coull
+            coins = math.sqrt(max(rate * (1.0 - rate), 0.0) / n)
+            found[name] = Point(value, max(line.get(f"{name}_stderr", 0.0), coins))
+    return found
+
+
+def lost_accuracy(line: Line, past: Past) -> float | None:
+    """The accuracy over what it has to hold, of the set where it has fallen most."""
+    shares = []
+    for name, point in points(line).items():
+        if name in past.first:
+            first = past.first[name]
+            best = past.best[name]
+            shares += [point.share_of(first), point.share_of(Point(best.value / 2, best.error / 2))]
+    return min(shares, default=None)
+
+
+def metric(name: str) -> Value:
+    return lambda line, _: line.get(name)
+
+
+def length_growth(line: Line, past: Past) -> float | None:
+    """The mean length of responses over its median in the steps before."""
+    if len(past.recent) < FULL or LENGTH not in line:
+        return None
+    return line[LENGTH] / max(statistics.median(past.recent), 1.0)
+
+
+def share(part: str, whole: str) -> Value:
+    def value(line: Line, _: Past) -> float | None:
+        if part in line and line.get(whole):
+            return line[part] / line[whole]
+        return None
+
+    return value
+
+
+def not_finite(line: Line, past: Past) -> float | None:
+    """The larger of two shares: of tokens without a finite logprob, and of updates that were
+    skipped.
+    """
+    shares = []
+    sides = [f"rollout_corr/non_finite_{side}" for side in ("sampler", "learner")]
+    if line.get("rollout/tokens") and any(side in line for side in sides):
+        shares.append(sum(line.get(side, 0.0) for side in sides) / line["rollout/tokens"])
+    skipped = line.get("optim/skipped", 0.0)
+    made = line.get("optim/updates", 0.0)
+    if "optim/skipped" in line and skipped + made:
+        shares.append(skipped / (skipped + made))
+    return max(shares, default=None)
 
 
 @dataclass(frozen=True)
@@ -37,7 +145,7 @@ RULES = {
         "remains. With rollout.ahead, or sync.every above 1, it is mostly staleness "
         "(rollout/staleness_mean): lower them. correction=icepop keeps the worst tokens out of "
         "the loss meanwhile.",
-        values.metric(K3),
+        metric(K3),
         GATES,
         steps=5,
     ),
@@ -48,7 +156,7 @@ RULES = {
         "says where it enters: where it is outliers, quantization.smoothing=0.5 (INT8), "
         "quantization.ignore or quantization=fp8. Answers of another temperature or of older "
         "weights would look the same.",
-        values.share("sync/probe_abs_diff", "sync/probe_budget"),
+        share("sync/probe_abs_diff", "sync/probe_budget"),
         1.0,
         steps=1,
     ),
@@ -56,7 +164,7 @@ RULES = {
         "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
         "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
         "correction.weight.target_ess; the cause is the mismatch.",
-        values.metric("rollout_corr/rollout_is_eff_sample_size"),
+        metric("rollout_corr/rollout_is_eff_sample_size"),
         0.5,
         steps=5,
         below=True,
@@ -66,7 +174,7 @@ RULES = {
         "Tokens: the engine's kernels or scales are wrong, compare with "
         "quantization.format=none. Updates: lower optim.lr; `megatron-rl rerun-step` repeats "
         "what learner.on_nonfinite=skip_and_dump has kept.",
-        values.not_finite,
+        not_finite,
         0.01,
         steps=3,
         always=True,
@@ -76,7 +184,7 @@ RULES = {
         "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL "
         "to the start (loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens "
         "that drive it.",
-        values.metric("loss/entropy"),
+        metric("loss/entropy"),
         0.01,
         steps=10,
         below=True,
@@ -86,7 +194,7 @@ RULES = {
         "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or "
         "reward.workers; what the function that reward.name names has printed is in the log of "
         "rank 0.",
-        values.share("reward/errors", "rollout/n"),
+        share("reward/errors", "rollout/n"),
         0.05,
         steps=3,
     ),
@@ -94,7 +202,7 @@ RULES = {
         "`rollout/truncated_fraction`: answers cut at the length limit",
         "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer "
         "before the limit, reward.overlong_filter keeps cut ones out of the loss.",
-        values.metric("rollout/truncated_fraction"),
+        metric("rollout/truncated_fraction"),
         0.5,
         steps=5,
     ),
@@ -103,7 +211,7 @@ RULES = {
         "Responses grow fast. Read some in the report: where they repeat themselves or pad for "
         "the reward, change the reward, lower optim.lr or set reward.overlong_buffer. Rollouts "
         "take longer, and truncated comes next.",
-        values.length_growth,
+        length_growth,
         2.0,
         steps=5,
     ),
@@ -113,7 +221,7 @@ RULES = {
         "The policy gets worse: lower optim.lr first, then look at mismatch, loss/entropy and "
         "reward/no_answer. checkpoint.best=eval/accuracy keeps the best policy; go on from an "
         "earlier checkpoint.",
-        values.lost_accuracy,
+        lost_accuracy,
         1.0,
         steps=1,
         below=True,
@@ -123,7 +231,7 @@ RULES = {
         "`progress/failed_saves`: checkpoints in a row that were not saved",
         "An end of the run now loses all since its newest checkpoint. The notes in driver.log "
         "say why each failed: free space where run.root is, or lower checkpoint.keep_last.",
-        values.metric("progress/failed_saves"),
+        metric("progress/failed_saves"),
         2.0,
         steps=1,
         always=True,
@@ -207,9 +315,7 @@ class _Watch:
 
 @dataclass
 class Alarms:
-    """The alarms of one attempt, which counts from its own first step where it goes on with a
-    run.
-    """
+    """The alarms of one attempt, which counts from its own first step."""
 
     given: Mapping[str, Any] = field(default_factory=dict)  # log.alarms
     formats: Sequence[Format] = (Format.none,)

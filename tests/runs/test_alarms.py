@@ -17,8 +17,7 @@ from run_factory import start
 from megatron_rl.config import from_mapping, load
 from megatron_rl.config.choices import Alarm, AlarmSetting
 from megatron_rl.config.schema import Config, Format, LogSection, Wandb
-from megatron_rl.runs.alarm_values import FULL, K3, LENGTH
-from megatron_rl.runs.alarms import RULES, Alarms, bound_of, clear_at
+from megatron_rl.runs.alarms import FULL, K3, LENGTH, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import read_status
