@@ -15,16 +15,7 @@ from megatron_rl.files import write_whole
 from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, summary
-from megatron_rl.workshop.reports import pages
-from megatron_rl.workshop.reports.charts import (
-    INK,
-    PALETTE,
-    UNIT,
-    add_band,
-    add_line,
-    colour,
-    layout,
-)
+from megatron_rl.workshop.reports import charts, pages
 from megatron_rl.workshop.reports.pages import Named, Table
 from megatron_rl.workshop.reports.report import about
 from megatron_rl.workshop.reports.run_data import RunData
@@ -51,7 +42,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
         ],
         sections={"Curves": figures(comparison)},
         each=_runs(comparison, {run.name: run for run in runs}, output),
-        beside=about(runs) if 0 < len(runs) <= len(PALETTE) else None,
+        beside=about(runs) if 0 < len(runs) <= len(charts.PALETTE) else None,
     )
     write_whole(output, html)
 
@@ -87,7 +78,7 @@ def figures(comparison: Comparison) -> list[Panel]:
     accuracy = curves(comparison, ACCURACY)
     mismatch = curves(comparison, MISMATCH)
     if accuracy:
-        accuracy.update_yaxes(range=UNIT)
+        accuracy.update_yaxes(range=charts.UNIT)
     if mismatch:
         mismatch.update_yaxes(type="log", exponentformat="power")
     found = [
@@ -103,8 +94,8 @@ def figures(comparison: Comparison) -> list[Panel]:
 def colour_of(comparison: Comparison, cell: Cell) -> str:
     """A label's colour, the same wherever it is drawn."""
     if cell.labels == comparison.reference:
-        return INK
-    return colour(comparison.compared.index(cell.labels[-1]))
+        return charts.INK
+    return charts.colour(comparison.compared.index(cell.labels[-1]))
 
 
 def curves(comparison: Comparison, metric: str) -> go.Figure | None:
@@ -133,9 +124,11 @@ def curves(comparison: Comparison, metric: str) -> go.Figure | None:
         paint = colour_of(comparison, cell)
         part = {"row": place // ABREAST + 1, "col": place % ABREAST + 1}
         if len(cell.results) > 1 and dash == "solid":
-            add_band(figure, mean.steps, low.values, high.values, paint, **part)
+            charts.add_band(figure, mean.steps, low.values, high.values, paint, **part)
         legend: dict[str, Any] = {"legendgroup": name, "showlegend": name not in named}
-        add_line(figure, mean.steps, mean.values, paint, dash=dash, name=name, **legend, **part)
+        charts.add_line(
+            figure, mean.steps, mean.values, paint, dash=dash, name=name, **legend, **part
+        )
         named.add(name)
 
     for place, cells in enumerate(places.values()):
@@ -143,7 +136,7 @@ def curves(comparison: Comparison, metric: str) -> go.Figure | None:
             add(cell, place, cell.labels[-1])
         if beside is not None:
             add(beside, place, beside.name, "dash")
-    layout(figure, legend=True)
+    charts.layout(figure, legend=True)
     return figure.update_layout(height=90 + 250 * rows, margin_t=70, legend_y=1 + 0.1 / rows)
 
 
@@ -165,6 +158,6 @@ def bars(comparison: Comparison, number: str) -> go.Figure | None:
             hovertemplate="%{x:.3f}",
             name=cell.name,
         )
-    layout(figure, x_title=NUMBERS[number].about, hover="closest")
+    charts.layout(figure, x_title=NUMBERS[number].about, hover="closest")
     figure.update_layout(height=90 + 26 * len(cells), bargap=0.35)
     return figure.update_yaxes(autorange="reversed", showgrid=False)
