@@ -22,9 +22,7 @@ from megatron_rl.checkpoint.checkpoints import TornCheckpoint
 from megatron_rl.checkpoint.resume import gap, goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
-from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.progress import SaveSchedule
 
 CONFIG: dict[str, Any] = {
     "run": {"steps": 4, "seed": 1, "stop": {"eval/accuracy": 0.5}},
@@ -191,23 +189,6 @@ def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) 
     removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4, metric="eval/accuracy")
     assert checkpoints.steps(tmp_path) == [7, 6, 4, 2]  # 2: of the two best the first
     assert sorted(removed) == [1, 3, 5]
-
-
-def test_the_best_by_another_metric_is_another_one(tmp_path: Path) -> None:
-    """checkpoint.best may change where a run goes on."""
-    save(tmp_path, 2, score=0.9)
-    best = "eval/aime/accuracy"
-    evaluated = {"eval/aime/accuracy": 0.3}
-    section = CheckpointSection(every=9, best=best)
-    assert SaveSchedule(section, checkpoints.read(tmp_path / "step_2")).due(3, {}, evaluated, False)
-    for step, score in ((3, 0.3), (4, 0.4), (5, 0.1)):
-        save(tmp_path, step, score=[best, score])
-    assert not SaveSchedule(section, checkpoints.read(tmp_path / "step_5")).due(
-        6, {}, evaluated, False
-    )
-    checkpoints.prune(tmp_path, 1, 0, best)
-    assert checkpoints.steps(tmp_path) == [5, 4]
-    assert checkpoints.best_of(tmp_path, best) == (4, 0.4)
 
 
 @pytest.mark.fault(

@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import random
-import shutil
 import struct
 import tracemalloc
 import zipfile
@@ -174,20 +173,6 @@ def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, command: Comman
     assert "goes on after step 2" in said
     assert not Path(EVIDENCE).exists()
     assert Path("secret").read_text() == "secret"
-
-
-def test_with_bad_ones_alone_the_run_begins_again(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints" / "step_2")
-    for step, name in ((4, "no index"), (6, "a tensor of terabytes")):
-        save(run / "checkpoints", step, BAD[name])
-    found, said = open_run(run, IfExists.resume, YAML)
-    assert found.resumes_after is None
-    lines = said.splitlines()
-    assert ["step 6" in lines[0], "step 4" in lines[1], len(lines)] == [True, True, 3]
-    assert lines[2].endswith(
-        "is now " + f"{run}.1: none of its 2 checkpoints is complete; the run begins again"
-    )
-    assert (run.with_name("run.1") / "checkpoints" / "step_6").is_dir()
 
 
 @pytest.mark.fault(

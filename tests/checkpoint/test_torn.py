@@ -8,8 +8,6 @@ import pytest
 from helpers import Command
 from run_factory import make_run, make_scored, start
 
-from megatron_rl.config import load, to_yaml
-from megatron_rl.config.unknown import REMOVED
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
 from megatron_rl.runs.rollout_file import read_rollouts
 
@@ -111,24 +109,6 @@ def test_a_replay_of_a_torn_folder(run: Path, command: Command) -> None:
     assert "step_20.parquet" in command(*replay, status=2)
     (run / "config.yaml").write_text("correction: [")
     assert "config.yaml" in command(*replay, status=2)
-
-
-@pytest.mark.fault(
-    "a run was recorded with keys and presets that are gone", "it is replayed and reported"
-)
-def test_recorded_keys_that_are_gone(run: Path, command: Command) -> None:
-    text = to_yaml(load(ROOT / "recipes" / "toy_sft.yaml", ["correction=tis"]))
-    assert "preset: tis" in text
-    text = text.replace("preset: tis", "preset: gone_since\n  also: gone").replace(
-        "optim:", "optim:\n  weight_decay: 0.1"
-    )
-    text = text.replace("weight:\n", "weight:\n    odd: [1]\n", 1) + "whole_section: {a: 1}\n"
-    assert "optim.weight_decay" in REMOVED
-    (run / "config.yaml").write_text(text)
-    replay = ("replay", run, "--corrections", "none")
-    assert "none" in command(*replay, "correction.weight.level=token")
-    command("report", run)
-    assert "correction.wieght" in command(*replay, "correction.wieght.level=token", status=2)
 
 
 @pytest.mark.fault(

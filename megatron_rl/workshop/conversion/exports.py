@@ -32,7 +32,7 @@ from megatron_rl.models.weight_files import (
     refuse_links_out,
 )
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_folder
-from megatron_rl.workshop.conversion.work import Done, begun, shared_out, side_by_side
+from megatron_rl.workshop.conversion.work import begun, progress
 
 # of what an import keeps: imports.py
 HEADERS = "headers"
@@ -94,19 +94,13 @@ def write_folder(
 def _write_file(path: Path, raw: bytes, weights: Weights, verb: str) -> dict[str, str]:
     """Digests of the tensors by name; they come in the order in which reading them is cheap."""
     digests: dict[str, str] = {}
+    get = weights.open()
     with SafetensorsWriter(path, header=raw) as writer:
-        held = {name: spec.nbytes for name, spec in weights.specs.items() if name in writer}
-
-        def write(names: list[str], done: Done) -> None:
-            get = weights.open()
-            for name in names:
-                tensor = get(name)
-                writer.add(name, tensor)
-                digests[name] = digest(tensor)
-                del tensor  # before the next one is read
-                done(held[name])
-
-        side_by_side(verb, write, shared_out(held), sum(held.values()))
+        for name in progress(verb, [name for name in weights.specs if name in writer]):
+            tensor = get(name)
+            writer.add(name, tensor)
+            digests[name] = digest(tensor)
+            del tensor  # before the next one is read
     return digests
 
 

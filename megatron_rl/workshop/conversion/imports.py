@@ -1,7 +1,7 @@
 """`tools/convert.py import`: a Hugging Face folder -> a torch_dist checkpoint, which learners of
 every layout load.
 
-Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an export needs to give
+Beside one file of whole parameters and its index, CHECKPOINT/hf/ keeps what an export needs to give
 the folder back:
   config.json, tokenizer, ...    as they were
   model.safetensors.index.json   where there was one
@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,8 +21,7 @@ from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config.schema import KEPT
 from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
-from megatron_rl.models.mapping import Param, stored_params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.mapping import stored_params
 from megatron_rl.models.weight_files import (
     EMBEDDING,
     HARMLESS,
@@ -33,10 +31,8 @@ from megatron_rl.models.weight_files import (
     refuse_links_out,
 )
 from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
-from megatron_rl.workshop.conversion.sources import Source, Weights, digest, of_checkpoint
-from megatron_rl.workshop.conversion.work import Done, begun, side_by_side
-
-FILE_BYTES = 1 << 28
+from megatron_rl.workshop.conversion.sources import Source, digest, of_checkpoint
+from megatron_rl.workshop.conversion.work import begun, progress
 
 
 def import_folder(source: Source, target: Path) -> None:
@@ -55,52 +51,25 @@ def import_folder(source: Source, target: Path) -> None:
             f"{EMBEDDING}"
         )
     extras = [name for name in weights.specs if name.endswith(HARMLESS)]
-    files = _files(weights, shape)
-    sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
-    with begun(target, "import", [source], sum(sizes.values())) as work:
+    whole = list(stored_params(shape))
+    for param in whole:
+        if len({weights.specs[name].dtype for name in param.hf}) > 1:
+            raise CheckpointError(f"{', '.join(param.hf)} have different dtypes, expected one")
+    with begun(target, "import", [source], weights.nbytes) as work:
 
-        def write(file: str, done: Done) -> None:
-            digests: dict[str, str] = {}
-            get = weights.open()
+        def taken(name: str) -> torch.Tensor:
+            tensor = get(name)
+            work.digests[name] = digest(tensor)
+            return tensor
 
-            def taken(name: str) -> torch.Tensor:
-                tensor = get(name)
-                digests[name] = digest(tensor)
-                done(tensor.nbytes)
-                return tensor
-
-            blocks = (
-                torch_dist.blocks(param, shape, map(taken, param.hf)) for param in files[file]
-            )
-            written[file] = write_blocks(work.path / file, chain.from_iterable(blocks))
-            work.digests.update(digests)
-
-        written: dict[str, list[dict[str, Any]]] = {}
-        side_by_side("import", write, [*files], sum(sizes.values()))
-        write_index(work.path, [block for file in files for block in written[file]])
+        blocks = (
+            torch_dist.blocks(param, shape, map(taken, param.hf))
+            for param in progress("import", whole)
+        )
+        written = write_blocks(work.path / "weights.distcp", chain.from_iterable(blocks))
+        write_index(work.path, written)
         _keep(folder, extras, source, work.path / KEPT)
         work.publish(of_checkpoint(work.path, shape))
-
-
-def _files(weights: Weights, shape: ModelShape) -> dict[str, list[Param]]:
-    """Whole parameters, as many in a file as fit."""
-    groups: list[list[Param]] = []
-    size = 0
-    for param in stored_params(shape):
-        if len({weights.specs[name].dtype for name in param.hf}) > 1:
-            raise CheckpointError(
-                f"{', '.join(param.hf)} have different dtypes but share one megatron parameter"
-            )
-        size += _nbytes(param, weights)
-        if not groups or size > FILE_BYTES:
-            groups.append([])
-            size = _nbytes(param, weights)
-        groups[-1].append(param)
-    return {f"weights_{number}.distcp": group for number, group in enumerate(groups)}
-
-
-def _nbytes(param: Param, weights: Weights) -> int:
-    return sum(weights.specs[name].nbytes for name in param.hf)
 
 
 def _keep(folder: HfFolder, extras: Sequence[str], source: Source, kept: Path) -> None:

@@ -17,8 +17,6 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from megatron_rl.files import write_whole
 from megatron_rl.models.mapping import params
@@ -29,6 +27,7 @@ from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
 from megatron_rl.runs.console import table
 from megatron_rl.workshop.conversion import dequantized
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
+from megatron_rl.workshop.conversion.work import progress
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
 WORST = 10
@@ -100,7 +99,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
     a.open()
     b.open()
     both = [name for name in a.plain.specs if name in b.plain.specs]
-    for name in track(both, "compare", console=Console(stderr=True)):
+    for name in progress("compare", both):
         ours = a.plain.specs[name].shape
         theirs = b.plain.specs[name].shape
         if ours != theirs:

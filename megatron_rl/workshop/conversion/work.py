@@ -1,31 +1,27 @@
 """Output folder of a conversion, called .TARGET.partial until all of its tensors have been read
-back; threads of conversions and their progress bar.
+back.
 """
 
 import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from threading import Event
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from megatron_rl.files import fsync, remove, write_whole
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest
 
 PACKAGES = ("megatron-rl", "torch", "megatron-core", "safetensors", "nvidia-modelopt")
-THREADS = 2  # each holds what belongs to one parameter
-Task = TypeVar("Task")
-Done = Callable[[int], None]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -90,63 +86,17 @@ def refuse_target(target: Path, sources: Sequence[Source]) -> None:
 
 def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[str, str]:
     """Digests of all tensors; ValueError names the first that is not what was written."""
-    read: dict[str, str] = {}
     if missing := known.keys() - output.specs.keys():
         raise ValueError(f"{where} lacks {min(missing)} after it was written")
-
-    def check(names: list[str], done: Done) -> None:
-        get = output.open()
-        for name in names:
-            read[name] = digest(get(name))
-            if read[name] != known.get(name, read[name]):
-                raise ValueError(
-                    f"{where}: {name} reads otherwise than it was written; check the disk"
-                )
-            done(output.specs[name].nbytes)
-
-    sizes = {name: spec.nbytes for name, spec in output.specs.items()}
-    side_by_side("check", check, shared_out(sizes), output.nbytes)
+    read: dict[str, str] = {}
+    get = output.open()
+    for name in progress("check", output.specs):
+        read[name] = digest(get(name))
+        if read[name] != known.get(name, read[name]):
+            raise ValueError(f"{where}: {name} reads otherwise than it was written; check the disk")
     return read
 
 
-class Stopped(Exception):
-    """Another thread has failed."""
-
-
-def side_by_side(
-    verb: str, work: Callable[[Task, Done], None], tasks: Sequence[Task], nbytes: int
-) -> None:
-    """Call `work(task, done)` for each task in a few threads: reading, rounding, hashing and
-    writing leave Python free.
-
-    `done(bytes)` moves a bar of `nbytes`, and raises when another thread has failed.
-    """
-    stop = Event()
-    with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task(verb, total=nbytes)
-
-        def done(count: int) -> None:
-            progress.advance(bar, count)
-            if stop.is_set():
-                raise Stopped
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            try:
-                for one in as_completed([pool.submit(work, task, done) for task in tasks]):
-                    one.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-
-def shared_out(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Names that follow on each other, about as many bytes for each thread."""
-    runs: list[list[str]] = [[] for _ in range(THREADS)]
-    total = max(sum(sizes.values()), 1)
-    before = 0
-    for name, nbytes in sizes.items():
-        middle = before + nbytes / 2
-        runs[min(int(middle * THREADS / total), THREADS - 1)].append(name)
-        before += nbytes
-    return [run for run in runs if run]
+def progress(verb: str, items: Iterable[Item]) -> Iterable[Item]:
+    """The items, with a bar on the screen."""
+    return track(list(items), verb, console=Console(stderr=True))

@@ -106,5 +106,8 @@ def test_what_is_the_same(tmp_path: Path, pair: tuple[Path, Path]) -> None:
         source,
     )
     assert set(verdicts(tmp_path, wide, source)) == {"rounded"}
+    norm = {"model.norm.weight": 2 * tensors_of(source)["model.norm.weight"]}
+    double = write(tmp_path / "double", tensors_of(source) | norm, source)
+    assert verdicts(tmp_path, source, double, "--bound", 2)["within_the_bound"] == 1
     done("import", source, tmp_path / "checkpoint")
     assert set(verdicts(tmp_path, tmp_path / "checkpoint", source)) == {"equal"}
