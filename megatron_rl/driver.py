@@ -18,7 +18,7 @@ from megatron_rl.batch import Batch, collate
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.config.evaluation import held_out
-from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_fleet, replica_formats
+from megatron_rl.config.fleet import describe_sampler, distinct_formats
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out
 from megatron_rl.distributed import waited_for
@@ -151,7 +151,7 @@ class Driver:
             "follows"
         )
         # idle servers are given a prompt each, so that the probe meets every one
-        engines = len(replica_formats(config.sampler, config.quantization))
+        engines = config.sampler.engines
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
         self._calibration = train.prompts[:CALIBRATION_PROMPTS]
         most = min(config.rollout.max_response_tokens, PROBE_TOKENS)
@@ -249,11 +249,11 @@ class Driver:
         return batch, collected.metrics | trained | memory_peaks() | self._engine_news()
 
     def _engine_news(self) -> dict[str, float]:
-        """What became of the engine, or of a fleet's servers, since the last step."""
+        """What became of the engines since the last step."""
         before = self._seen
         self._seen = self.sampler.stats
         news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
-        if is_fleet(self._config.sampler):
+        if self._config.sampler.engines > 1:
             news["rollout/retried"] = self._seen.retried - before.retried
         return news
 

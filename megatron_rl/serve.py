@@ -1,7 +1,7 @@
 """Work of `megatron-rl serve`: runs one vLLM engine server for the fleet of a run elsewhere, until
 it is interrupted.
 
-The run names it under `sampler.fleet.addresses`; both sides have the key in the environment:
+The run names it under `sampler.addresses`; both sides have the key in the environment:
 MEGATRON_RL_FLEET_KEY. The weights come with the run's first sync: it holds none before. It ends
 with whoever started it, unless under nohup.
 """
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.fleet import KEY_VARIABLE, devices, is_fleet
+from megatron_rl.config.fleet import KEY_VARIABLE, devices
 from megatron_rl.config.schema import SamplerSection
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.sampler.client.engine_client import EngineClient
@@ -107,7 +107,7 @@ async def _until_ended(server: EngineProcess, starter: int | None, what: str) ->
                 print(
                     f"ready: {server.address} serves {what} to the run that names it under", end=" "
                 )
-                print("sampler.fleet.addresses", flush=True)
+                print("sampler.addresses", flush=True)
     finally:
         starting.cancel()
         await engine.close()
@@ -116,10 +116,8 @@ async def _until_ended(server: EngineProcess, starter: int | None, what: str) ->
 
 
 def own_devices(sampler: SamplerSection) -> str | None:
-    """The server's GPUs. A list in a fleet's recipe names those of the servers that the run itself
-    starts.
-    """
-    of_replicas = is_fleet(sampler) and isinstance(sampler.devices, list)
-    if of_replicas:
-        return None
-    return next(iter(devices(sampler)), None)
+    """The server's GPUs; None where `sampler.devices` names those of several engines of the run."""
+    named = devices(sampler)
+    if len(named) == 1:
+        return named[0]
+    return None

@@ -65,7 +65,7 @@ if ((servers)); then
   for ((i = 0; i < servers; i++)); do
     places+=("${address[${nodes[learning + i / servers_per_node]}]}:$((first_port + i))")
   done
-  overrides+=("sampler.fleet.addresses=[$(joined "${places[@]/#/http://}")]")
+  overrides+=("sampler.addresses=[$(joined "${places[@]/#/http://}")]")
   mkdir -p "$shared_dir"
 fi
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a batch script on a Slurm cluster made for the occasion: this machine, pretending to be one node or several.
 #   slurm/rehearse.sh slurm/dapo_int8.sbatch [RECIPE [key=value ...]]
-#   REHEARSE_NODES=3 slurm/rehearse.sh slurm/dapo_split.sbatch recipes/quickstart.yaml sampler.fleet.servers=2 sync.dir=/tmp/s
+#   REHEARSE_NODES=3 slurm/rehearse.sh slurm/dapo_split.sbatch recipes/quickstart.yaml sampler.dedicated_nodes=true sampler.engines=2 sync.dir=/tmp/s
 #   REHEARSE_EVENT=rank slurm/rehearse.sh slurm/dapo_int8.sbatch recipes/quickstart.yaml checkpoint.every=2
 # REHEARSE_EVENT, after REHEARSE_AFTER steps (2): usr1, scancel, requeue, limit (the time limit comes near), rank, server,
 # daemon (the last node's, which comes back). REHEARSE_SPARE: nodes that the job does not ask for.

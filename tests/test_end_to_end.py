@@ -148,7 +148,7 @@ SHARED = ("learner.tensor_parallel=2", "learner.megatron.sequence_parallel=true"
 KL = ("loss.kl_coef=0.01",)  # what routers of other weights do counts for nothing
 ROUTED = {
     "two engines and updates in mid-answer": ["sampler.engines=2", *IN_FLIGHT],
-    "two servers": ["sampler.fleet.replicas=2"],
+    "two formats": ["sampler.engines=2", "sampler.formats=[int8, none]"],
     "an engine of two ranks": [
         "sampler.tensor_parallel=2",
         "learner.data_parallel=2",

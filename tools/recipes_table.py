@@ -12,7 +12,7 @@ from pathlib import Path
 from grid import is_grid
 
 from megatron_rl.config import cluster, load
-from megatron_rl.config.fleet import is_fleet, size
+from megatron_rl.config.fleet import uses_servers
 from megatron_rl.config.schema import Config, Sleep
 from megatron_rl.models.layout import Layout
 
@@ -79,7 +79,7 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
         ("EP", layout.ep),
         ("DP", layout.dp),
     )
-    servers = f"{size(sampler)} servers of " if is_fleet(sampler) else ""
+    servers = f"{sampler.engines} servers of " if uses_servers(sampler) else ""
     if sampler.sleep != Sleep.none:
         shared = ", in turns with the learner"
     else:

@@ -11,9 +11,8 @@ from megatron_rl.config.fleet import (
     KEY_VARIABLE,
     devices,
     distant,
-    is_fleet,
     replica_formats,
-    size,
+    uses_servers,
     without_secret,
 )
 from megatron_rl.config.objective import CorrectionConfig, LearnerSection, LossConfig
@@ -74,7 +73,7 @@ def as_sampler(
         return
     formats = sorted({*replica_formats(sampler, quantization), quantization.format})
     if len(formats) > 1:
-        yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
+        yield f"learner.forward: as_sampler follows one format, the engines have {', '.join(formats)}; use bf16"
     elif formats[0] == Format.fp8_block:
         yield "learner.forward: as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far; use bf16"
     ours = learner.tensor_parallel
@@ -127,15 +126,17 @@ def patches(sync: SyncSection) -> Iterator[str]:
 
 
 def engine(sampler: SamplerSection) -> Iterator[str]:
-    engines = [gpus.split(",") for gpus in devices(sampler)]
-    numbers = [number for gpus in engines for number in gpus]
-    uneven = next((gpus for gpus in engines if len(gpus) != sampler.tensor_parallel), None)
+    numbers = [number for gpus in devices(sampler) for number in gpus.split(",")]
+    wanted = sampler.engines * sampler.tensor_parallel
     if not all(map(str.isdecimal, numbers)) or len(set(numbers)) != len(numbers):
         yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
-    elif uneven:
+    elif numbers and uses_servers(sampler):
+        yield "sampler.devices: names GPUs of engines that a run starts, and these are servers; remove it"
+    elif numbers and len(numbers) != wanted:
         yield (
-            f"sampler.devices: {','.join(uneven)!r} are {len(uneven)} GPUs for "
-            f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
+            f"sampler.devices: {','.join(numbers)} are {len(numbers)} GPUs for "
+            f"sampler.engines={sampler.engines} of "
+            f"sampler.tensor_parallel={sampler.tensor_parallel}; name {wanted}"
         )
     overrides = sampler.vllm.get("hf_overrides")
     if isinstance(overrides, Mapping) and "head_dtype" in overrides:
@@ -146,29 +147,26 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 def addresses(sampler: SamplerSection) -> list[str]:
     """Addresses, and the key that they need."""
-    fleet = sampler.fleet
     found = [
-        f"sampler.fleet.addresses: {without_secret(address)!r}: {problem}; write it like "
+        f"sampler.addresses: {without_secret(address)!r}: {problem}; write it like "
         "http://node7:8000"
-        for address in fleet.addresses
+        for address in sampler.addresses
         if (problem := _address_problem(address))
     ]
-    if len(set(fleet.addresses)) < len(fleet.addresses):
-        found.append(
-            f"sampler.fleet.addresses: {fleet.addresses} names a server twice; give each once"
-        )
+    if len(set(sampler.addresses)) < len(sampler.addresses):
+        found.append(f"sampler.addresses: {sampler.addresses} names a server twice; give each once")
     key = os.environ.get(KEY_VARIABLE, "")
     elsewhere = distant(sampler)
     if elsewhere and not key:
         found.append(
-            f"sampler.fleet.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} "
+            f"sampler.addresses: {elsewhere[0]} is not on this machine, and {KEY_VARIABLE} "
             "is not set in the environment: whoever reaches the server could rewrite the model. "
             "Start the servers with a key and export it under that name"
         )
     weak = len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key
-    if fleet.addresses and key and weak:  # no other server is reached with this key
+    if sampler.addresses and key and weak:  # no other server is reached with this key
         found.append(
-            f"sampler.fleet.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, "
+            f"sampler.addresses: the key in {KEY_VARIABLE} has {len(key)} characters, "
             f"expected at least {SHORTEST_KEY} printable ones without spaces; `openssl rand -hex "
             "32` makes one"
         )
@@ -176,36 +174,26 @@ def addresses(sampler: SamplerSection) -> list[str]:
 
 
 def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
-    """Everything else that a fleet's keys can have wrong on any machine."""
-    fleet = sampler.fleet
-    if not is_fleet(sampler):
-        if fleet.formats:
-            yield (
-                f"sampler.fleet.formats: {fleet.formats} without servers; set "
-                "sampler.fleet.replicas or addresses, or remove it"
-            )
-        return
-    if fleet.addresses and fleet.servers and len(fleet.addresses) != fleet.servers:
+    """Everything else that keys of several engines can have wrong on any machine."""
+    if sampler.addresses and len(sampler.addresses) != sampler.engines:
         yield (
-            f"sampler.fleet.addresses: {len(fleet.addresses)} for "
-            f"sampler.fleet.servers={fleet.servers}; give one for each, or leave servers at 0"
+            f"sampler.engines: {sampler.engines} for {len(sampler.addresses)} sampler.addresses; "
+            f"set sampler.engines={len(sampler.addresses)}"
         )
-    if fleet.formats and len(fleet.formats) != size(sampler):
+    if sampler.formats and len(sampler.formats) != sampler.engines:
         yield (
-            f"sampler.fleet.formats: {len(fleet.formats)} formats for {size(sampler)} servers "
-            f"({fleet.replicas} replicas and {size(sampler) - fleet.replicas} elsewhere); give one "
-            "for each, or none to run quantization.format everywhere"
+            f"sampler.formats: {len(sampler.formats)} formats for {sampler.engines} engines; give "
+            "one for each, or none to run quantization.format everywhere"
         )
-    if sync.transport != Transport.file and len(set(fleet.formats)) > 1:
+    if sync.transport != Transport.file and len(set(sampler.formats)) > 1:
         yield (
-            f"sampler.fleet.formats: {fleet.formats} with sync.transport={sync.transport}, which "
+            f"sampler.formats: {sampler.formats} with sync.transport={sync.transport}, which "
             "sends the same bytes to every engine; name one format, or use sync.transport=file"
         )
-    if sync.transport == Transport.ipc and size(sampler) > fleet.replicas:
+    if sync.transport == Transport.ipc and uses_servers(sampler):
         yield (
-            "sync.transport: ipc shares memory within one host, and servers of "
-            "sampler.fleet.addresses are not the run's own; use nccl or file, or "
-            "sampler.fleet.replicas alone"
+            "sync.transport: ipc shares memory within one machine, and the servers of "
+            "sampler.addresses are not the run's own; use nccl or file"
         )
 
 

@@ -1,6 +1,6 @@
-"""Facts derived from a recipe's `sampler` section: how many servers (0: embedded engines), GPUs of
-each engine that the run starts, addresses off this machine, weight formats, sequences at once; and
-a phrase that describes it.
+"""Facts derived from a recipe's `sampler` section: where its engines are, GPUs of each engine that
+the run starts, addresses off this machine, weight formats, sequences at once; and a phrase that
+describes it.
 """
 
 import ipaddress
@@ -18,34 +18,29 @@ HOST_CACHE_BYTES = 1 << 30
 LOOPBACK = "127.0.0.1"
 
 
-def is_fleet(sampler: SamplerSection) -> bool:
-    return bool(size(sampler))
+def uses_servers(sampler: SamplerSection) -> bool:
+    """Return True if the engines are servers that something else starts."""
+    return sampler.dedicated_nodes or bool(sampler.addresses)
 
 
-def size(sampler: SamplerSection) -> int:
-    """How many servers, those included whose addresses are not known yet; 0: engines are
-    embedded.
-    """
-    return sampler.fleet.replicas + max(sampler.fleet.servers, len(sampler.fleet.addresses))
+def own_engines(sampler: SamplerSection) -> int:
+    """Number of engines that the run starts, on this machine."""
+    if uses_servers(sampler):
+        return 0
+    return sampler.engines
 
 
 def devices(sampler: SamplerSection) -> list[str]:
-    """The GPUs of each engine that the run starts, such as ["0,1", "2,3"]; empty where none are
-    named.
-    """
+    """The GPUs of each engine, such as ["0,1", "2,3"]; empty where none are named."""
     given = sampler.devices
     if given is None or given == []:
         return []
-    if isinstance(given, list):
-        texts = [str(one) for one in given]
-    else:
-        texts = [str(given)]
-    if is_fleet(sampler):
-        return texts
-    if sampler.engines == 1:
-        return [",".join(texts)]
-    gpus = ",".join(texts).split(",")
+    if not isinstance(given, list):
+        given = [given]
+    gpus = ",".join(map(str, given)).split(",")
     each = sampler.tensor_parallel
+    if sampler.engines == 1:
+        each = len(gpus)
     return [",".join(gpus[at : at + each]) for at in range(0, len(gpus), each)]
 
 
@@ -54,32 +49,23 @@ def gpus_of_engines(sampler: SamplerSection) -> set[int]:
     given = devices(sampler)
     if given:
         return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
-    count = sampler.engines * sampler.tensor_parallel
-    if sampler.fleet.replicas or not is_fleet(sampler):
-        return set(range(count))
-    return set()
+    return set(range(own_engines(sampler) * sampler.tensor_parallel))
 
 
 def replica_formats(
     sampler: SamplerSection, quantization: QuantizationSection
 ) -> tuple[Format, ...]:
-    """The weight format of every engine: the started servers, then the given ones; one for all
-    embedded ones.
-    """
-    fleet = sampler.fleet
-    if not is_fleet(sampler):
-        return (quantization.format,)
-    return tuple(fleet.formats) or (quantization.format,) * size(sampler)
+    """The weight format of every engine."""
+    return tuple(sampler.formats) or (quantization.format,) * sampler.engines
 
 
 def local_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
     """Those that machines of this kind have to run: servers that are given by address have machines
     of their own.
     """
-    formats = replica_formats(sampler, quantization)
-    if is_fleet(sampler):
-        return formats[: sampler.fleet.replicas + sampler.fleet.servers]
-    return formats
+    if sampler.addresses and not sampler.dedicated_nodes:
+        return ()
+    return replica_formats(sampler, quantization)
 
 
 def distinct_formats(
@@ -97,15 +83,12 @@ def max_sequences(sampler: SamplerSection) -> int:
 
 def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
     formats = Counter(replica_formats(sampler, quantization))
-    parallel = f"TP{sampler.tensor_parallel}"
-    if not is_fleet(sampler):
-        if sampler.engines > 1:
-            several = f"{sampler.engines} engines of "
-        else:
-            several = ""
-        return f"{several}vLLM, format {quantization.format}, {parallel}"
-    kinds = ", ".join(f"{count} {format}" for format, count in formats.items())
-    return f"{sum(formats.values())} vLLM servers ({kinds}), {parallel} each"
+    kind = "server" if uses_servers(sampler) else "engine"
+    count = f"{sampler.engines} {kind}s of " if sampler.engines > 1 else ""
+    named = f"format {next(iter(formats))}"
+    if len(formats) > 1:
+        named = "formats " + ", ".join(f"{format} x{count}" for format, count in formats.items())
+    return f"{count}vLLM, {named}, TP{sampler.tensor_parallel}"
 
 
 def is_loopback(address: str) -> bool:
@@ -118,9 +101,7 @@ def is_loopback(address: str) -> bool:
 
 def distant(sampler: SamplerSection) -> list[str]:
     """Addresses off this machine, as messages may show them."""
-    return [
-        without_secret(address) for address in sampler.fleet.addresses if not is_loopback(address)
-    ]
+    return [without_secret(address) for address in sampler.addresses if not is_loopback(address)]
 
 
 def without_secret(address: str) -> str:

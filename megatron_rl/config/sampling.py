@@ -109,26 +109,20 @@ class EnvironmentSection:
 
 
 @dataclass(frozen=True)
-class FleetSection:
-    """Servers in place of the embedded engine: those of this machine, and those elsewhere."""
-
-    # servers that the run starts on this machine
-    replicas: Annotated[int, between(0, 1024, "0 (none, or only addresses) to 1024")] = 0
-    # servers on nodes of their own: how many; slurm/dapo_split.sbatch starts them, and gives their
-    # addresses
-    servers: Annotated[int, between(0, 1024)] = 0
-    # servers started elsewhere, such as [http://node7:8000]
-    addresses: list[str] = field(default_factory=list)
-    # of each server, started ones first, such as [none, int8]; empty: quantization.format
-    formats: list[Format] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: Ranks = 1  # GPUs of each engine
-    engines: Ranks = 1  # embedded ones, each on its share of sampler.devices, or of a host's cores
-    # GPUs among those this job sees, such as "4,5"; for a fleet a list such as ["0,1", "2,3"];
-    # null: all
+    # how many; those of this machine share sampler.devices, or the cores where there are no GPUs
+    engines: Ranks = 1
+    # if true, the engines are servers on nodes of their own: slurm/dapo_split.sbatch starts them,
+    # and sets sampler.addresses
+    dedicated_nodes: bool = False
+    # servers that are the engines, one for each, such as [http://node7:8000]; empty: the run starts
+    # its engines, on this machine
+    addresses: list[str] = field(default_factory=list)
+    # weight format of each engine, such as [none, int8]; empty: quantization.format
+    formats: list[Format] = field(default_factory=list)
+    # GPUs of all engines among those that this job sees, such as "4,5"; null: all,
+    # for one engine
     devices: Any | None = None
     start_timeout_s: Seconds = 600.0  # of an engine's start
     request_timeout_s: Seconds = 600.0  # of an engine's silence in a request
@@ -136,7 +130,6 @@ class SamplerSection:
     sleep: Sleep = Sleep.none
     # answers come with the experts of every token read: learner.router
     routed_experts: bool = False
-    fleet: FleetSection = field(default_factory=FleetSection)
     # handed to vLLM as is, such as {max_num_seqs: 512, gpu_memory_utilization: 0.8}
     vllm: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)
 

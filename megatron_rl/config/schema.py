@@ -80,7 +80,6 @@ from megatron_rl.config.sampling import (  # isort: skip  # noqa: F401
     TIES,
     VERIFIERS,
     EnvironmentSection,
-    FleetSection,
     QuantizationSection,
     RewardSection,
     RolloutSection,

@@ -17,11 +17,8 @@ REMOVED = {
     "rollout.stale": "no batch is begun that would become too old; leave it out",
     "sampler.max_sequences": "set sampler.vllm.max_num_seqs",
     "sampler.memory_gib": "set sampler.vllm.kv_cache_memory_bytes",
-    "sampler.fleet.port": "servers of a run take free ports of the loopback interface; leave it out",
-    "sampler.fleet.key_variable": "the key is read from the environment variable MEGATRON_RL_FLEET_KEY",
-    "sampler.fleet.probe_every_s": "servers are looked at every two seconds; leave it out",
-    "sampler.fleet.restarts": "a server is started again up to 3 times; leave it out",
-    "sampler.fleet.devices": "set sampler.devices to the same list",
+    "sampler.fleet": "replicas are sampler.engines, servers are sampler.engines with "
+    "sampler.dedicated_nodes=true, addresses and formats are sampler.addresses and .formats",
     "quantization.smoothing_every": "smoothing scales stay for 10 syncs; leave it out",
     "sync.bucket_mib": "buckets take 64 MiB; leave it out",
     "sync.delta": "set sync.full_every above 1 for patches between whole versions",

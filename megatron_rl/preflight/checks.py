@@ -171,8 +171,8 @@ def context(
 def formats(
     machine: Machine, sampler: schema.SamplerSection, quantization: schema.QuantizationSection
 ) -> Iterator[str]:
-    if sampler.fleet.formats:
-        key = "sampler.fleet.formats"
+    if sampler.formats:
+        key = "sampler.formats"
     else:
         key = "quantization.format"
     for format in dict.fromkeys(local_formats(sampler, quantization)):
@@ -269,7 +269,6 @@ RULES: tuple[Rule, ...] = (
     *files.MODEL_RULES,
     roles.ranks,
     roles.engine_gpus,
-    roles.fleet_gpus,
     roles.host_memory,
     roles.reach,
     files.unnamed_data,

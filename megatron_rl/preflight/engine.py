@@ -11,7 +11,7 @@ from megatron_rl.config import foreign
 from megatron_rl.config.choices import Device, Format, KvCache, Offload, Router, Sleep, Transport
 from megatron_rl.config.engine_rules import OWNED_ARGUMENTS
 from megatron_rl.config.evaluation import longest_sequence
-from megatron_rl.config.fleet import devices, gpus_of_engines, is_fleet, replica_formats
+from megatron_rl.config.fleet import devices, gpus_of_engines, replica_formats, uses_servers
 from megatron_rl.config.sampling import (
     TIES,
     QuantizationSection,
@@ -86,8 +86,8 @@ def unwatchable(
     """Why the modules of both engines cannot be looked at."""
     if machine.kind != Device.cpu:
         yield "comparing modules is built for hosts so far; leave it out on GPUs"
-    if is_fleet(sampler):
-        yield "a fleet's servers do not show their modules; leave it out, or use the embedded engine"
+    if uses_servers(sampler) or len(set(sampler.formats)) > 1:
+        yield "servers and engines of several formats do not show their modules; leave it out"
     if sampler.tensor_parallel > 1:
         yield f"an engine of sampler.tensor_parallel={sampler.tensor_parallel} does not show its modules; use 1"
     if sampler.vllm.get("enforce_eager") is False:
@@ -145,16 +145,12 @@ def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = 1
-    if count == 1:
+    if count == 1 or uses_servers(sampler):
         return
     value = f"sampler.engines: {count}"
-    if is_fleet(sampler):
-        yield f"{value} are embedded ones, and a fleet has servers of its own; leave it out, or sampler.fleet"
-    elif machine.kind != Device.cpu:
-        named = sampler.devices or "null"
-        width = sampler.tensor_parallel
-        if len(devices(sampler)) != count:
-            yield f"sampler.devices: {named} for {count} engines of {width} GPU(s); name {count * width} GPUs"
+    if machine.kind != Device.cpu:
+        if not devices(sampler):
+            yield f"sampler.devices: null for {count} engines; name {count * sampler.tensor_parallel} GPUs"
     elif count * sampler.tensor_parallel > cores:
         if sampler.tensor_parallel == 1:
             each = ""
@@ -177,10 +173,10 @@ def sleep(
         return
     if machine.kind == Device.cpu:
         yield f"sampler.sleep: {wanted} gives GPU memory back, and there is no GPU here; use none"
-    if is_fleet(sampler):
+    if uses_servers(sampler):
         yield (
-            f"sampler.sleep: {wanted} is for an engine that shares its GPU with the learner, not "
-            "for a fleet; use none"
+            f"sampler.sleep: {wanted} is for engines that share GPUs with the learner, not for "
+            "servers; use none"
         )
     if wanted == Sleep.discard and sync.every > 1:
         yield (
@@ -223,20 +219,12 @@ def transport(
             )
         return
     if shared:
-        each = sampler.tensor_parallel
-        if is_fleet(sampler):
-            count = sampler.fleet.replicas
-        else:
-            count = sampler.engines
-        own = [
-            ",".join(str(local + i * each + number) for number in range(each))
-            for i in range(max(count, 1))
-        ]
-        free = own if is_fleet(sampler) else repr(",".join(own))
+        count = sampler.engines * sampler.tensor_parallel
+        free = ",".join(str(local + number) for number in range(count))
         yield (
             f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner "
             f"both take {','.join(map(str, shared))}; give the engine GPUs of its own "
-            f"(sampler.devices={free}), or use ipc"
+            f"(sampler.devices={free!r}), or use ipc"
         )
 
 
@@ -247,11 +235,11 @@ def top_k_support(
         return
     if rollout.top_k >= shape.vocab:
         yield f"rollout.top_k: {rollout.top_k} of a vocabulary of {shape.vocab} keeps everything; lower it, or null"
-    elif is_fleet(sampler) and rollout.candidates > shape.vocab:
+    elif uses_servers(sampler) and rollout.candidates > shape.vocab:
         yield (
             f"rollout.top_k: {rollout.top_k}, but servers are asked for {rollout.candidates} "
             f"candidates, more than the vocabulary of {shape.vocab} has; use at most "
-            f"{shape.vocab - TIES}, or the embedded engine"
+            f"{shape.vocab - TIES}, or engines of the run"
         )
 
 

@@ -91,14 +91,12 @@ def absent_key(log: schema.LogSection) -> Iterator[Absent]:
 
 
 def absent_servers(sampler: schema.SamplerSection) -> Iterator[Absent]:
-    fleet = sampler.fleet
-    if fleet.servers and not fleet.addresses:
+    if sampler.dedicated_nodes and not sampler.addresses:
         yield Absent(
-            f"{fleet.servers} servers of {sampler.tensor_parallel} GPU(s) each, on nodes of their "
+            f"{sampler.engines} servers of {sampler.tensor_parallel} GPU(s) each, on nodes of their "
             "own (slurm/dapo_split.sbatch starts them)",
-            f"sampler.fleet.servers: {fleet.servers} servers on other nodes, whose addresses "
-            "nobody has given; submit slurm/dapo_split.sbatch, which starts them, or name them "
-            "in sampler.fleet.addresses",
+            f"sampler.addresses: none for {sampler.engines} servers on dedicated nodes; submit "
+            "slurm/dapo_split.sbatch, which starts them, or name them",
         )
 
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from megatron_rl.config import ConfigError, read
 from megatron_rl.config.fleet import (
     HOST_CACHE_BYTES,
-    devices,
     distant,
     gpus_of_engines,
-    is_fleet,
-    size,
+    own_engines,
 )
 from megatron_rl.config.schema import (
     Device,
@@ -81,11 +79,7 @@ class Roles:
 
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
-    elsewhere = size(sampler) - sampler.fleet.replicas
-    if is_fleet(sampler):
-        started = sampler.fleet.replicas
-    else:
-        started = sampler.engines
+    started = own_engines(sampler)
     width = per_node or layout.world + started * sampler.tensor_parallel
     beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
     if per_node:
@@ -94,7 +88,13 @@ def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
         local = tuple(beside)
     shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
     return Roles(
-        layout.world, started + elsewhere, sampler.tensor_parallel, elsewhere, width, local, shared
+        layout.world,
+        sampler.engines,
+        sampler.tensor_parallel,
+        sampler.engines - started,
+        width,
+        local,
+        shared,
     )
 
 
@@ -102,13 +102,13 @@ def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) ->
     """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
     world = Layout.from_config(learner).world
     there = machine.nodes * machine.gpus
-    servers = sampler.fleet.servers * sampler.tensor_parallel
+    servers = sampler.engines * sampler.tensor_parallel if sampler.dedicated_nodes else 0
     if there and servers and sampler.tensor_parallel > machine.gpus:
         one = f"sampler.tensor_parallel: {sampler.tensor_parallel}, but a server has the GPUs of one node"
         yield f"{one}, and a node has {machine.gpus}; lower it"
     if there and servers and world + servers > there:
         yield (
-            f"sampler.fleet.servers: {sampler.fleet.servers} of {sampler.tensor_parallel} GPU(s) "
+            f"sampler.engines: {sampler.engines} of {sampler.tensor_parallel} GPU(s) "
             f"each beside {world} ranks of the learner are {world + servers} GPUs, but {machine} "
             f"has {there}; lower one of them"
         )
@@ -154,28 +154,6 @@ def engine_gpus(
         )
 
 
-def fleet_gpus(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
-    """Which server runs where."""
-    given = devices(sampler)
-    replicas = sampler.fleet.replicas
-    if not is_fleet(sampler):
-        return
-    if machine.kind == Device.cpu:
-        if given:
-            yield f"sampler.devices: {given}, but this run has no GPU; remove it"
-    elif not given and replicas > 1:
-        yield (
-            f"sampler.devices: null, so that {replicas} servers would share the same GPUs; name "
-            "those of each, such as "
-            '["0", "1"]'
-        )
-    elif given and len(given) != replicas:
-        yield (
-            f"sampler.devices: {len(given)} entries for sampler.fleet.replicas={replicas}; give a "
-            "list of one text for each"
-        )
-
-
 def host_memory(
     machine: Machine, sampler: SamplerSection, learner: LearnerSection, reward: RewardSection
 ) -> Iterator[str]:
@@ -197,10 +175,7 @@ def host_memory(
             f"learner.data_parallel={learner.data_parallel}, or another parallel size"
         )
     each = (sampler.vllm.get("kv_cache_memory_bytes") or HOST_CACHE_BYTES) / (1 << 30)
-    if is_fleet(sampler):
-        engines = sampler.fleet.replicas
-    else:
-        engines = sampler.engines
+    engines = own_engines(sampler)
     wanted = engines * sampler.tensor_parallel * each
     if wanted > installed:
         yield (
@@ -210,7 +185,9 @@ def host_memory(
 
 
 def reach(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
-    elsewhere = distant(sampler) or ["a server on another node"] * sampler.fleet.servers
+    elsewhere = distant(sampler)
+    if sampler.dedicated_nodes and not elsewhere:
+        elsewhere = ["a server on another node"]
     if elsewhere and sync.dir is None:
         yield (
             f"sync.dir: null is shared memory of this machine, which {elsewhere[0]} cannot read; "
@@ -223,11 +200,13 @@ def for_a_job(recipe: str, overrides: Sequence[str]) -> str:
     ends it here.
     """
     config, _ = read(recipe, overrides)
-    fleet = config.sampler.fleet
-    servers = 0 if fleet.addresses else fleet.servers  # given ones are there already
+    sampler = config.sampler
+    servers = 0
+    if sampler.dedicated_nodes and not sampler.addresses:  # given ones are there already
+        servers = sampler.engines
     ranks = Layout.from_config(config.learner).world
     run = f"{config.run.root}/{config.run.name}"
-    return f"{ranks} {servers} {config.sampler.tensor_parallel} {config.sync.dir} {run}"
+    return f"{ranks} {servers} {sampler.tensor_parallel} {config.sync.dir} {run}"
 
 
 if __name__ == "__main__":

@@ -274,15 +274,6 @@ def _stat(pid: int) -> list[str]:
     return []
 
 
-def turns_of(pid: int) -> int:
-    """How often this process's main thread was given a core, or gave it back; 0 where nobody
-    counts.
-    """
-    with suppress(psutil.Error):
-        return sum(psutil.Process(pid).num_ctx_switches())
-    return 0
-
-
 def describe_end(code: int) -> str:
     """How a process has ended, from what its parent is told: 3, or -9."""
     if code >= 0:

@@ -255,6 +255,7 @@ class Heartbeat:
         before = work_below(self._pid, itself=True)
         if self._asked is None or self._asked.done():
             self._asked = asyncio.ensure_future(self._ask())
+            self._asked.add_done_callback(lambda one: one.cancelled() or one.exception())
         await asyncio.wait([self._asked], timeout=ANSWER_S)
         if self._asked.done():
             error = self._asked.exception()

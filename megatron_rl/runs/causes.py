@@ -149,7 +149,7 @@ ROWS = (
         "too few files may be open at once",
         "Raise the limit before the run starts (`ulimit -n 65536`; where its hard limit is "
         "lower, the administrator does), or need less: lower reward.workers, "
-        "sampler.fleet.replicas.",
+        "sampler.engines.",
         says=r"Too many open files|\[Errno 2[34]\]",
     ),
     OUT_OF_MEMORY,

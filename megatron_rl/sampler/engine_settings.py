@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.config import schema
 from megatron_rl.config.evaluation import longest_sequence
-from megatron_rl.config.fleet import HOST_CACHE_BYTES, is_fleet, max_sequences, replica_formats
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences, replica_formats
 from megatron_rl.engine.readiness import KEEPS_EXPERTS
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.formats import quantization_config
@@ -37,9 +37,7 @@ class EngineSettings:
 
     sampler: schema.SamplerSection
     quantization: schema.QuantizationSection
-    # one per engine: of the servers that the run starts, then of the given ones
-    formats: tuple[schema.Format, ...]
-    is_fleet: bool  # servers, not embedded engines
+    formats: tuple[schema.Format, ...]  # one per engine
     transport: schema.Transport
     max_tokens: int  # of a prompt and its answer together
     seed: int
@@ -56,7 +54,6 @@ class EngineSettings:
             sampler=config.sampler,
             quantization=config.quantization,
             formats=replica_formats(config.sampler, config.quantization),
-            is_fleet=is_fleet(config.sampler),
             transport=config.sync.transport,
             max_tokens=longest_sequence(config.rollout, config.eval),
             seed=config.run.seed,
@@ -68,7 +65,7 @@ class EngineSettings:
         )
 
     def with_format(self, format: schema.Format) -> EngineSettings:
-        """These settings with another weight format, for one server of a mixed fleet."""
+        """These settings with another weight format, for one engine of several."""
         return replace(self, quantization=replace(self.quantization, format=format))
 
 

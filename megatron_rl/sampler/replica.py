@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.schema import Format
-from megatron_rl.processes.process import turns_of
+from megatron_rl.processes.pulse import Heartbeat
 from megatron_rl.sampler.client.engine_process import EngineProcess
-from megatron_rl.sampler.client.interface import Engine, Look, NoAnswer, SamplerError
+from megatron_rl.sampler.client.interface import Engine, Look, NoAnswer, SamplerError, read_health
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 
@@ -23,6 +23,7 @@ class Replica:
     engine: Engine
     workers_before: int = 0  # of other engines, in a group of the workers of all
     process: EngineProcess | None = None  # None: it was given by address
+    heartbeat: Heartbeat | None = None  # of that process
     version: int = NO_VERSION
     up: bool = False  # there is an engine, whatever weights it holds
     ready: bool = False  # it answers, and holds the weights of `version`
@@ -63,15 +64,11 @@ class Replica:
         return task.result()
 
     async def look(self) -> Look:
-        """Whether the engine answers, or at least works: on a crowded machine an answer may take
-        long.
-        """
-        turns = turns_of(self.process.pid) if self.process else 0
+        """Look whether the engine answers, or at least works."""
+        if self.heartbeat is not None:
+            return read_health(*await self.heartbeat.look())
         try:
             return await self.engine.look()
-        except NoAnswer as error:
-            works = self.process is not None and turns_of(self.process.pid) > turns
-            return Look(works, "it is busy" if works else str(error))
         except SamplerError as error:
             return Look(False, str(error))
 

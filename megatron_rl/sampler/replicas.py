@@ -4,12 +4,11 @@ opens dispatchers, adds jobs, tells health, asks for what modules put out.
 
 import asyncio
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences
+from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences, uses_servers
 from megatron_rl.config.schema import Cache
 from megatron_rl.processes.process import share_of_cores
 from megatron_rl.sampler.client.engine_client import EngineClient
@@ -28,7 +27,6 @@ from megatron_rl.sampler.update import Updates
 from megatron_rl.types import SamplingParams
 
 NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
-KEY_BYTES = 32
 SHUT_S = 5.0  # for what still watches
 
 
@@ -62,19 +60,17 @@ class Replicas:
     ) -> None:
         """Start the run's own engines, and look after them and the given ones from here on."""
         settings = self._settings
-        fleet = self._settings.sampler.fleet
-        own_key = secrets.token_urlsafe(KEY_BYTES)
-        given_key = os.environ.get(KEY_VARIABLE, "")
-        started = process_settings(settings, hf_folder, folder, log_dir, worker_extension)
-        known: list[tuple[ProcessSettings | None, str, str]] = [
-            (one, "", own_key) for one in started
-        ]
-        known += [(None, address.rstrip("/"), given_key) for address in fleet.addresses]
-        for index, (start, address, key) in enumerate(known):
-            format = settings.formats[index if settings.is_fleet else 0]
-            name = f"server {index} ({format.value}{f', {address}' if address else ''})"
-            if not settings.is_fleet:
-                name = "engine" if len(known) == 1 else f"engine {index}"
+        sampler = settings.sampler
+        starts: Sequence[ProcessSettings | None] = [None] * sampler.engines
+        addresses = [""] * sampler.engines
+        if uses_servers(sampler):
+            addresses = [address.rstrip("/") for address in sampler.addresses]
+        else:
+            starts = process_settings(settings, hf_folder, folder, log_dir, worker_extension)
+        key = os.environ.get(KEY_VARIABLE, "")
+        for index, (start, address) in enumerate(zip(starts, addresses, strict=True)):
+            format = settings.formats[index]
+            name = name_of(index, settings, address)
             # reached anew with each of its processes
             engine = EngineClient(
                 name, PortLine(address, key), self._state.request_timeout_s, self._state.vocabulary
@@ -179,37 +175,34 @@ class Replicas:
                 replica.process = None
 
 
+def name_of(index: int, settings: EngineSettings, address: str) -> str:
+    """Name of an engine in messages."""
+    if address:
+        return f"server {index} ({settings.formats[index]}, {address})"
+    if len(set(settings.formats)) > 1:
+        return f"engine {index} ({settings.formats[index]})"
+    if settings.sampler.engines > 1:
+        return f"engine {index}"
+    return "engine"
+
+
 def process_settings(
     settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
 ) -> list[ProcessSettings]:
-    """Settings of each engine that the run starts, in the order of formats."""
-    fleet = settings.is_fleet
+    """Settings of each engine that the run starts."""
     gpus = devices(settings.sampler)
-    if fleet:
-        count = settings.sampler.fleet.replicas
-    else:
-        count = settings.sampler.engines
     started = []
-    for index in range(count):
-        if fleet:
-            own = settings.with_format(settings.formats[index])
-        else:
-            own = settings
-        engine_folder = write_engine_folder(
-            hf_folder, folder / own.quantization.format.value, own.quantization
-        )
-        if fleet:
-            name = f"sampler_{index}.log"
-        else:
-            name = f"sampler{f'-{index + 1}' if index else ''}.log"
+    for index, format in enumerate(settings.formats):
+        own = settings.with_format(format)
+        engine_folder = write_engine_folder(hf_folder, folder / format.value, own.quantization)
+        name = f"sampler-{index + 1}.log" if index else "sampler.log"
         started.append(
             ProcessSettings(
                 arguments=engine_arguments(own, engine_folder, worker_extension),
                 log_path=log_dir / name,
                 workers=settings.sampler.tensor_parallel,
                 devices=gpus[index] if gpus else None,
-                cores=share_of_cores(index, count),
-                listens=fleet,
+                cores=share_of_cores(index, len(settings.formats)),
             )
         )
     return started

@@ -1,10 +1,9 @@
 """Sampler: prompts in, groups of answers (or sessions' turns) out, by engines started or given;
 weight updates, sleep.
 
-Engines are children of this process (`sampler.engines`), servers that it starts, or servers that
-are given by address (`sampler.fleet`). They are asked, watched, restarted and updated on an event
-loop in a thread of its own; what is here is for threads that wait. An update becomes the live
-weights of all engines, or of none.
+Engines are children of this process, or servers that are given by address. They are asked,
+watched, restarted and updated on an event loop in a thread of its own; what is here is for threads
+that wait. An update becomes the live weights of all engines, or of none.
 
 The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side
 transports drive a sampler too. On a GPU the same code runs with other engine arguments
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
+from megatron_rl.config.fleet import uses_servers
 from megatron_rl.config.schema import Format
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.points import Kind, Point
@@ -172,11 +172,8 @@ class Sampler:
         import safetensors.torch
         import torch
 
-        if self._settings.is_fleet:
-            raise SamplerError(
-                "a fleet's servers do not show their modules: use the embedded engine, without a "
-                "fleet"
-            )
+        if not self._alike:
+            raise SamplerError("modules are compared with engines of the run, in one format")
         self.wait_ready()
         ((answer,)) = self._ask(lambda replicas: replicas.values("activations", [list(tokens)]))
         logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
@@ -190,7 +187,7 @@ class Sampler:
         """[tokens, layers, experts of a token] of each sequence, -1 in layers without; None where
         it cannot be told.
         """
-        if self._settings.is_fleet:
+        if not self._alike:
             return None
         self.wait_ready()
         told = self._ask(
@@ -284,6 +281,11 @@ class Sampler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _alike(self) -> bool:
+        """True if every engine would tell the same of its modules."""
+        return len(set(self._settings.formats)) == 1 and not uses_servers(self._settings.sampler)
+
     def _ask(self, ask: Callable[[Replicas], Coroutine[Any, Any, T]]) -> T:
         """Ask the engines something, on their event loop; wait for the answer."""
         loop = self._loop
@@ -291,12 +293,11 @@ class Sampler:
         if loop is None or replicas is None:
             raise SamplerError(NOT_RUNNING)
         section = self._settings.sampler
-        fleet = self._settings.is_fleet
         limit_s, key = max(
             (section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY)
         )
         try:
-            with waiting("server" if fleet else "engine", limit_s, key):
+            with waiting("server" if uses_servers(section) else "engine", limit_s, key):
                 return loop.call(ask(replicas), self._pass_on_notes)
         finally:
             self._pass_on_notes()

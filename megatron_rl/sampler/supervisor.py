@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.schema import Format, Transport
-from megatron_rl.processes.pulse import own
+from megatron_rl.processes.pulse import Heartbeat, own
 from megatron_rl.sampler.client.engine_client import EngineClient
 from megatron_rl.sampler.client.engine_process import END_GRACE_S, EngineProcess, ProcessSettings
 from megatron_rl.sampler.client.interface import EngineGone, SamplerError, UpdateStep
@@ -98,20 +98,17 @@ class Supervisor:
         self._state = state
         self._address = address
         self._key = key
-        self._lifeline: EngineClient | None = None  # to the process that was started here
+        self._child: EngineClient | None = None  # of the process that was started here
         self.first_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start_process(self) -> None:
         if self._start is None:
             return
         replica = self.replica
-        replica.process = EngineProcess(self._start, self._key, replica.restarts)
+        replica.process = EngineProcess(self._start, restarts=replica.restarts)
         own(replica.name, replica.process)
-        self._lifeline = self._client(SocketLine(replica.process.line))
-        if self._start.listens:
-            self._address = replica.process.address
-        else:
-            replica.engine = self._lifeline
+        self._child = replica.engine = self._client(SocketLine(replica.process.line))
+        replica.heartbeat = Heartbeat(self._child.status, replica.process.pid)
 
     def _client(self, line: SocketLine | PortLine) -> EngineClient:
         return EngineClient(
@@ -151,14 +148,12 @@ class Supervisor:
         """Hang up. `shut`: workers of a larger engine share memory that only they release, so that
         it is asked to.
         """
-        lifeline = self._lifeline
+        child = self._child
         process = self.replica.process
-        if shut and lifeline is not None and process is not None and process.settings.workers > 1:
-            lifeline.ask_to_end()
+        if shut and child is not None and process is not None and process.settings.workers > 1:
+            child.ask_to_end()
             await asyncio.to_thread(process.wait, END_GRACE_S)
         await self.replica.engine.close()
-        if lifeline is not None:
-            await lifeline.close()
 
     async def _bring_up(self) -> None:
         """Bring an engine, restarted here or given by address, to serve the current policy."""
@@ -170,12 +165,11 @@ class Supervisor:
             self.start_process()
             count = f"{replica.restarts} of {MAX_RESTARTS} restarts"
             state.note(f"{replica.name} starts again ({count}): {replica.reason}")
-        if self._start is not None and self._lifeline is not None:
-            await self._lifeline.open()
-            await self._lifeline.start(self._start.arguments, state.start_timeout_s)
-            assert replica.process is not None
+        if self._child is not None and replica.process is not None:
+            await self._child.open()
+            await self._child.start(replica.process.settings.arguments, state.start_timeout_s)
             await asyncio.to_thread(replica.process.note_shared_memory)
-        if self._address:
+        else:
             await self._connect()
         await self._unless_gone(self._make_current())
         if again:
@@ -188,7 +182,7 @@ class Supervisor:
         line = PortLine(self._address, self._key)
         client = replica.engine = self._client(line)
         await self._until_healthy()
-        if self._start is None and self._key and await line.answers_without_key():
+        if self._key and await line.answers_without_key():
             raise EngineGone(
                 f"{self._address} moves weights for whoever asks, without the key; start it with "
                 "`megatron-rl serve`"
@@ -226,8 +220,6 @@ class Supervisor:
         state = self._state
         deadline = time.monotonic() + state.start_timeout_s
         while not (look := await replica.look()).alive:
-            if replica.process and (ended := replica.process.ended()):
-                raise EngineGone(ended)
             if time.monotonic() > deadline:
                 limit = f"sampler.start_timeout_s={state.start_timeout_s:g}"
                 raise EngineGone(

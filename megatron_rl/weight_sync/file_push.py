@@ -46,7 +46,6 @@ class FilePush(Push):
         sources: dict[Format, ShardSource],
         sampler: SamplerClient | None,
         sync: SyncSection,
-        fleet: bool,
         ranks: int = 1,
     ) -> None:
         """`ranks`: of an engine, which share each tensor."""
@@ -54,7 +53,6 @@ class FilePush(Push):
         self._sources = sources
         self._sampler = sampler
         self._sync = sync
-        self._fleet = fleet
         self._rank = this_rank()
         # rank 0: versions that engines may still ask for, or that patches build on
         self._kept: list[int] = []
@@ -114,7 +112,7 @@ class FilePush(Push):
             self.forget(old)
         # on a shared file system another host may have pages of the old content at hand, and a
         # server that is just starting may still be reading it
-        if self._sync.dir is None and not self._fleet and self._lineage.base is None:
+        if self._sync.dir is None and self._lineage.base is None:
             for format in self._sources:
                 write_over(self._folder(format), needed[0])
 
@@ -154,10 +152,8 @@ class FilePush(Push):
         """The argument of `update_weights`: where the version lies; by format where the engines
         differ.
         """
-        # a fleet's servers finish on their own, as soon as they have accepted
-        background = not self._fleet
         infos = {
-            one.value: update_info(self._folder(one), version, self._writers, background)
+            one.value: update_info(self._folder(one), version, self._writers, background=True)
             for one in self._sources
         }
         if len(infos) > 1:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 import msgspec
 from torch import Tensor
 
-from megatron_rl.config.fleet import distinct_formats, is_fleet
+from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import (
     Config,
     Format,
@@ -57,11 +57,8 @@ class WeightSync:
         quantization: QuantizationSection,
         sync: SyncSection,
         engines: SamplerSection,
-        fleet: bool,
     ) -> None:
-        """`formats`: those of the sampler's engines, each once. `fleet`: the engines are servers of
-        their own.
-        """
+        """`formats`: those of the sampler's engines, each once."""
         started = time.perf_counter()
         shape = learner.model.shape
         world = learner.groups.world
@@ -90,7 +87,7 @@ class WeightSync:
             filter(None, (self.smoothing, cache_scales))
         )
         self._rank = this_rank()
-        self.transport = _transport(sources, sampler, sync, engines, fleet)
+        self.transport = _transport(sources, sampler, sync, engines)
         # whether the last version failed in a way that sending it again can mend
         self._again = False
         self._plan_seconds = time.perf_counter() - started
@@ -106,7 +103,6 @@ class WeightSync:
             quantization=config.quantization,
             sync=config.sync,
             engines=config.sampler,
-            fleet=is_fleet(config.sampler),
         )
 
     def push(self, version: int) -> SyncReport:
@@ -207,15 +203,14 @@ def _transport(
     sampler: SamplerClient | None,
     sync: SyncSection,
     engines: SamplerSection,
-    fleet: bool,
 ) -> Push:
     if sync.transport == Transport.file:
-        return FilePush(sources, sampler, sync, fleet, engines.tensor_parallel)
+        return FilePush(sources, sampler, sync, engines.tensor_parallel)
     # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its
     # transports
     from megatron_rl.weight_sync.vllm_push import VllmPush
 
-    # a fleet's mixed formats travel as files: the config has made sure
+    # mixed formats travel as files: the config has made sure
     (source,) = sources.values()
     return VllmPush(source, sampler, sync, engines)
 

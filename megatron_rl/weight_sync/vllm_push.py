@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from megatron_rl.config.fleet import LOOPBACK, is_loopback, size
+from megatron_rl.config.fleet import LOOPBACK, is_loopback
 from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import torch_dtype
@@ -61,9 +61,9 @@ class VllmPush(Push):
                 f"sync.transport={sync.transport} needs a sampler to send to; take file"
             )
         self._sync = sync
-        self._addresses = engine.fleet.addresses
+        self._addresses = engine.addresses
         self._patience_s = engine.request_timeout_s
-        self._workers = (size(engine) or engine.engines) * engine.tensor_parallel
+        self._workers = engine.engines * engine.tensor_parallel
         self._relay = Relay(sampler)
         self._source = WholeSource(source, everywhere=sync.transport == Transport.ipc)
         self._engine: TrainerWeightTransferEngine | None = None

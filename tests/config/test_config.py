@@ -297,7 +297,7 @@ BAD_VALUES = [
     ("run", "stop: {}", "run.stop: {}, expected one metric of eval/"),
     ("run", "stop: {train/loss: 1}", "run.stop: {'train/loss': 1.0}, expected one metric of eval/"),
     ("run", "stop: eval/accuracy", "run.stop is eval/accuracy: use a section, or null"),
-    ("sampler", "fleet: {formats: [int9]}", "sampler.fleet.formats[0]: Invalid value 'int9'"),
+    ("sampler", "formats: [int9]", "sampler.formats[0]: Invalid value 'int9'"),
 ]
 
 
@@ -324,8 +324,8 @@ def test_a_bad_value_is_refused_alone_and_in_words(
             for more in ([], ["quantization=fp8"])
         ),
         (
-            ["sampler.fleet.replicas=2", "sampler.fleet.formats=[int8, none]"],
-            "the fleet has int8, none; use bf16",
+            ["sampler.engines=2", "sampler.formats=[int8, none]"],
+            "the engines have int8, none; use bf16",
         ),
     ],
 )

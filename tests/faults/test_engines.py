@@ -1,4 +1,4 @@
-"""An engine whose thread hangs behind a door that answers; one of two workers of which one dies in
+"""An engine whose thread hangs; one of two workers of which one dies in
 mid-update.
 """
 
@@ -11,13 +11,13 @@ from helpers import wait_for
 from test_tensor_parallel_engine import has_ended
 from tiny_engine import PROMPTS, SAMPLING, make_live, make_model, make_settings, startable
 
-from megatron_rl.config.schema import FleetSection, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.sampler.sampler import Sampler
 
 
 @pytest.mark.fault(
-    "the thread that owns a server's engine waits for ever",
-    "three looks; the other server answers; it starts again",
+    "the thread that owns one of two engines waits for ever",
+    "three looks; the other engine answers; it starts again",
 )
 def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = tmp_path / "deaf"
@@ -25,7 +25,7 @@ def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_RL_TESTS_DEAF", str(marker))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     model = make_model(tmp_path / "hf", True)
-    settings = make_settings(fleet=FleetSection(replicas=2))
+    settings = make_settings(engines=2)
     extension = "faulty_receiver.FaultyExtension"
     with Sampler(
         settings, model.folder, tmp_path, note=notes.append, worker_extension=extension

@@ -1,4 +1,4 @@
-"""Fleets of real servers whose processes are stopped, and servers started by hand."""
+"""Several engines whose processes are stopped, and servers started by hand."""
 
 import signal
 import subprocess
@@ -21,9 +21,9 @@ KEY = "0123456789abcdef" * 2
 RECIPE = str(ROOT / "recipes" / "quickstart_fleet.yaml")
 
 
-def engines(box: Box) -> list[psutil.Process]:
-    """Processes of servers, each with its engine, in their order."""
-    return sorted(box.processes("megatron_rl.engine.server"), key=lambda one: one.create_time())
+def engines(box: Box, kind: str = "child") -> list[psutil.Process]:
+    """Processes of engines, in their order."""
+    return sorted(box.processes(f"megatron_rl.engine.{kind}"), key=lambda one: one.create_time())
 
 
 def workers(server: psutil.Process) -> list[psutil.Process]:
@@ -42,8 +42,8 @@ def running_fleet(box: Box, *more: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.fault(
-    "a worker of a fleet's server is stopped (SIGSTOP)",
-    "three looks; the other server answers; it starts again",
+    "a worker of one of two engines is stopped (SIGSTOP)",
+    "three looks; the other engine answers; it starts again",
 )
 def test_a_stopped_engine(box: Box) -> None:
     run = running_fleet(box, "sampler.tensor_parallel=2")
@@ -56,13 +56,13 @@ def test_a_stopped_engine(box: Box) -> None:
     )
     assert "is slow to answer" in box.screen
     assert "is stopped" in box.screen
-    box.until_steps(before + 2)  # the other server answers
+    box.until_steps(before + 2)  # the other engine answers
     box.until(lambda: "is back with policy version" in box.screen, "it starts again")
     ends_well(box, run)
     assert "restarts: 2" not in box.screen
 
 
-@pytest.mark.fault("a fleet's server pauses for 8 s", "nothing is lost, nothing starts again")
+@pytest.mark.fault("one of two engines pauses for 8 s", "nothing is lost, nothing starts again")
 def test_a_pause(box: Box) -> None:
     run = running_fleet(box)
     servers = engines(box)
@@ -142,7 +142,7 @@ def test_half_open_connections(box: Box) -> None:
 def test_a_server_ends_with_its_starter(box: Box) -> None:
     starter, _ = serve(box)
     mine = box.processes()
-    assert engines(box)
+    assert engines(box, "server")
     starter.kill()
     all_gone(mine)
     assert not list(box.tmp.glob("megatron-rl-*"))
@@ -152,7 +152,7 @@ def test_a_server_ends_with_its_starter(box: Box) -> None:
 def test_a_killed_serve(box: Box) -> None:
     serve(box)
     mine = box.processes()
-    assert engines(box)
+    assert engines(box, "server")
     (front,) = [one for one in mine if one.cmdline()[1:4] == ["-m", "megatron_rl.cli", "serve"]]
     front.kill()
     all_gone(mine)
@@ -166,15 +166,13 @@ def all_gone(processes: list[psutil.Process]) -> None:
 
 @pytest.mark.fault(
     "a server given by address is killed and started again",
-    "the other one answers meanwhile; it is brought up to date and answers again",
+    "it is looked for, brought up to date and answers again",
 )
 def test_a_given_server_comes_back(box: Box) -> None:
     starter, port = serve(box)
-    address = f'sampler.fleet.addresses=["http://127.0.0.1:{port}"]'
-    run = box.begin(address, "sampler.fleet.replicas=1", steps=2)
+    run = box.begin(f'sampler.addresses=["http://127.0.0.1:{port}"]', steps=2)
     starter.kill()
     wait_for(lambda: "is out: " in box.screen, "the screen says that it is out")
-    box.goes_on()  # the other one answers
     serve(box, port=port)
     box.until(lambda: "is back with policy version" in box.screen, "it is back")
     box.goes_on()

@@ -15,7 +15,7 @@ from megatron_rl.processes.process import free_port
 
 SHARED = Path("/dev/shm")
 START_S = 300
-FLEET = ("sampler.fleet.replicas=2", "run.steps=2")
+FLEET = ("sampler.engines=2", "run.steps=2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +69,7 @@ def test_a_killed_launcher(box: Box) -> None:
     "kill -9 of rank 0 in mid-run", "the launcher clears the folders, those in shared memory too"
 )
 @pytest.mark.parametrize(
-    "settings", [("log.wandb=offline", "sampler.tensor_parallel=2"), ("sampler.fleet.replicas=1",)]
+    "settings", [("log.wandb=offline", "sampler.tensor_parallel=2"), ("sampler.engines=2",)]
 )
 def test_a_killed_driver(box: Box, settings: tuple[str, ...]) -> None:
     launcher = box.begin(*settings, steps=2)

@@ -232,7 +232,7 @@ def test_a_comparison(place: Box) -> None:
 
 
 def _servers(box: Box) -> list[str]:
-    return ["sampler.fleet.servers=2", f"sync.dir={box.folder}/sync"]
+    return ["sampler.dedicated_nodes=true", "sampler.engines=2", f"sync.dir={box.folder}/sync"]
 
 
 def _ended_as(

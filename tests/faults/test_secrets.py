@@ -54,8 +54,8 @@ def test_keys_stay_where_they_are(box: Box) -> None:
     settings = (
         "log.wandb=offline",
         "checkpoint.every=2",
-        "sampler.fleet.replicas=1",
-        "sampler.fleet.formats=[int8]",
+        "sampler.engines=1",
+        "sampler.formats=[int8]",
     )
     process = box.begin(*settings, recipe="quickstart_fleet.yaml")
     seen: dict[str, set[str]] = {}
@@ -73,7 +73,7 @@ def test_keys_stay_where_they_are(box: Box) -> None:
     assert seen.pop("rank 0") <= {"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"}
     launcher = next(kind for kind in seen if "megatron_rl.cli" in kind)
     assert seen.pop(launcher) == set(KEYS)
-    assert len(seen) >= 3  # another rank, a server, a reward worker, what W&B starts
+    assert len(seen) >= 3  # another rank, an engine, a reward worker, what W&B starts
     assert {kind: keys for kind, keys in seen.items() if keys - {"WANDB_API_KEY"}} == {}
     print(seen)
     assert not holders(box.tmp)

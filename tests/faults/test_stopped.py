@@ -106,14 +106,14 @@ def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
 
 
 @pytest.mark.fault(
-    "a server of a whole run's fleet is stopped",
+    "one of two engines of a whole run is stopped",
     "it is named; it is started again; the run ends well",
 )
 def test_a_stopped_server(box: Box) -> None:
     process = running_fleet(box)
     server = engines(box)[0]
     server.suspend()
-    named = re.compile(rf"stuck    server 0 \(\w+\) \(process {server.pid} on ")
+    named = re.compile(rf"stuck    engine 0 \(\w+\) \(process {server.pid} on ")
     wait_for(lambda: named.search(log(box)), "it is named", NAMED_S)
     wait_for(lambda: "is back with policy version" in box.screen, "it starts again", START_S)
     assert engines(box)

@@ -22,7 +22,6 @@ from tiny_engine import PROMPTS, SAMPLING
 from megatron_rl.config.schema import (
     Config,
     Device,
-    FleetSection,
     Format,
     KvCache,
     QuantizationSection,
@@ -158,7 +157,7 @@ def test_every_transport_brings_what_files_bring(
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="NCCL wants a GPU for each of its ranks")
 def test_nccl_reaches_two_servers(runs: Any) -> None:
     config = make_config(Transport.nccl)
-    two = replace(config.sampler, devices=["1", "2"], fleet=FleetSection(replicas=2))
+    two = replace(config.sampler, devices="1,2", engines=2)
     run = runs(replace(config, sampler=two))
     assert run.push(1) != run.push(2)
     assert {one["policy_version"] for one in run.sampler.health()["engines"]} == {1}

@@ -1,7 +1,5 @@
 """What is refused before an engine starts, each with the key, the value and a way out."""
 
-from dataclasses import replace
-
 import pytest
 from simulated import hf_config
 
@@ -9,7 +7,6 @@ from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import (
     Config,
     Device,
-    FleetSection,
     Format,
     KvCache,
     LearnerSection,
@@ -99,10 +96,8 @@ def test_ipc_stays_on_the_learner_s_gpus_and_host():
     assert "engine runs on 3,4 and the learner on 0 to 3" in found
     (found,) = transport(Transport.ipc, LearnerSection(tensor_parallel=8, data_parallel=2))
     assert "16 ranks and this host 8 GPUs" in found
-    assert (
-        transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "3"]) == []
-    )
-    (found,) = transport(Transport.ipc, learner, fleet=FleetSection(replicas=2), devices=["0", "4"])
+    assert transport(Transport.ipc, learner, engines=2, devices="0,3") == []
+    (found,) = transport(Transport.ipc, learner, engines=2, devices="0,4")
     assert "engine runs on 0,4" in found
 
 
@@ -117,10 +112,6 @@ def test_nccl_wants_gpus_of_its_own():
         for one in found
     )
     assert transport(Transport.nccl, learner, tensor_parallel=2, devices="4,5") == []
-    (found,) = transport(
-        Transport.nccl, learner, fleet=FleetSection(replicas=2), devices=["3", "4"]
-    )
-    assert "both take 3; give the engine GPUs of its own (sampler.devices=['4', '5'])" in found
 
 
 def test_sleep():
@@ -132,12 +123,9 @@ def test_sleep():
     assert "sampler.sleep: discard with sync.every=2" in found
     (found,) = problems(asleep(Sleep.offload), HOST)
     assert found.startswith("sampler.sleep: offload")
-    fleet = asleep(Sleep.offload)
-    fleet = replace(
-        fleet, sampler=replace(fleet.sampler, fleet=replace(fleet.sampler.fleet, replicas=2))
-    )
-    (found,) = problems(fleet)
-    assert "not for a fleet" in found
+    servers = SamplerSection(sleep=Sleep.offload, addresses=["http://127.0.0.1:8000"])
+    (found,) = problems(Config(sampler=servers))
+    assert found.startswith("sampler.sleep: offload")
 
 
 def test_an_fp8_cache_is_for_gpus_that_know_fp8():
@@ -160,7 +148,7 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
             {"tensor_parallel": 2},
             ["sampler.tensor_parallel=2 does not show its modules; use 1"],
         ),
-        (HOST, {}, {"fleet": FleetSection(replicas=2)}, ["or use the embedded engine"]),
+        (HOST, {}, {"dedicated_nodes": True}, ["leave it out"]),
         (HOST, {}, {"vllm": {"enforce_eager": False}}, ["does not show its modules; use true"]),
         (
             HOST,
@@ -179,15 +167,15 @@ def test_layers_are_compared_where_both_sides_show_them(machine, learner, sample
 
 
 def test_filters_of_a_small_vocabulary():
-    def found(top_k: int | None, replicas: int = 0) -> list[str]:
-        fleet = SamplerSection(fleet=FleetSection(replicas=replicas))
-        return problems(
-            Config(rollout=RolloutSection(top_k=top_k), sampler=fleet), HOST, vocab_size=20
+    def found(top_k: int | None, servers: bool = False) -> list[str]:
+        config = Config(
+            rollout=RolloutSection(top_k=top_k), sampler=SamplerSection(dedicated_nodes=servers)
         )
+        return problems(config, HOST, vocab_size=20)
 
-    assert found(None, 2) == found(19) == found(4, 2) == []
+    assert found(None, True) == found(19) == found(4, True) == []
     assert "keeps everything" in found(20)[0]
-    assert "use at most 4" in found(5, 2)[0]
+    assert "use at most 4" in found(5, True)[0]
 
 
 def test_several_embedded_engines(monkeypatch):
@@ -209,8 +197,6 @@ def test_several_embedded_engines(monkeypatch):
     (found,) = problems(several(3, tensor_parallel=2), HOST)
     assert "3 engines of 2 ranks" in found
     assert problems(several(2, tensor_parallel=2, devices="0,1,2,3")) == []
-    for devices, said in ((None, "null"), ("0,1", "0,1")):
-        (found,) = problems(several(2, tensor_parallel=2, devices=devices))
-        assert found == f"sampler.devices: {said} for 2 engines of 2 GPU(s); name 4 GPUs"
-    (found,) = problems(several(2, fleet=FleetSection(replicas=2)), HOST)
-    assert "leave it out, or sampler.fleet" in found
+    (found,) = problems(several(2, tensor_parallel=2))
+    assert found.startswith("sampler.devices: null")
+    assert problems(several(5, dedicated_nodes=True), HOST) == []

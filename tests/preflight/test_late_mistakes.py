@@ -50,7 +50,7 @@ MISTAKES = [
     ("sampler.start_timeout_s=.inf", "sampler.start_timeout_s is inf: give a finite number"),
     ("sampler.request_timeout_s=0", "sampler.request_timeout_s: 0, expected seconds: above 0"),
     ("reward.timeout_s=1e12", "reward.timeout_s: 1e+12, expected seconds"),
-    ("sampler.fleet.replicas=1000000000", "sampler.fleet.replicas: 1e+09, expected 0 (none"),
+    ("sampler.engines=1000000000", "sampler.engines: 1e+09, expected 1"),
     (
         "learner.megatron.hidden_dropout=banana",
         "learner.megatron.hidden_dropout is banana: give a finite number",

@@ -47,12 +47,13 @@ def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, nod
     node(gpus)
     config = load(recipe)
     machine = named(str(cluster(recipe)[1]))
-    places = ("learner: ", "sampler.devices", "sampler.fleet")
+    places = ("learner: ", "sampler.devices", "sampler.engines")
     about = [line for line in checks.problems(config) if line.startswith(places)]
     learns = Layout.from_config(config.learner).world
-    fits = gpus >= max(
-        learns + config.sampler.fleet.servers * config.sampler.tensor_parallel, machine.gpus
-    )
+    serves = 0
+    if config.sampler.dedicated_nodes:
+        serves = config.sampler.engines * config.sampler.tensor_parallel
+    fits = gpus >= max(learns + serves, machine.gpus)
     assert (about == []) == fits, about
     assert all(str(gpus) in line for line in about)
 
@@ -60,7 +61,7 @@ def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, nod
 def test_a_server_has_the_gpus_of_one_node() -> None:
     wide = load(
         "recipes/dapo-qwen3_8b-2n16g-int8.yaml",
-        ["sampler.tensor_parallel=16", "sampler.fleet.servers=1"],
+        ["sampler.tensor_parallel=16", "sampler.engines=1"],
     )
     (said,) = ranks(named("3x8xH100-80"), wide.learner, wide.sampler)
     assert "a server has the GPUs of one node, and a node has 8" in said

@@ -392,7 +392,7 @@ def test_a_report_lists_none_of_a_healthy_run_or_of_a_torn_configuration(tmp_pat
     run = recorded(tmp_path, [{ESS: 0.4}] * 8, Alarms())
     torn = (
         "log: {alarms: {ess: [1]}}",
-        "sampler: {fleet: {formats: [[1]]}}",
+        "sampler: {formats: [[1]]}",
         "quantization: {format: {}}",
         "log: 3",
     )

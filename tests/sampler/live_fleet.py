@@ -1,4 +1,6 @@
-"""A fleet of two: server 0 samples in INT8, server 1 in BF16; what tests do with it."""
+"""Two engines, of which engine 0 samples in INT8, engine 1 in BF16; what tests do with them, and
+with a server.
+"""
 
 import os
 import signal
@@ -10,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import psutil
+import pytest
 import torch
-from tiny_engine import PROMPTS, TinyModel, collecting, make_config, make_settings
+from helpers import wait_for
+from tiny_engine import PATIENCE_S, PROMPTS, TinyModel, collecting, make_config
 from transformers import Qwen3ForCausalLM
 
 from megatron_rl.config import to_yaml
-from megatron_rl.config.schema import FleetSection, Format, ModelSection
+from megatron_rl.config.schema import Format, ModelSection
+from megatron_rl.processes.process import free_port
 from megatron_rl.quantization.formats import BY_FORMAT
-from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -28,6 +31,7 @@ FORMATS = [Format.int8, Format.none]
 KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"
 KEY = "0123456789abcdef" * 2
 SAMPLING = SamplingParams(samples=2, max_tokens=8)
+LOG = "serve.log"
 LONG = replace(SAMPLING, max_tokens=24)
 MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers answer at once
 
@@ -35,7 +39,6 @@ MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers a
 @dataclass(eq=False)
 class LiveFleet:
     sampler: Sampler
-    given: subprocess.Popen[bytes]
     model: TinyModel
     directory: Path
     notes: list[str] = field(default_factory=list)
@@ -76,10 +79,6 @@ class LiveFleet:
         """What an update does to the keys and values of open answers from here on."""
         self.sampler._replicas._state.keep_cache = keep
 
-    def ask(self, one: Replica, method: str, **arguments: object) -> object:
-        """Anything, of one server."""
-        return self.sampler._ask(lambda _: one.engine.call(method, arguments))
-
     def open(self) -> list[int]:
         """How many samples each server works on."""
         return [one["open"] for one in self.sampler.health()["engines"]]
@@ -87,8 +86,8 @@ class LiveFleet:
     @contextmanager
     def paused(self, one: Replica) -> Iterator[None]:
         """It takes requests, and answers none before the end."""
-        (given,) = psutil.Process(self.given.pid).children()  # the server that `serve` has started
-        pid = one.process.pid if one.process else given.pid
+        assert one.process is not None
+        pid = one.process.pid
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
@@ -131,26 +130,27 @@ class LiveFleet:
         return self.peers[seed]
 
 
-def fleet_settings(**keys) -> EngineSettings:
-    return make_settings(fleet=FleetSection(**keys))
-
-
-def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
+@contextmanager
+def served(model: TinyModel, folder: Path, format: Format = Format.none) -> Iterator[str]:
+    """A server that `megatron-rl serve` has started, and its address; it has ended at the end."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(to_yaml(replace(make_config(), model=ModelSection(path=str(model.folder)))))
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_rl.cli",
-        "serve",
-        str(recipe),
-        "--port",
-        str(port),
-        "--format",
-        "none",
-    ]
-    with (folder / "serve.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    port = free_port()
+    words = ["-m", "megatron_rl.cli", "serve", str(recipe), "--format", format.value]
+    with pytest.MonkeyPatch.context() as patch, (folder / LOG).open("wb") as log:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv(KEY_VARIABLE, KEY)
+        process = subprocess.Popen(
+            [sys.executable, *words, "--port", str(port)], stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            wait_for(lambda: "ready:" in (folder / LOG).read_text() or process.poll() is not None)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            ended = process.poll()
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0, (folder / LOG).read_text()[-4000:]
+            assert ended is None, "it outlives its runs"
 
 
 def flip_a_byte(manifest: Path) -> None:

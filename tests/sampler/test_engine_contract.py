@@ -4,14 +4,15 @@ server by its port.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from live_fleet import flip_a_byte
+from live_fleet import flip_a_byte, served
 from scripted_engine import ScriptedEngine
 from tiny_engine import PROMPTS, make_model, make_settings, startable
 
-from megatron_rl.config.schema import FleetSection, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.sampler.client.interface import Completion, Engine, EngineGone, SamplerError
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import SamplingParams
@@ -84,8 +85,13 @@ def subject(
             flip_a_byte(written.manifest)
         return transport.update_info(folder, version, 1, background=True)
 
-    settings = make_settings(format, fleet=FleetSection(replicas=int(way == "server")))
-    with startable(), Sampler(settings, model.folder, folder) as sampler:
+    with ExitStack() as stack:
+        stack.enter_context(startable())
+        addresses = []
+        if way == "server":
+            addresses = [stack.enter_context(served(model, folder, format))]
+        settings = make_settings(format, addresses=addresses)
+        sampler = stack.enter_context(Sampler(settings, model.folder, folder))
         sampler.init_weight_transfer_engine({})
         subject = Subject(
             sampler.replicas[0].engine, lambda asked: sampler._ask(lambda _: asked), write

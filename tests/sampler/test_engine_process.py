@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import serve
-from megatron_rl.config.schema import FleetSection, SamplerSection
+from megatron_rl.config.schema import SamplerSection
 from megatron_rl.processes.process import share_of_cores
 from megatron_rl.processes.scratch import SHARED_MEMORY, remove_segments, segments_of_session
 from megatron_rl.sampler.client.engine_process import (
@@ -170,17 +170,10 @@ def test_a_child_that_takes_another_s_place_has_a_log_of_its_own(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "fleet", "wanted"),
-    [
-        (None, {}, None),
-        ("4", {}, "4"),
-        ("4", {"replicas": 2}, "4"),
-        (["4", "5"], {"replicas": 2}, None),
-        ([4, 5], {}, "4,5"),
-    ],
+    ("given", "engines", "wanted"), [(None, 1, None), ("4,5", 1, "4,5"), ("4,5", 2, None)]
 )
-def test_a_server_by_itself_takes_no_gpus_of_the_run_s_own(given, fleet, wanted):
-    assert serve.own_devices(SamplerSection(devices=given, fleet=FleetSection(**fleet))) == wanted
+def test_a_server_by_itself_takes_no_gpus_of_the_run_s_own(given, engines, wanted):
+    assert serve.own_devices(SamplerSection(devices=given, engines=engines)) == wanted
 
 
 OWNER = """

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tiny_engine import make_config, make_model
@@ -10,7 +11,6 @@ from megatron_rl.config.schema import (
     Cache,
     Device,
     EvalSection,
-    FleetSection,
     Format,
     ModelSection,
     Precision,
@@ -18,11 +18,12 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.sampler.engine_settings import (
+    WORKER_EXTENSION,
     EngineSettings,
     engine_arguments,
     write_engine_folder,
 )
-from megatron_rl.sampler.replicas import Replicas
+from megatron_rl.sampler.replicas import Replicas, process_settings
 
 
 def test_arguments_follow_the_config(tmp_path):
@@ -80,16 +81,14 @@ def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
     )
 
 
-def test_each_server_of_a_mixed_fleet_gets_its_format():
-    fleet = FleetSection(
-        replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.int8, Format.none]
+def test_each_engine_of_several_gets_its_format(tmp_path):
+    model = make_model(tmp_path / "hf", tied=True)
+    several = make_config(Format.fp8, engines=2, formats=[Format.int8, Format.none])
+    started = process_settings(
+        EngineSettings.from_config(several), model.folder, tmp_path, tmp_path, WORKER_EXTENSION
     )
-    settings = EngineSettings.from_config(make_config(Format.fp8, fleet=fleet))
-    assert settings.is_fleet
-    assert settings.formats == (Format.int8, Format.none)
-    assert settings.with_format(Format.int8).quantization.format == Format.int8
-    embedded = EngineSettings.from_config(make_config(Format.fp8))
-    assert (embedded.is_fleet, embedded.formats) == (False, (Format.fp8,))
+    assert [Path(one.arguments["model"]).name for one in started] == ["int8", "none"]
+    assert [one.log_path.name for one in started] == ["sampler.log", "sampler-2.log"]
 
 
 @pytest.mark.parametrize("cache", list(Cache))

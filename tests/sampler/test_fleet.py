@@ -1,38 +1,33 @@
-"""A live fleet, updated, misled, killed, and looked at by strangers.
+"""Two live engines, updated, misled and killed, and a server that strangers look at.
 
-Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, was started by
-`megatron-rl serve` and is given by address.
+Engine 0 samples in INT8, engine 1 and the server in BF16.
 """
 
 import math
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from helpers import wait_for
 from live_fleet import (
     FORMATS,
     KEY,
-    KEY_VARIABLE,
+    LOG,
     LONG,
     MANY,
     SAMPLING,
     LiveFleet,
-    fleet_settings,
     flip_a_byte,
-    serve,
+    served,
 )
-from preloaded import forking
-from tiny_engine import PATIENCE_S, PROMPTS, make_model, make_settings
+from tiny_engine import PROMPTS, make_model, make_settings, startable
 
 from megatron_rl.config.schema import Cache, Format
-from megatron_rl.processes.process import free_port
 from megatron_rl.sampler.client.interface import RequestRefused, SamplerError
 from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout
@@ -44,53 +39,35 @@ CLOSE = 0.02  # nats: what two BF16 engines with the same weights are apart at m
 
 
 @pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    """Of the fleet's processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        patch.setenv(KEY_VARIABLE, KEY)
-        yield
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
+def live(tmp_path_factory) -> Iterator[LiveFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model(folder / "hf", True)
     notes: list[str] = []
-    port = free_port()
-    settings = fleet_settings(replicas=1, addresses=[f"http://127.0.0.1:{port}"], formats=FORMATS)
-    sampler = Sampler(settings, model.folder, folder, note=notes.append)
-    given = serve(model, folder, port)
-    try:
-        sampler.launch()
-        try:
-            sampler.wait_ready()
-        except SamplerError as error:
-            log = (folder / "serve.log").read_text()
-            raise SamplerError(
-                f"{error}. The given server (exit status {given.poll()}):\n{log[-4000:]}"
-            ) from None
-        fleet = LiveFleet(sampler, given, model, folder, notes)
+    settings = make_settings(engines=2, formats=FORMATS)
+    with startable(), Sampler(settings, model.folder, folder, note=notes.append) as sampler:
+        fleet = LiveFleet(sampler, model, folder, notes)
         fleet.update(1)
         yield fleet
-    finally:
-        sampler.close()
-        given.terminate()
-        given.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
-def embedded(live, tmp_path_factory) -> Iterator[Sampler]:
-    """Launched and not waited for: it starts while the killed server starts again."""
-    sampler = Sampler(make_settings(), live.model.folder, tmp_path_factory.mktemp("embedded"))
-    with forking():
-        sampler.launch()
-    yield sampler
-    sampler.close()
+def far(live, tmp_path_factory) -> Iterator[Sampler]:
+    """One server, given by address, with the weights of seed 5."""
+    folder = tmp_path_factory.mktemp("far")
+    with served(live.model, folder) as address:
+        settings = make_settings(addresses=[address])
+        with Sampler(settings, live.model.folder, folder) as sampler:
+            tensors = live.model.quantized(5, Format.none).items()
+            transport.write_version(folder, 0, tensors, format="none")
+            sampler.init_weight_transfer_engine({})
+            sampler.start_weight_update()
+            sampler.update_weights(transport.update_info(folder, 0, 1))
+            sampler.finish_weight_update("0")
+            yield sampler
 
 
 def essence(rollouts: list[Rollout]) -> list[tuple]:
-    return [(r.group, r.sample, r.token_ids, r.finish_reason) for r in rollouts]
+    return [(r.group, r.sample, r.token_ids, r.finish_reason, r.format) for r in rollouts]
 
 
 def sets(rollout: Rollout) -> list[set[int]]:
@@ -117,20 +94,6 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
     assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
 
 
-def test_the_key_is_in_no_command_line_and_no_log(live):
-    process, (own, given) = (
-        live.replicas[0].process,
-        (one.engine.line._key for one in live.replicas),
-    )
-    assert len(own) > 30
-    assert own != KEY == given
-    assert own not in Path(f"/proc/{process.pid}/cmdline").read_text()
-    for log in (live.directory / "sampler_0.log", live.directory / "serve.log"):
-        assert not any(key in log.read_text(errors="replace") for key in (own, given))
-    assert KEY not in Path(f"/proc/{process.pid}/environ").read_text()
-    assert process.address.startswith("http://127.0.0.1:")
-
-
 GENERATE = {"seed": 0, "max_tokens": 4}
 HOSTILE = [
     ("generate", {"tokens": [10**6], **GENERATE}),
@@ -145,29 +108,31 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.fault("hostile requests with the key", "each is refused; the servers serve on")
-def test_hostile_requests_end_no_server(live):
-    before = live.rollouts()
-    for replica in live.replicas:
-        for method, arguments in HOSTILE:
-            with pytest.raises(RequestRefused):
-                live.ask(replica, method, **arguments)
-    assert sorted(r.group for r in live.rollouts()) == sorted(r.group for r in before)
-    assert live.sampler.stats.restarts == 0
+@pytest.mark.fault("hostile requests with the key", "each is refused; the server serves on")
+def test_hostile_requests_end_no_server(far):
+    (one,) = far.replicas
+    for method, arguments in HOSTILE:
+        with pytest.raises(RequestRefused):
+            far._ask(lambda _, call=(method, arguments): one.engine.call(*call))
+    assert len(far.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(PROMPTS)
 
 
 @pytest.mark.fault(
     "a prompt of a token beyond the vocabulary", "one refusal that names it; no server is lost"
 )
-def test_a_poisoned_prompt_costs_one_refusal(live):
+def test_a_poisoned_prompt_costs_one_refusal(far):
     poisoned = Prompt(77, (3, 5000), "", {})
-    with pytest.raises(
-        SamplerError,
-        match=r"prompt 77 of 2 tokens cannot be answered: .*5000 is beyond the vocabulary",
-    ):
-        live.rollouts([*PROMPTS, poisoned])
-    assert all(one["ready"] for one in live.sampler.health()["engines"])
-    assert len(live.rollouts()) == 2 * len(PROMPTS)
+    with pytest.raises(SamplerError, match=r"prompt 77 .*5000"):
+        far.generate([*PROMPTS, poisoned], SAMPLING, seed=1, first_group=0, step=0)
+    assert all(one["ready"] for one in far.health()["engines"])
+    assert len(far.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)) == 2 * len(PROMPTS)
+
+
+def test_the_key_is_in_no_command_line_and_no_log(far):
+    log = far._log_dir / LOG
+    assert KEY not in log.read_text(errors="replace")
+    children = psutil.Process().children(recursive=True)
+    assert not any(KEY in " ".join(one.cmdline()) for one in children)
 
 
 def test_groups_come_as_they_finish_and_equal_the_list(live):
@@ -261,12 +226,12 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
 @pytest.mark.fault(
     "an update refused in the middle of answers", "the answers go on with the version before"
 )
-def test_an_update_that_one_server_refuses_reaches_none_and_harms_no_answer(live):
+def test_an_update_that_one_engine_refuses_reaches_none_and_harms_no_answer(live):
     version = live.sampler.policy_version
     retried = live.sampler.stats.retried
     with (
         live.collecting() as rollouts,
-        pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"),
+        pytest.raises(WeightSyncError, match=r"engine 0 \(int8\): corrupt tensor"),
     ):
         live.update(7, flip_a_byte)
     assert live.sampler.policy_version == version
@@ -278,7 +243,7 @@ def test_an_update_that_one_server_refuses_reaches_none_and_harms_no_answer(live
     assert live.sampler.policy_version == version + 1
 
 
-def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live, request):
+def test_an_engine_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live):
     live.update(8)
     old = live.sampler.policy_version
     victim = live.replicas[0]
@@ -297,9 +262,8 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     }
     assert live.sampler.policy_version == old + 1
     assert live.sampler.stats.retried > 0
-    assert any("server 0 (int8) is out" in line for line in live.notes)
+    assert any("engine 0 (int8) is out" in line for line in live.notes)
 
-    request.getfixturevalue("embedded")
     wait_for(lambda: all(replica.ready for replica in live.replicas))
     again = live.rollouts()
     assert victim.process.pid != pid
@@ -310,46 +274,28 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
     assert {r.policy_version for r in live.rollouts()} == {live.sampler.policy_version}
 
 
-def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(
-    live, embedded, tmp_path
-):
-    """Last: it takes the server away from the other fleet, which leaves it standing, and ends
-    it.
-    """
-    settings = fleet_settings(addresses=[live.replicas[1].engine.line._address])
-    folder = tmp_path / "sync"
-    transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
-    answers = []
-    with Sampler(settings, live.model.folder, tmp_path) as fleet:
-        for sampler in (fleet, embedded):
-            sampler.init_weight_transfer_engine({})
-            sampler.start_weight_update()
-            sampler.update_weights(transport.update_info(folder, 0, 1))
-            sampler.finish_weight_update("0")
+def test_a_server_answers_like_an_engine_of_the_run(live, far):
+    live.update(5)
+    held = live.replicas[0]
+    held.updating = True  # is given no prompt
+    try:
+        answers = []
+        for sampler in (far, live.sampler):
             several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
-            greedy = sampler.generate(
-                PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0
-            )
             filtered = replace(SAMPLING, top_k=5, top_p=0.9, candidates=16)
             kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4, step=0)
-            answers.append(several + greedy + kept)
-    given, own = answers
-    assert essence(given) == essence(own)
-    assert [(r.policy_version, r.format) for r in given] == [
-        (r.policy_version, r.format) for r in own
-    ]
-    for one, other in zip(given, own, strict=True):
+            answers.append(several + kept)
+    finally:
+        held.updating = False
+    assert essence(answers[0]) == essence(answers[1])
+    for one, other in zip(*answers, strict=True):
         assert all(
             math.isclose(a, b, abs_tol=0.02)
             for a, b in zip(one.logprobs, other.logprobs, strict=True)
         )
         assert (one.kept_counts, *sets(one)) == (other.kept_counts, *sets(other))
-    counts = sorted(count for one in given[-len(PROMPTS) :] for count in one.kept_counts)
+    kept = answers[0][2 * len(PROMPTS) :]
+    counts = sorted(count for one in kept for count in one.kept_counts)
     assert counts[0] >= 1
-    assert counts[len(counts) * 3 // 4] <= 5, (
-        "more only where logits, BF16 numbers, tie with the fifth"
-    )
-    assert given[0].kept_ids is None
-    assert live.given.poll() is None
-    live.given.terminate()
-    assert live.given.wait(PATIENCE_S) == 0
+    assert counts[len(counts) * 3 // 4] <= 5, "more only where BF16 logits tie with the fifth"
+    assert answers[0][0].kept_ids is None

@@ -6,10 +6,7 @@ import asyncio
 import json
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,10 +18,9 @@ from told_line import NAME, Frames, encode, generate, replied, sampled, told
 from megatron_rl.config.schema import Format
 from megatron_rl.engine.messages import LONGEST_TRANSMISSION
 from megatron_rl.processes.channel import Channel, ChannelClosed
-from megatron_rl.processes.process import state_of
 from megatron_rl.sampler.client import lines as module
 from megatron_rl.sampler.client.engine_client import EngineClient
-from megatron_rl.sampler.client.interface import EngineGone, Look, SamplerError
+from megatron_rl.sampler.client.interface import EngineGone, SamplerError
 from megatron_rl.sampler.client.lines import PortLine, SocketLine
 from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.supervisor import SamplerState, Supervisor
@@ -254,35 +250,6 @@ def test_a_look_tells_busy_from_hung(status: int, body: Any, alive: bool, slow: 
     assert look.alive == alive
     assert slow in look.slow
     assert bool(look.slow) == bool(slow)
-
-
-@pytest.mark.fault(
-    "a server gives no answer in time",
-    "it is busy if its process had a core meanwhile, else the look is missed",
-)
-@pytest.mark.parametrize(
-    ("child", "works"), [("while True: time.sleep(0.01)", True), ("time.sleep(100)", False)]
-)
-def test_a_server_that_is_starved_is_not_hung(
-    monkeypatch: pytest.MonkeyPatch, child: str, works: bool
-) -> None:
-    monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 3.0 if works else 0.3)
-    command = [sys.executable, "-c", f"import time; print(1, flush=True)\n{child}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-
-    async def use(engine: EngineClient, asked: list[Frames]) -> Look:
-        process.stdout.readline()
-        while not works and state_of(process.pid) != "S":  # it goes on from there to what it does
-            await asyncio.sleep(0.01)
-        return await Replica(
-            NAME, Format.int8, engine, process=SimpleNamespace(pid=process.pid)
-        ).look()
-
-    try:
-        assert behind_a_port([], use, health=None).alive == works
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.fault(

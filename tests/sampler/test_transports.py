@@ -19,7 +19,7 @@ from simulated import local_parameters
 from test_embedded import served_by_each
 from tiny_engine import Live, TinyModel, make_model, make_settings
 
-from megatron_rl.config.schema import FleetSection, Format, SyncSection, Transport
+from megatron_rl.config.schema import Format, SyncSection, Transport
 from megatron_rl.engine.messages import checked
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
@@ -56,12 +56,8 @@ def shape_of(model: TinyModel) -> ModelShape:
     return ModelShape.from_hf(model.hf.to_dict())
 
 
-@pytest.fixture(
-    params=[{"engines": 2}, {"fleet": FleetSection(replicas=2)}], ids=["children", "servers"]
-)
-def run(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Run]:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     import gloo_receiver  # vLLM, which takes seconds: not for whoever collects tests
 
     from megatron_rl.weight_sync import vllm_push
@@ -76,7 +72,7 @@ def run(
     unpacked = vllm_push.NCCLTrainerInitInfo  # packed tensors travel on streams of a device
     monkeypatch.setattr(vllm_push, "NCCLTrainerInitInfo", partial(unpacked, packed=False))
     model = make_model(tmp_path / "hf", True)
-    settings = replace(make_settings(**request.param), transport=Transport.nccl)
+    settings = replace(make_settings(engines=2), transport=Transport.nccl)
     source = ShardSource(Model(shape_of(model), Layout(), {}), ShardGroups(), Format.none)
     sampler = Sampler(
         settings, model.folder, tmp_path, worker_extension="gloo_receiver.GlooExtension"

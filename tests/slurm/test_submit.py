@@ -240,7 +240,7 @@ def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
     done = run_script(
         site,
         "dapo_split",
-        "\nsampler={fleet: {servers: 2}}\nsync.dir=sync\nlearner.tensor_parallel=1\n",
+        "\nsampler={engines: 2, dedicated_nodes: true}\nsync.dir=sync\nlearner.tensor_parallel=1\n",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     steps = {
@@ -250,7 +250,7 @@ def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
     first = 40000 + 7 * 64
     places = f"127.0.0.1:{first},127.0.0.1:{first + 1}"
     assert {"--nodelist=n2", "--ntasks=2", places, "slurm/serve.sh"} <= {*servers[0]}
-    addresses = f"sampler.fleet.addresses=[http://127.0.0.1:{first},http://127.0.0.1:{first + 1}]"
+    addresses = f"sampler.addresses=[http://127.0.0.1:{first},http://127.0.0.1:{first + 1}]"
     assert addresses in servers[0]
     assert addresses in learner[0]
     assert "--nodelist=n1" in learner[0]

@@ -12,7 +12,7 @@ import pytest
 from push_rank import NAME, Receiver, Weights, run_rank, sync_of
 from spawned import run_ranks
 
-from megatron_rl.config.schema import FleetSection, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import SyncDir, manifest_path
@@ -86,7 +86,7 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     monkeypatch.setattr(SyncDir, "require_free", lambda _, nbytes: room.append(nbytes))
     formats = [Format.int8, Format.none, Format.int8]
     client = Fleet()
-    sync = sync_of(Weights(0, 1), client, tmp_path, fleet=FleetSection(replicas=3, formats=formats))
+    sync = sync_of(Weights(0, 1), client, tmp_path, engines=3, formats=formats)
     report = sync.push(1)
     found = client.manifests()
     assert {name: one.format for name, one in found.items()} == {"none": "none", "int8": "int8"}

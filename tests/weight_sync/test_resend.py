@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from push_rank import SHARD, Receiver, Weights, sync_of
 
-from megatron_rl.config.schema import FleetSection, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import file_push
 from megatron_rl.weight_sync.file_transport import version_directory, write_version
@@ -63,7 +63,7 @@ def embedded(folder: Path, **settings: Any) -> tuple[Unlucky, WeightSync]:
 
 
 def fleet(folder: Path) -> tuple[Unlucky, WeightSync]:
-    return embedded(folder, fleet=FleetSection(replicas=2, formats=[Format.int8, Format.none]))
+    return embedded(folder, engines=2, formats=[Format.int8, Format.none])
 
 
 @pytest.mark.fault(

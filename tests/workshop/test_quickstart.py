@@ -56,7 +56,7 @@ def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(
 
 
 def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
-    assert fitting(SLOW_HOST, ["sampler.fleet.replicas=2"]) == ["learner.precision=fp32"]
+    assert fitting(SLOW_HOST, ["sampler.engines=3"]) == ["learner.precision=fp32"]
 
 
 @pytest.mark.fault(

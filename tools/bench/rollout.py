@@ -1,14 +1,12 @@
 """Rollout throughput per format: our sampler against the bare engine, and INT8 against BF16.
 
     python tools/bench/rollout.py [--shape toy] [--shape large] [--format none ...] [--repeats 5]
-    [--fleet]
 
 Both engines of a format stay up and take turns, so that whatever else the machine does meets both.
 The bare engine is `vllm.LLM.generate` on the same prompts with the same engine arguments: once with
 the same seeds, which is the same work (a seed of its own costs each sample a generator, drawn from
-at each token), once without. `--fleet` puts one server in the place of the embedded engine, whose
-overhead is then that of a fleet per engine. Weights are random: lengths are fixed, so only shapes
-matter for speed. `|d|` is the mean |logprob difference| on sampled tokens between the sampler,
+at each token), once without. Weights are random: lengths are fixed, so only shapes matter for
+speed. `|d|` is the mean |logprob difference| on sampled tokens between the sampler,
 which was given the model's weights in its format, and transformers with the same weights in BF16.
 """
 
@@ -32,7 +30,6 @@ import torch
 
 from megatron_rl.config.schema import (
     Config,
-    FleetSection,
     Format,
     QuantizationSection,
     RolloutSection,
@@ -116,7 +113,7 @@ SHAPES = {
 }
 
 
-def make_settings(format: Format, work: Workload, fleet: bool) -> EngineSettings:
+def make_settings(format: Format, work: Workload) -> EngineSettings:
     config = Config(
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(
@@ -125,7 +122,6 @@ def make_settings(format: Format, work: Workload, fleet: bool) -> EngineSettings
         sampler=SamplerSection(
             start_timeout_s=START_TIMEOUT_S,
             vllm={"kv_cache_memory_bytes": 512 << 20},
-            fleet=FleetSection(replicas=1 if fleet else 0),
         ),
     )
     return EngineSettings.from_config(config)
@@ -260,14 +256,12 @@ def ask_bare(process: subprocess.Popen[str], seed: int | None) -> float:
     raise RuntimeError("the bare engine ended; see bare.log")
 
 
-def measure(
-    format: Format, shape: str, repeats: int, fleet: bool
-) -> tuple[float, float, float, float]:
+def measure(format: Format, shape: str, repeats: int) -> tuple[float, float, float, float]:
     """(our tokens/s, the bare engine's with the same seeds and without, |d|); medians over
     alternating runs.
     """
     work = SHAPES[shape]
-    settings = make_settings(format, work, fleet)
+    settings = make_settings(format, work)
     prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate(prompt_ids(work))]
     params = SamplingParams(samples=work.samples, max_tokens=work.response_tokens)
     ours: list[float] = []
@@ -302,9 +296,6 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--format", action="append", choices=["none", "int8", "fp8"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--fleet", action="store_true", help="a server in place of the embedded engine"
-    )
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
@@ -320,9 +311,7 @@ def main() -> None:
         )
         rates: dict[str, float] = {}
         for format in options.format or ["none", "int8", "fp8"]:
-            ours, seeded, bare, difference = measure(
-                Format(format), shape, options.repeats, options.fleet
-            )
+            ours, seeded, bare, difference = measure(Format(format), shape, options.repeats)
             rates[format] = ours
             speeds = f"sampler {ours:8.0f} tokens/s   bare {seeded:8.0f} tokens/s   ratio {ours / seeded:.3f}"
             speeds += f"   without seeds {bare:8.0f} tokens/s   ratio {ours / bare:.3f}"

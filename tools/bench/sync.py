@@ -264,7 +264,6 @@ def measure(
         quantization=quantization,
         sync=config.sync,
         engines=config.sampler,
-        fleet=False,
     )
     plain = ShardSource(model, groups)
     quantized = ShardSource(model, groups, quantization.format, quantization.ignore)

@@ -220,7 +220,6 @@ class EngineClient:
             ) from None
         finally:
             self._asked.pop(asked.frame["id"], None)
-        mark()
         return value
 
     def ask_to_end(self) -> None:
@@ -274,11 +273,12 @@ class EngineClient:
                 self._progress = asyncio.get_running_loop().time()
             if asked is None or asked.answer.done():
                 continue
+            if asked.frame["method"] != "status":  # looks at an engine are no progress
+                mark()
             if reply.error is not None:
                 asked.answer.set_exception(self._error(asked.frame["method"], reply.error))
             else:
                 asked.answer.set_result(reply.value)
-        mark()
 
     def _error(self, method: str, error: _Error) -> Exception:
         text = f"{self.name}: {error.message[:4000]}"

@@ -46,6 +46,14 @@ class Look:
     slow: str = ""  # why it does not answer at once
 
 
+def read_health(status: int, told: Mapping[str, str]) -> Look:
+    """Read what a heartbeat has told."""
+    if status != 200:
+        return Look(False, (told.get("error") or f"its status is {status}")[:200])
+    engine = told.get("engine", "")
+    return Look(True, "" if engine == "answers" else f"its engine is {engine:.100}")
+
+
 @dataclass(frozen=True)
 class WrittenCall:
     """A tool call as the engine's side has found it in an answer."""

@@ -201,9 +201,8 @@ ALONE = (
     "model.init=pretrained",
     "reward.overlong_buffer=0",
     "rollout={source: sampler, samples_per_prompt: 2, dynamic_sampling: false}",
-    "sampler.fleet={replicas: 0, servers: 0, addresses: [], formats: []}",
-    "sampler.devices=null",
-    "sampler.sleep=none",
+    "sampler={engines: 1, dedicated_nodes: false, addresses: [], formats: []}",
+    "sampler={devices: null, sleep: none}",
     "sync={transport: file, dir: null, every: 1, full_every: 1}",
     "eval.every=1",
     "quantization={smoothing: null, kv_cache: none}",
@@ -244,7 +243,7 @@ def _lengths(folder: Path) -> dict[str, int]:
 def served(
     config: Config, stored: StoredModel, note: Callable[[str], None], log_dir: Path | None = None
 ) -> Iterator[Sampler]:
-    """An engine, or a fleet, that holds the model's weights in the format of the configuration."""
+    """An engine that holds the model's weights in the format of the configuration."""
     # so that what was started ends with its owner's last words
     signal.signal(signal.SIGTERM, raise_interrupt)
     weights = StoredWeights(stored)

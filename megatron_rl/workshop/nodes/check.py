@@ -29,7 +29,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the problems below say 
 import torch.distributed as dist
 
 from megatron_rl.config import cluster, read
-from megatron_rl.config.fleet import gpus_of_engines, size
+from megatron_rl.config.fleet import gpus_of_engines, own_engines
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
@@ -50,7 +50,7 @@ def wanted_gpus(config: Config, nodes: Sequence[str], learning: int) -> dict[str
     gpus = dict.fromkeys(nodes[:learning], -(-Layout.from_config(config.learner).world // learning))
     gpus[nodes[0]] = max(gpus[nodes[0]], max(gpus_of_engines(config.sampler), default=0) + 1)
     serving = nodes[learning:]
-    servers = size(config.sampler) - config.sampler.fleet.replicas
+    servers = config.sampler.engines - own_engines(config.sampler)
     for node in serving:
         gpus[node] = config.sampler.tensor_parallel * -(-servers // len(serving))
     return gpus

@@ -231,11 +231,9 @@ def _faster(case: Case, time: StepTime) -> Iterator[str]:
     best = min(seconds, key=seconds.__getitem__, default=None)
     if best is None or seconds[best] > FASTER * time.rollout:
         return
-    sleeps = case.config.sampler.sleep != Sleep.none
-    key = "sampler.engines" if sleeps else "sampler.fleet.replicas"
     yield (
         f"{roles.engines * (roles.engine_tp // best)} engines of {best} on the same GPUs would "
-        f"take {duration(seconds[best])} for a rollout, not {duration(time.rollout)} ({key}); "
+        f"take {duration(seconds[best])} for a rollout, not {duration(time.rollout)} (sampler.engines); "
         "--suggest has such"
     )
 

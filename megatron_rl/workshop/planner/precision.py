@@ -106,7 +106,7 @@ def rows_of(base: Case, runs: Sequence[Measured]) -> tuple[list[Row], list[str]]
 def _with(base: Case, name: str) -> Case:
     format, cache = NAMES[name]
     config = base.config
-    sampler = replace(config.sampler, fleet=replace(config.sampler.fleet, formats=[]))
+    sampler = replace(config.sampler, formats=[])
     quantization = replace(config.quantization, format=format, kv_cache=cache)
     return decided(
         replace(base, config=replace(config, quantization=quantization, sampler=sampler))

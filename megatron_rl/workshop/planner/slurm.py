@@ -28,7 +28,7 @@ CORES = 8  # of a task
 def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -> str:
     """What to type, and what to know about it. One task is one rank of the learner."""
     roles = made.roles
-    servers = config.sampler.fleet.servers
+    servers = config.sampler.dedicated_nodes
     seconds = _seconds(config, made)
     if config.quantization.format == Format.int8:
         alone = "slurm/dapo_int8.sbatch"
@@ -51,7 +51,7 @@ def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -
     if roles.distant and not servers:
         lines.append(
             f"# before it: {roles.distant} server(s) of {roles.engine_tp} GPUs on other nodes, "
-            f"each `megatron-rl serve {recipe} --host 0.0.0.0`, at sampler.fleet.addresses"
+            f"each `megatron-rl serve {recipe} --host 0.0.0.0`, at sampler.addresses"
         )
     return "\n".join(lines)
 
@@ -62,7 +62,7 @@ def options(config: Config, made: Plan) -> list[str]:
     gpus = os.environ.get("SITE_GPUS") or "gres=gpu"
     return [
         f"--job-name={config.run.name}",
-        f"--nodes={roles.nodes if config.sampler.fleet.servers else roles.learner_nodes}",
+        f"--nodes={roles.nodes if config.sampler.dedicated_nodes else roles.learner_nodes}",
         f"--ntasks-per-node={roles.tasks_per_node}",
         f"--cpus-per-task={CORES}",
         f"--{gpus}{':' if '=' in gpus else '='}{roles.per_node}",
@@ -87,13 +87,13 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
     elif not problems:
         made = plan(config, read_card(str(config.model.folder)), machine)
         problems += made.problems
-    if ("split" in Path(script).name) != bool(config.sampler.fleet.servers):
-        if config.sampler.fleet.servers:
+    if ("split" in Path(script).name) != config.sampler.dedicated_nodes:
+        if config.sampler.dedicated_nodes:
             other = "slurm/dapo_split.sbatch"
         else:
             other = "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
         problems.append(
-            f"{script}: sampler.fleet.servers is {config.sampler.fleet.servers}; submit {other}"
+            f"{script}: sampler.dedicated_nodes is {config.sampler.dedicated_nodes}; submit {other}"
         )
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))

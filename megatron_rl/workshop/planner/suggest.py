@@ -226,12 +226,10 @@ def _in_turns(config: Config, tp: int, gpus: int, near: bool) -> dict[str, Any]:
 
 def _servers(config: Config, tp: int, gpus: range, share: float | None) -> dict[str, Any]:
     """Sections for as many engines as fit on these GPUs of the first node."""
-    groups = [
-        ",".join(map(str, gpus[start : start + tp])) for start in range(0, len(gpus) - tp + 1, tp)
-    ]
+    count = len(gpus) // tp
     sampler = _sampler(config, tp, share)
-    fleet = replace(sampler.fleet, replicas=len(groups) if len(groups) > 1 else 0)
-    sampler = replace(sampler, devices=groups if len(groups) > 1 else groups[0], fleet=fleet)
+    devices = ",".join(map(str, gpus[: count * tp]))
+    sampler = replace(sampler, engines=count, devices=devices)
     return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file)}
 
 
@@ -240,16 +238,24 @@ def _distant(config: Config, tp: int, machine: Machine, learner_nodes: int) -> d
     hosts = range(learner_nodes, machine.nodes)
     addresses = [f"http://node{host}:{8000 + number}" for host in hosts for number in range(each)]
     sampler = _sampler(config, tp, SPLIT)
-    sampler = replace(sampler, devices=None, fleet=replace(sampler.fleet, addresses=addresses))
+    sampler = replace(sampler, engines=len(addresses), devices=None, addresses=addresses)
     folder = config.sync.dir or SHARED_FOLDER
     return {"sampler": sampler, "sync": replace(config.sync, transport=Transport.file, dir=folder)}
 
 
 def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
     sampler = config.sampler
-    fleet = replace(sampler.fleet, replicas=0, servers=0, addresses=[], formats=[])
     vllm = {**sampler.vllm} | ({"gpu_memory_utilization": share} if share else {})
-    return replace(sampler, tensor_parallel=tp, engines=1, sleep=Sleep.none, fleet=fleet, vllm=vllm)
+    return replace(
+        sampler,
+        tensor_parallel=tp,
+        engines=1,
+        dedicated_nodes=False,
+        addresses=[],
+        formats=[],
+        sleep=Sleep.none,
+        vllm=vllm,
+    )
 
 
 def _learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:

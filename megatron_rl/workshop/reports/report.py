@@ -123,7 +123,7 @@ def _setup(run: RunData) -> str:
 
 
 def _formats(run: RunData) -> list[Any]:
-    return run.setting("sampler.fleet.formats", []) or [run.setting("quantization.format", "none")]
+    return run.setting("sampler.formats", []) or [run.setting("quantization.format", "none")]
 
 
 def _cause(run: RunData) -> dict[str, str] | None:

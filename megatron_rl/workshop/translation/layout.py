@@ -88,7 +88,8 @@ def layout(values: Values, told: Accounts) -> None:
             own = learner // 2
             learner -= own
             told.note("halves")
-        values["sampler.fleet.servers"] = max(1, own // engine)
+        values["sampler.dedicated_nodes"] = True
+        values["sampler.engines"] = max(1, own // engine)
     each = tensor * stages * values.get("learner.context_parallel", 1)
     if learner % each:
         told.note("no_multiple", learner=learner, tensor=tensor, stages=each // tensor)

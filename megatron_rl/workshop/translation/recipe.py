@@ -251,8 +251,8 @@ def _fit_cluster(mapping: dict[str, Any], config: Config, told: Accounts) -> Non
         return
     # a job starts its servers; their addresses are names of a site
     sampler = found[0].config.sampler
-    fleet = replace(sampler.fleet, addresses=[], servers=len(sampler.fleet.addresses))
-    changed = replace(found[0].config, sampler=replace(sampler, fleet=fleet))
+    sampler = replace(sampler, addresses=[], dedicated_nodes=bool(sampler.addresses))
+    changed = replace(found[0].config, sampler=sampler)
     for layer in of_overrides(list(overrides(config, changed))):
         mapping |= overlaid(mapping, layer.content)
     given = mapping["learner"].get("megatron", {})

@@ -137,7 +137,7 @@ def test_gpus_that_each_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     embedded = {"devices": "8,9", "tensor_parallel": 2}
     config = from_mapping({"learner": learner, "sampler": embedded})
     assert check.wanted_gpus(config, ["n1", "n2"], 2) == {"n1": 10, "n2": 8}
-    servers = {"tensor_parallel": 2, "fleet": {"servers": 3}}
+    servers = {"tensor_parallel": 2, "engines": 3, "dedicated_nodes": True}
     config = from_mapping({"learner": learner, "sampler": servers})
     nodes = ["n1", "n2", "n3", "n4"]
     assert check.wanted_gpus(config, nodes, 2) == {"n1": 8, "n2": 8, "n3": 4, "n4": 4}

@@ -65,7 +65,7 @@ class Published:
 
     @property
     def config(self) -> Config:
-        sampler: dict[str, Any] = {"fleet": {"addresses": ["http://127.0.0.1:8000"]}}
+        sampler: dict[str, Any] = {"addresses": ["http://127.0.0.1:8000"]}
         if self.engine:
             sampler = {
                 "devices": "0",

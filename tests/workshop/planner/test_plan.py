@@ -183,7 +183,7 @@ def test_five_mistakes_in_one_message(tmp_path: Path) -> None:
 
 
 def test_the_sbatch_line(command: Command) -> None:
-    servers = ("sampler.devices=null", "sampler.fleet.addresses=['http://127.0.0.1:8000']")
+    servers = ("sampler.devices=null", "sampler.addresses=['http://127.0.0.1:8000']")
     words = ("--sbatch", "--on", "2x8xH100", *APART, "learner.data_parallel=4", *servers)
     line, *others = command("plan", DAPO, *words).splitlines()
     assert line.endswith(" slurm/dapo_fp8.sbatch")

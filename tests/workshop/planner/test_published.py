@@ -73,11 +73,8 @@ class Timed:
                 "learner": section,
                 "sampler": {
                     "tensor_parallel": tp,
-                    "fleet": {
-                        "addresses": [
-                            f"http://127.0.0.1:{8000 + number}" for number in range(count)
-                        ]
-                    },
+                    "engines": count,
+                    "addresses": [f"http://127.0.0.1:{8000 + number}" for number in range(count)],
                 },
             }
         )

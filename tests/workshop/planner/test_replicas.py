@@ -36,9 +36,9 @@ def test_what_is_said_is_what_the_plan_has_for_a_fleet_of_them() -> None:
     ((count, gpus, seconds, instead),) = said(one)
     assert (count, gpus) == ("2", "2")
     fleet = [
-        "sampler.fleet.replicas=2",
+        "sampler.engines=2",
         "sampler.tensor_parallel=2",
-        "sampler.devices=['4,5','6,7']",
+        "sampler.devices='4,5,6,7'",
     ]
     two = planned("dr_grpo-qwen2.5_7b-1n8g-int8", *apart, *fleet)
     assert one.time is not None
