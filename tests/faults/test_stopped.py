@@ -151,11 +151,10 @@ def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
 
 @pytest.mark.fault(
     "the engine of a whole run stays stopped",
-    "ended after sampler.request_timeout_s and started again; after three times the run ends, "
-    "and says why",
+    "ended after three looks and started again; after three times the run ends, and says why",
 )
 def test_an_engine_that_stays_stopped(box: Box) -> None:
-    process = begun(box, "sampler.request_timeout_s=15")
+    process = begun(box)
     for stop in range(MAX_RESTARTS + 1):
         one = victim(box, "engine", process.pid)
         one.suspend()
@@ -164,10 +163,9 @@ def test_an_engine_that_stays_stopped(box: Box) -> None:
             back = lambda n=stop + 1: box.screen.count("is back with policy version") >= n  # noqa: E731
             wait_for(back, "it is started again", START_S)
             box.goes_on()
-    assert "within sampler.request_timeout_s=15" in box.screen
     assert process.wait(STEP_S) == 1, box.screen
     assert f"given up after {MAX_RESTARTS} restarts" in box.status()["reason"]
-    assert "sampler.request_timeout_s=15" in box.status()["reason"]
+    assert "is stopped" in box.status()["reason"]
     box.until_over()
 
 
