@@ -34,12 +34,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from megatron_rl.engine import reload
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
-
-# what vLLM looks for here
-from megatron_rl.engine.receiver import (
-    WorkerExtension as WorkerExtension,
-)
-from megatron_rl.engine.receiver import begin
+from megatron_rl.engine.receiver import WorkerExtension, begin  # noqa: F401  vLLM looks here
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest, wire
 from megatron_rl.weight_sync.engine_shards import Held, Shard

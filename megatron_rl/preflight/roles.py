@@ -13,12 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import ConfigError, read
-from megatron_rl.config.fleet import (
-    HOST_CACHE_BYTES,
-    distant,
-    gpus_of_engines,
-    own_engines,
-)
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, distant, gpus_of_engines, own_engines
 from megatron_rl.config.schema import (
     Device,
     LearnerSection,
