@@ -84,7 +84,9 @@ def max_sequences(sampler: SamplerSection) -> int:
 def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
     formats = Counter(replica_formats(sampler, quantization))
     kind = "server" if uses_servers(sampler) else "engine"
-    count = f"{sampler.engines} {kind}s of " if sampler.engines > 1 else ""
+    count = ""
+    if sampler.engines > 1:
+        count = f"{sampler.engines} {kind}s of "
     named = f"format {next(iter(formats))}"
     if len(formats) > 1:
         named = "formats " + ", ".join(f"{format} x{count}" for format, count in formats.items())

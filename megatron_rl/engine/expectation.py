@@ -171,7 +171,12 @@ def _experts(name: str, layer: RoutedExperts) -> Iterator[tuple[TensorSpec, Shar
                 tensor = TensorSpec(
                     f"{owner}.{expert}.{part}.{suffix}", dtype_name(parameter.dtype), shape
                 )
-                yield tensor, WHOLE if not plain else shard if place_of(expert) >= 0 else NOTHING
+                if not plain:
+                    yield tensor, WHOLE
+                elif place_of(expert) >= 0:
+                    yield tensor, shard
+                else:
+                    yield tensor, NOTHING
 
 
 def _shape(

@@ -85,7 +85,9 @@ class Service:
                 engine.generate(self._count, **arguments)
             elif method in ("cancel", "hung_up"):
                 wanted = arguments.get("requests")
-                self._cancel(engine, line, None if wanted is None else set(wanted))
+                if wanted is not None:
+                    wanted = set(wanted)
+                self._cancel(engine, line, wanted)
                 if method == "cancel":
                     self._reply(line, number, None)
             elif method == "shutdown":

@@ -53,7 +53,9 @@ class ToolCallParser:
         except Exception:  # a parser's, of whatever kind: the text is what a model wrote
             calls = []
             content = text
-        return {"content": text if content is None and not calls else content or "", "calls": calls}
+        if content is None:
+            content = "" if calls else text
+        return {"content": content, "calls": calls}
 
     def _made(self, parser: str, schemas: str) -> tuple[Any, Any]:
         from transformers import AutoTokenizer

@@ -62,11 +62,10 @@ class SamplerState:
 
     def init_of(self, replica: Replica) -> dict[str, Any]:
         """vLLM's trainer tells every engine that its workers come first."""
-        info = self.init_info or {}
-        key = "rank_offset"
-        return {
-            "init_info": info | ({key: info[key] + replica.workers_before} if key in info else {})
-        }
+        info = dict(self.init_info or {})
+        if "rank_offset" in info:
+            info["rank_offset"] += replica.workers_before
+        return {"init_info": info}
 
     def tell(self) -> None:
         """Tell dispatchers that an engine came back, was given up, or has been updated."""

@@ -76,7 +76,11 @@ def make_buckets(
         (False, place.dp, groups.tensor),
         (True, place.edp, groups.expert_tensor),
     ):
-        size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
+        size = layout.tp
+        rank = place.tp
+        if expert:
+            size = layout.expert_tp
+            rank = place.etp
         own = [param for param in params if param.row.expert is expert and replica == 0]
         jobs: list[Job] = []
         filled = 0

@@ -41,7 +41,11 @@ class Cut:
         runs = []
         # a scale of blocks stands for so many rows
         blocks, uneven = divmod(sum(kinds), spec.shape[dim])
-        for length in [spec.shape[dim]] if uneven else [rows // blocks for rows in kinds]:
+        if uneven:
+            lengths = [spec.shape[dim]]
+        else:
+            lengths = [rows // blocks for rows in kinds]
+        for length in lengths:
             step = -(-length // unit) * unit // ranks or length
             runs += [(at + start, min(step, length - start)) for start in range(0, length, step)]
             at += length

@@ -130,7 +130,10 @@ class FilePush(Push):
             except WeightSyncError as error:
                 failure = str(error)
                 self.close()
-        path, failure = exchange([str(self._sync_dir.path) if self._sync_dir else "", failure])[0]
+        path = ""
+        if self._sync_dir is not None:
+            path = str(self._sync_dir.path)
+        path, failure = exchange([path, failure])[0]
         if failure is None and self._writes and not Path(path).is_dir():
             failure = f"{path} of rank 0 is not visible on every host: set sync.dir to a shared file system"
         reasons = [reason for reason in exchange(failure) if reason]

@@ -168,27 +168,40 @@ class _Buckets:
                 f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not "
                 "carry"
             )
-        dim, runs = (cut.dim, cut.runs) if cut else (0, ((0, spec.shape[0] if spec.shape else 1),))
         offset = self._begin()
-        content = [tensor.narrow(dim, *run) if cut else tensor for run in runs]
-        parts = [
-            self._part(name, start, length, part)
-            for (start, length), part in zip(runs, content, strict=True)
-        ]
-        place = (self._name, offset, dim)
-        self.entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, *place, tuple(parts)))
+        if cut is None:
+            dim = 0
+            length = spec.shape[0] if spec.shape else 1
+            parts = [self._part(name, 0, length, tensor)]
+        else:
+            dim = cut.dim
+            parts = [
+                self._part(name, start, length, tensor.narrow(dim, start, length))
+                for start, length in cut.runs
+            ]
+        entry = TensorEntry(
+            spec.name,
+            spec.dtype,
+            spec.shape,
+            file=self._name,
+            offset=offset,
+            dim=dim,
+            parts=tuple(parts),
+        )
+        self.entries.append(entry)
 
     def _part(self, name: str, start: int, length: int, content: torch.Tensor) -> Part:
         data = content.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        stored = data
+        changes = None
         if self._sent is not None:
             patch = self._sent.exchange((name, start), data, content.element_size())
-        else:
-            patch = None
-        if not self._patching:
-            patch = None
-        self._write((data if patch is None else patch.data).data)
+            if self._patching and patch is not None:
+                stored = patch.data
+                changes = patch.changes
+        self._write(stored.data)
         checksum = manifests.checksum(data.data, name, start)
-        return Part(start, length, data.nbytes, checksum, None if patch is None else patch.changes)
+        return Part(start, length, data.nbytes, checksum, changes)
 
     def _begin(self) -> int:
         """Where the next tensor lies in the present bucket, which is a new one where the last is
