@@ -32,7 +32,8 @@ with leaving_at_once():
     import argparse
     import os
     import sys
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from functools import partial
     from pathlib import Path
 
     import grid as grids
@@ -42,7 +43,6 @@ with leaving_at_once():
     from run_in_turn import FINISHED, NOT_STARTED, Job, Runner
 
     from megatron_rl.config import ConfigError, load, to_yaml
-    from megatron_rl.config.bounds import is_folder_name
     from megatron_rl.config.schema import Config, Device, IfExists
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.preflight.checks import check
@@ -99,11 +99,8 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
         return 2
     left = [each for each in experiments if each not in done]
     if options.dry_run:
-        print(
-            "\n".join(
-                f"{each.name}  {FINISHED if each in done else 'to run'}" for each in experiments
-            )
-        )
+        for each in experiments:
+            print(f"{each.name}  {FINISHED if each in done else 'to run'}")
         return 0
     os.environ["WANDB_RUN_GROUP"] = grid.group  # which W&B reads in every run
     seeds = list(dict.fromkeys(each.seed for each in left))
@@ -197,53 +194,45 @@ def _loaded(arguments: Sequence[str]) -> Config | None:
 
 
 def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
-    """What would end one of the runs at its start, a warm start included. Machine and files are
-    looked at where the runs are to be `here`, the data once: it is the same for all.
+    """Errors that would end one of the runs at its start, a warm start included. Machine and files
+    are checked where the runs are to be `here`, the data once: it is the same for all.
     """
     grid = options.grid
-    found = dict[str, None]()
     os.environ[RECIPE_FOLDER] = os.path.dirname(os.path.realpath(grid.recipe))
     experiments = grid.experiments(options.size)
-    configs = []
-    model = []
-    try:
-        # its model is still to come: the one that it begins with has the same shape
-        if grid.task is not None:
-            warm = load(
-                TASKS[grid.task].warm_start,
-                starts.arguments(grid, options.root, experiments[0].seed)[1:],
-            )
-            model = [f"model.path={warm.model.path}", f"model.init={warm.model.init}"]
-            configs.append(warm)
-    except ConfigError as error:
-        found |= dict.fromkeys(str(error).splitlines())
+    found: dict[str, None] = {}
+    configs: list[Config] = []
+    model: list[str] = []
+
+    def attempt(step: Callable[[], object]) -> None:
+        try:
+            step()
+        except ConfigError as error:
+            found.update(dict.fromkeys(str(error).splitlines()))
+
+    def load_warm_start() -> None:
+        # the model of the runs is still to come: the one that it begins with has the same shape
+        overrides = starts.arguments(grid, options.root, experiments[0].seed)[1:]
+        configs.append(load(TASKS[grid.task].warm_start, overrides))
+        init = configs[-1].model
+        model.extend((f"model.path={init.path}", f"model.init={init.init}"))
+
+    def load_run_of(experiment: Experiment) -> None:
+        recipe, *overrides = arguments_of(experiment, options, model)
+        configs.append(load(recipe, overrides))
+
+    if grid.task is not None:
+        attempt(load_warm_start)
     for experiment in experiments:
-        try:
-            recipe, *overrides = arguments_of(experiment, options, model)
-            configs.append(load(recipe, overrides))
-        except ConfigError as error:
-            found |= dict.fromkeys(str(error).splitlines())
-    if here and not found:
-        for config in configs:
-            try:
-                check(config)
-            except ConfigError as error:
-                found |= dict.fromkeys(str(error).splitlines())
-    if (
-        here
-        and not found
-        and options.jobs > 1
-        and detect(configs[-1].run.device).kind == Device.cuda
-    ):
-        found[
-            "--jobs: runs that share the GPUs of a machine would take each other's memory; leave "
-            "it out"
-        ] = None
-    if here and not found:
-        try:
-            check_datasets(configs[-1])
-        except ConfigError as error:
-            found |= dict.fromkeys(str(error).splitlines())
+        attempt(partial(load_run_of, experiment))
+    if found or not here:
+        return list(found)
+    for config in configs:
+        attempt(partial(check, config))
+    if not found and options.jobs > 1 and detect(config.run.device).kind == Device.cuda:
+        found["--jobs: runs on one machine would share the memory of its GPUs; leave it out"] = None
+    if not found:
+        attempt(partial(check_datasets, config))
     return list(found)
 
 
@@ -383,32 +372,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args([word for word in argv if word not in overrides])
     options.overrides = overrides
     _choose_grid(options, parser)
-    if not 1 <= options.jobs <= len(os.sched_getaffinity(0)):
-        parser.error(
-            f"--jobs {options.jobs}: expected 1 to {len(os.sched_getaffinity(0))}, the cores that "
-            "are here"
-        )
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= options.jobs <= cores:
+        parser.error(f"--jobs {options.jobs}: expected 1 to {cores}, the cores of this machine")
     if options.slurm and options.jobs > 1:
         parser.error("--jobs: with --slurm each run is a job of its own; leave it out")
     group = options.grid.group
     options.output = options.output or options.root / f"{group}.html"
     if options.write_docs == []:
         options.write_docs = [DOCS / f"{group}.md"]
-    for name in (experiment.name for experiment in options.grid.experiments(options.size)):
-        if not is_folder_name(name):
-            parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
-    mine = (
-        "run.name",
-        "run.root",
-        *(["run.seed"] if options.grid.seeds else []),
-        *options.grid.axes,
-    )
+    mine = {"run.name", "run.root", *options.grid.axes}
+    if options.grid.seeds:
+        mine.add("run.seed")
     for override in overrides:
-        if override.split("=", 1)[0] in mine:
-            parser.error(
-                f"{override}: this tool sets that key itself; see --group, --root, --seeds and "
-                "--corrections"
-            )
+        if override.partition("=")[0] in mine:
+            parser.error(f"{override}: see --group, --root, --seeds and --corrections")
     return options
 
 
@@ -416,10 +394,6 @@ def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     """`first`: overrides below all others. The runs of a grid go on where they stand."""
     if not options.recipe.is_file():
         parser.error(f"recipe {options.recipe} does not exist")
-    for name in ("corrections", "seeds"):
-        given = getattr(options, name) or []
-        if len(set(given)) != len(given):
-            parser.error(f"--{name} names one twice")
     if grids.is_grid(options.recipe):
         if options.corrections:
             parser.error(

@@ -67,10 +67,6 @@ def test_a_terminal_gets_a_table_and_keeps_the_notes():
     assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_the_line_leaves_out_what_a_step_does_not_have():
-    assert console.step_line(5, 5, {}, None) == "step 5/5"
-
-
 def test_a_mismatch_of_older_answers_is_said_to_be_staleness() -> None:
     measured = {"rollout_corr/k3_kl": 0.035, "rollout/staleness_mean": 1.5}
     assert (

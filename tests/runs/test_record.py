@@ -20,7 +20,7 @@ from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, 
 from megatron_rl.runs.metrics import UnknownMetricWarning
 from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
 from megatron_rl.runs.progress import Seen
-from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
+from megatron_rl.runs.record import PhaseClock, Recorder
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, open_run, read_status
 from megatron_rl.runs.wandb_log import resolve_mode
@@ -254,15 +254,6 @@ def test_the_experts_of_an_answer_round_trip(run_folder, many):
     assert wanted.experts_PLK.max() == many - 1
     assert (wanted.rows(torch.tensor([1])).experts_PLK == -1).all()
     assert load_recorded(without).batch.experts_PLK is None
-
-
-def test_the_silent_recorder_takes_every_call_of_the_loop(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recorder = SilentRecorder()
-    with recorder.phase("rollout"):
-        recorder.note("nothing")
-    assert recorder.log(1, {"loss/total": 1.0}) == {"loss/total": 1.0}
-    assert not list(tmp_path.iterdir())
 
 
 def test_no_secret_and_no_environment_is_written(run_folder, monkeypatch):

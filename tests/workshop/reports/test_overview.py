@@ -59,19 +59,6 @@ def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "step 12, 2 kept" in said["checkpoint"]
 
 
-def test_why_it_failed(run: Path) -> None:
-    mark_status(run, "failed", "rank 1 died\nand more")
-    assert "failed" in describe(run)
-    assert "rank 1 died" in describe(run)
-    assert "and more" not in describe(run)
-
-
-def test_watching_ends_with_the_last_run(run: Path, tmp_path: Path) -> None:
-    stream = io.StringIO()
-    watch([run], 0.01, stream)
-    assert stream.getvalue().count("mine") >= 1
-
-
 @pytest.mark.fault("a watched run's files grow by torn pieces", "watching goes on to the run's end")
 def test_watching_a_run_whose_files_are_torn(run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(run, tmp_path / "mine")
