@@ -153,15 +153,12 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
             ["eval", "MODEL", "--set", "missing.jsonl"],
             "eval.sets.missing.path: no file 'missing.jsonl'",
         ),
-        (["eval", "MODEL"], "--set: nothing to evaluate on"),
         (
             ["eval", "MODEL", "--set", "x.jsonl", "reward.name=exact_macth"],
             "did you mean exact_match?",
         ),
         (["eval", "MODEL", "--set", "x.jsonl", "--format", "fp8_block"], "no CPU kernel"),
         (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
-        (["chat", "nowhere", "-p", "1"], "nowhere: no such folder"),
-        (["chat", "/root", "-p", "1"], "/root: neither a run"),
         (["chat", "MODEL", "-p", "a\udcff"], "is not UTF-8"),
         (
             ["eval", "MODEL", "--set", "x.jsonl", "environment.name=json:Nobody"],
@@ -200,9 +197,7 @@ def test_the_commands_refuse_before_anything_starts(
     ("redirection", "said"),
     [
         ("</dev/null", "nothing to answer"),
-        ("<&-", "nothing to answer"),
         ("</dev/zero", "longer than 1048576"),
-        ("< <(printf '\\n \\n')", "nothing to answer"),
         ("< <(printf '\\377')", "UTF-8"),
     ],
 )
