@@ -22,7 +22,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 WARM_STARTS = ("toy", "tools", "experts")
-WALL_CLOCK = re.compile(r"^(time|perf)/|_s$|^sync/pause|memory")
+WALL_CLOCK = re.compile(r"^(time|perf)/|_s$|seconds|memory")
 
 
 @dataclass(frozen=True)
