@@ -107,7 +107,6 @@ class Batch(Sequences):
     samples_B: Tensor | None = None
     # int32: the turn that a token was sampled in, -1: in none; None: all in one
     turns_N: Tensor | None = None
-    kinds_N: Tensor | None = None  # int8: see Rollout.kinds
     credit_N: Tensor | None = None  # float32: see Rollout.credit
 
     @classmethod
@@ -171,12 +170,6 @@ class Batch(Sequences):
         if self.turns_N is None:
             return None
         return self.matrix(self.turns_N, -1).long()
-
-    @property
-    def kinds_BT(self) -> Tensor | None:
-        if self.kinds_N is None:
-            return None
-        return self.matrix(self.kinds_N)
 
     @property
     def credit_BT(self) -> Tensor | None:
@@ -288,9 +281,6 @@ def _sessions(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         return {}
     found = {
         "samples_B": torch.tensor([one.sample for one in rollouts]),
-        "kinds_N": joined(
-            [one.kinds or array("b", [0]) * len(one.token_ids) for one in rollouts], "int8"
-        ),
         "turns_N": joined(
             [one.turns or array("i", [-1]) * len(one.token_ids) for one in rollouts], "int32"
         ),

@@ -101,7 +101,6 @@ class Rollout:
     versions: Sequence[int] | None = None
     # int32: the turn that each token was sampled in, -1: in none; None: all in one
     turns: Sequence[int] | None = None
-    kinds: Sequence[int] | None = None  # int8: of each token, its place in KINDS; None: all text
     # float32: what each token's return differs from the reward, or its advantage:
     # environment.credit; None: the reward
     credit: Sequence[float] | None = None
@@ -118,21 +117,14 @@ class Rollout:
             "loss_mask": "b",
             "kept_ids": "i",
             "kept_counts": "i",
-        }
-        for name, kind in {
-            **kinds,
             "versions": "i",
             "turns": "i",
-            "kinds": "b",
             "credit": "f",
-        }.items():
+        }
+        for name, kind in kinds.items():
             values = getattr(self, name)
             if values is not None and (not isinstance(values, array) or values.typecode != kind):
                 object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
-
-
-KINDS = ("text", "thinking", "tool_call")  # of tokens that a policy has written
-TEXT, THINKING, CALL = range(3)
 
 
 def written(length: int, by_policy: bool = True) -> array[int]:

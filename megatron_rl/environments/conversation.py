@@ -26,7 +26,6 @@ from megatron_rl.data.control_tokens import MARK, marked, plain
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.environment import Message
 from megatron_rl.sampler.client.interface import Completion
-from megatron_rl.types import TEXT
 
 # where an answer stands in a rendered conversation
 SENTINEL = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
@@ -46,7 +45,6 @@ class Turn:
     # the text with the answer in it, and its end; None: it does not begin with `text`
     closed: str | None = None
     stop: str = ""  # the end of the answer, as `closed` has it
-    kinds: Sequence[int] = ()  # of the sampled tokens; empty: all text
     trained: bool = False  # by a row that was made before
 
     @property
@@ -77,7 +75,6 @@ class Row:
     logprobs: array[float]  # 0 where nothing was sampled
     mask: array[int]  # 1 on tokens that were sampled, and are in no row before
     turns: array[int]  # the turn that each token was sampled in; -1: in none
-    kinds: array[int]
     versions: array[int]
     kept_ids: array[int] | None
     kept_counts: array[int] | None
@@ -310,7 +307,6 @@ def _row(leaf: Turn) -> Row:
         "logprobs": "f",
         "mask": "b",
         "turns": "i",
-        "kinds": "b",
         "versions": "i",
     }
     columns: dict[str, Any] = {
@@ -333,7 +329,6 @@ def _row(leaf: Turn) -> Row:
             logprobs=[0] * n,
             mask=[0] * n,
             turns=[-1] * n,
-            kinds=[TEXT] * n,
             versions=[first] * n,
         )
         put(kept_ids=added, kept_counts=[1] * n)  # drawn among itself alone
@@ -344,7 +339,7 @@ def _row(leaf: Turn) -> Row:
             mask=[not turn.trained] * n,
             versions=versions,
         )
-        put(turns=[turn.number] * n, kinds=turn.kinds or [TEXT] * n)
+        put(turns=[turn.number] * n)
         put(kept_ids=sampled.kept_ids or (), kept_counts=sampled.kept_counts or ())
         turn.trained = True
     if any(turn.sampled is None or turn.sampled.kept_ids is None for turn in path):

@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar
 from megatron_rl.config.schema import EnvironmentSection
 from megatron_rl.data.tokenizer import FolderTokenizer, without_stops
 from megatron_rl.environments.conversation import Conversation, Turn
-from megatron_rl.environments.kinds import CALLS, TokenKinds
 from megatron_rl.environments.pool import EnvironmentFailed
-from megatron_rl.environments.stops import ended
+from megatron_rl.environments.stops import CALLS, ended
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.rewards.user_process import as_json
 from megatron_rl.sampler.client.interface import Completion
@@ -62,7 +61,6 @@ class Rules:
     parser: str | None  # of tool calls
     # what conversations begin with that have no such message of their own
     system: str | None = None
-    kinds: TokenKinds | None = None  # None: all tokens are text
     workers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WORKERS))
 
 
@@ -240,13 +238,11 @@ class Policy:
         """The message and the end that an answer has in the conversation; nothing goes on behind it
         yet.
         """
-        kinds = self.rules.kinds.of(turn.text, completion) if self.rules.kinds else ()
         ids = without_stops(completion.token_ids, self._tokenizer.stop_token_ids)
         decode = self._tokenizer.decode_all
         completion, stop = ended(
-            completion, stops, ids=ids, kinds=kinds, prompt=asked, decode=decode
+            completion, stops, ids=ids, prompt=asked, decode=decode, parser=self.rules.parser
         )
-        turn.kinds = kinds[: len(completion.token_ids)]
         message: dict[str, Any] = {"role": "assistant", "content": completion.content}
         if completion.content is None:
             message["content"] = decode(ids)
@@ -373,7 +369,7 @@ class EnvironmentSession:
             return []
         if calls := message.get("tool_calls"):
             return [await self._called(place, call) for place, call in enumerate(calls)]
-        begun = any(opening in content for opening, _ in CALLS.get(self._rules.parser or "", ()))
+        begun = any(opening in content for opening, _ in CALLS.get(self._rules.parser, ()))
         # a call, which the parser has left in the text
         if begun and answered.completion.finish_reason != "length":
             self._policy.transcript.counts["calls_unread"] += 1

@@ -26,7 +26,6 @@ from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.environments.agent import Gateway, play
 from megatron_rl.environments.conversation import Row
-from megatron_rl.environments.kinds import TokenKinds
 from megatron_rl.environments.pool import NURSERIES, EnvironmentFailed, EnvironmentPool, NurseryGone
 from megatron_rl.environments.session import EnvironmentSession, Policy, Rules, Transcript
 from megatron_rl.environments.templates import parser_of
@@ -66,14 +65,12 @@ class Sessions:
         self._loop = EventLoopThread("sessions", lambda: SessionsEnded("the sessions are closed"))
         self._gateway: Gateway | None = None
         self._parser: str | None = None  # of tool calls
-        self._kinds: TokenKinds | None = None
 
     def start(self) -> None:
         """Fails here, with the key's name, where the environment cannot be imported."""
         self.pool.start()
         if self.pool.about.tools or self.pool.about.agent:
             self._parser = parser_of(self._section, self._tokenizer)
-        self._kinds = TokenKinds(self._tokenizer, self._parser)
         if self.pool.about.agent:
             self._gateway = Gateway()
             self._loop.call(self._gateway.open())
@@ -102,7 +99,6 @@ class Sessions:
             self._data.template or {},
             self._parser,
             self._data.system_prompt,
-            self._kinds,
         )
         turns = self._sampler.turns(params, patient=patient)
         player = Player(self, rules, turns, seed)
@@ -339,7 +335,6 @@ def _branch(
         experts_SLK=row.experts_SLK,
         versions=row.versions if mixed else None,
         turns=row.turns,
-        kinds=row.kinds,
         credit=credit(row, session, section),
         row=number,
     )

@@ -12,7 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_rl.sampler.client.interface import Completion
-from megatron_rl.types import CALL
+
+TAGS = ("<tool_call>", "</tool_call>")
+# what opens a tool call and what closes it, by vLLM's parser; "": the end of the response
+CALLS: dict[str | None, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("hermes", "ernie45", "glm45", "glm47", "granite4", "qwen3_json"), (TAGS,)),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml"), (TAGS, ("<function=", "</function>"))),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v31"), (("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),)
+    ),
+    "mistral": (("[TOOL_CALLS]", ""),),
+    "llama3_json": (("<|python_tag|>", ""),),
+    "phi4_mini_json": (("functools[", ""), ("<|tool_call|>", "<|/tool_call|>")),
+    "kimi_k2": (("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
+    "minimax_m2": (("<minimax:tool_call>", "</minimax:tool_call>"),),
+    "seed_oss": (("<seed:tool_call>", "</seed:tool_call>"),),
+}
 
 
 def ended(
@@ -20,9 +35,9 @@ def ended(
     stops: Sequence[str],
     *,
     ids: Sequence[int],
-    kinds: Sequence[int],
     prompt: int,
     decode: Callable[[Sequence[int]], str],
+    parser: str | None,
 ) -> tuple[Completion, str | None]:
     """The answer as it ends at the first of these stops, and which one that is; as it is where it
     holds none.
@@ -44,6 +59,12 @@ def ended(
     # the one that is complete first, as vLLM has it
     stop = min((one for one in found if one in text), key=lambda one: text.index(one) + len(one))
     cut = completion.first(count, prompt)
-    if completion.calls and CALL not in kinds[count:]:
+    if completion.calls and not _holds_call(decode(ids[count:]), parser):
         return replace(cut, content=(completion.content or "").partition(stop)[0]), stop
     return replace(cut, content=text.partition(stop)[0], calls=()), stop
+
+
+def _holds_call(rest: str, parser: str | None) -> bool:
+    """Tell if text behind a stop may hold a tool call, or the end of one."""
+    marks = [mark for pair in CALLS.get(parser, (("", ""),)) for mark in pair]
+    return any(mark in rest if mark else rest.strip() for mark in marks)

@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Format
 from megatron_rl.rollout_correction.ratio import bounded_exp
-from megatron_rl.types import KINDS
 
 CUTS = (
     "position",
@@ -35,16 +34,15 @@ CUTS = (
     "format",
     "turn",
     "place",
-    "kind",
 )
-OF_SESSIONS = CUTS[-3:]
+OF_SESSIONS = CUTS[-2:]
 # turns counted from 0; tokens of a turn from 1, in powers: what differs is how long ago the engine
 # last read a prompt
 TURNS = ("0", "1", "2", "3", "4 to 7", "8 to 15", "16 on", "last")
 TURN_STARTS = (1, 2, 3, 4, 8, 16)
 PLACES = ("first", "2 to 4", "5 to 16", "17 to 64", "65 on", "last")
 PLACE_STARTS = (1, 4, 16, 64)
-LABELS = {"turn": TURNS, "place": PLACES, "kind": KINDS}
+LABELS = {"turn": TURNS, "place": PLACES}
 # what stands for these in a step's metrics: the first, the last, and all between
 SHOWN = {"turn": ("first_turn", "last_turn", "middle_turns"), "place": ("turn_start", "turn_end")}
 AGES = ("fresh", "stale")
@@ -149,33 +147,24 @@ def _of_sessions(turns_BT: Tensor, batch: Batch) -> dict[str, Tensor]:
     order_BT = column_T - column_T.where(begins_BT, 0).cummax(dim=1).values
     place_BT = torch.bucketize(order_BT, starts["place"], right=True)
     place_BT[ends_BT & (order_BT > 0)] = len(PLACES) - 1
-    if batch.kinds_BT is None:
-        kinds = {}
-    else:
-        kinds = {"kind": batch.kinds_BT.long()}
-    return {"turn": turn_BT, "place": place_BT, **kinds}
+    return {"turn": turn_BT, "place": place_BT}
 
 
 @torch.no_grad()
 def mismatch_in_sessions(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
-    """The mismatch of first, middle and last turns, of their first and last tokens, and of each
-    kind of token.
-
-    Nothing of single answers, nor of what all tokens have in common.
+    """Mismatch of first, middle and last turns, and of their first and last tokens; empty for
+    single responses and for what all tokens have in common.
     """
     found: dict[str, float] = {}
     if prox_logprobs_BT is None or batch.turns_N is None:
         return found
     tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
     for by, bucket_BT in _of_sessions(batch.matrix(batch.turns_N, -1).long(), batch).items():
-        names = LABELS[by]
         bucket_N = bucket_BT[counted_BT]
-        if by in SHOWN:
-            last = len(names) - 1
-            names = SHOWN[by]
-            bucket_N = torch.where(bucket_N == last, 1, torch.where(bucket_N == 0, 0, 2))
+        last = len(LABELS[by]) - 1
+        bucket_N = torch.where(bucket_N == last, 1, torch.where(bucket_N == 0, 0, 2))
         if len(bucket_N.unique()) > 1:
-            found |= _metrics(tokens, tokens.slices(by, bucket_N, names))
+            found |= _metrics(tokens, tokens.slices(by, bucket_N, SHOWN[by]))
     return found
 
 

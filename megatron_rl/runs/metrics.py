@@ -23,9 +23,6 @@ PARTS = {  # of the compared tokens
     "last_turn": "tokens of the last turn, where it is not the first",
     "turn_start": "the first token of each turn, right behind what the engine has read",
     "turn_end": "the last token of each turn: its stop, where it was not cut",
-    "text": "tokens of sessions that are neither thinking nor a tool call, where there are both kinds",
-    "thinking": "tokens of thinking, its markers included",
-    "tool_call": "tokens of tool calls, their markers included",
 }
 
 

@@ -53,8 +53,6 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(pa.int32())),
         # of a session: the turn that each token was sampled in, -1: in none
         ("turns", pa.list_(pa.int32())),
-        # of a session: text, thinking or a tool call, by their places in types.KINDS
-        ("kinds", pa.list_(pa.int8())),
         ("credit", pa.list_(pa.float32())),  # of a session: see environment.credit
         # with log.record_experts: of each token read, layer by layer, one byte each or two
         ("experts", pa.binary()),
@@ -70,7 +68,8 @@ SCHEMA = pa.schema(
 
 _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format")
 # where there is any
-_OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "kinds", "credit")
+_OF_TOKENS = ("kept_ids", "kept_counts", "versions", "turns", "credit")
+_OF_EXPERTS = ("experts", "experts_shape")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", *_OF_TOKENS)
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]

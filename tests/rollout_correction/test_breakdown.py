@@ -26,7 +26,7 @@ from megatron_rl.rollout_correction.breakdown import (
 from megatron_rl.rollout_correction.correction import rollout_correction
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import load_recorded, write_rollouts
-from megatron_rl.types import KINDS, Prompt, Rollout, Scored, Session, SessionTurn
+from megatron_rl.types import Prompt, Rollout, Scored, Session, SessionTurn
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns, session_table
 
 ROWS = 6
@@ -189,29 +189,24 @@ def test_several_batches_are_pooled_as_one() -> None:
 BY_TURN = ("first_turn", "middle_turns", "last_turn")
 BY_PLACE = ("turn_start", "turn_end")
 SAMPLED = [
-    [(3, "T"), (5, "C")],
-    [(4, "T"), (7, "CC"), (6, "A")],
-    [(90, "T"), (2, "T")],
-    [(4, "T"), (2, "A")],
+    [3, 5],
+    [4, 7, 6],
+    [90, 2],
+    [4, 2],
 ]
 
 
 def sessions() -> list[Scored]:
-    """Rows of (tokens, what they are) by turn, behind two tokens of somebody else's; the last two
-    are one session's.
-    """
-    kinds = {"A": 0, "T": 1, "C": 2}
+    """Rows of tokens by turn, behind two of the environment's; the last two are one session's."""
     scored = []
     for row, turns in enumerate(SAMPLED):
         ids = [5, 5]
         mask = [0, 0]
         of_turn = [-1, -1]
-        what = [0, 0]
-        for turn, (count, written) in enumerate(turns, start=2 * (row // 3)):
+        for turn, count in enumerate(turns, start=2 * (row // 3)):
             ids += [7] * count + [5] * 2
             mask += [1] * count + [0] * 2
             of_turn += [turn] * count + [-1] * 2
-            what += [kinds[(written * count)[place]] for place in range(count)] + [0] * 2
         session = Session(turns=tuple(SessionTurn() for _ in turns))
         rollout = Rollout(
             Prompt(0, (1,), "", {}),
@@ -223,7 +218,6 @@ def sessions() -> list[Scored]:
             "stop",
             0,
             turns=of_turn,
-            kinds=what,
             session=session,
             row=row // 3,
         )
@@ -231,15 +225,15 @@ def sessions() -> list[Scored]:
     return scored
 
 
-def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(
+def test_a_planted_mismatch_shows_in_its_turn_and_place_alone(
     tmp_path: Path,
 ) -> None:
     scored = sessions()
     batch = collate(scored)
-    assert batch.turns_BT is not None and batch.kinds_BT is not None
+    assert batch.turns_BT is not None
     order_BT = torch.full_like(batch.turns_BT, -1)
     for row, turns in enumerate(SAMPLED):
-        for turn, (count, _) in enumerate(turns, start=2 * (row // 3)):
+        for turn, count in enumerate(turns, start=2 * (row // 3)):
             order_BT[row, batch.turns_BT[row] == turn] = torch.arange(count)
     # of the session: the third row's turns are followed by those of the fourth
     last_B = torch.tensor([1, 2, 3, 3])
@@ -255,9 +249,6 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(
         ("place", "5 to 16", None, (order_BT >= 4) & (order_BT < 16) & ~ends_BT),
         ("place", "65 on", None, (order_BT >= 64) & ~ends_BT),
         ("place", "last", "turn_end", ends_BT),
-        ("kind", "text", "text", batch.mask_BT & (batch.kinds_BT == 0)),
-        ("kind", "thinking", "thinking", batch.kinds_BT == 1),
-        ("kind", "tool_call", "tool_call", batch.kinds_BT == 2),
     ]:
         assert bool(where_BT.any()), label
         prox_BT = batch.sampler_logprobs_BT - 0.5 * where_BT
@@ -275,7 +266,7 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(
 
         metrics = mismatch_in_sessions(prox_BT, batch)
         assert unknown(metrics) == []
-        names = {"turn": BY_TURN, "place": BY_PLACE, "kind": KINDS}[by]
+        names = {"turn": BY_TURN, "place": BY_PLACE}[by]
         off = {name for name in names if metrics.get(f"rollout_corr/{name}/kl")}
         assert off == ({metric} if metric else set())
         if metric:
@@ -288,12 +279,11 @@ def test_a_planted_mismatch_shows_in_its_turn_place_and_kind_and_nowhere_else(
 
 def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Path) -> None:
     alone = [
-        replace(one, rollout=replace(one.rollout, turns=None, kinds=None, session=None))
-        for one in sessions()
+        replace(one, rollout=replace(one.rollout, turns=None, session=None)) for one in sessions()
     ]
     batch = collate(alone)
     path = tmp_path / "step_1.parquet"
-    assert batch.kinds_BT is None
+    assert batch.turns_BT is None
     assert (
         mismatch_in_sessions(batch.sampler_logprobs_BT, batch)
         == mismatch_in_sessions(None, batch)
@@ -309,9 +299,7 @@ def test_single_answers_have_no_turns_to_cut_and_no_metrics_of_them(tmp_path: Pa
     }
     assert session_table([load_recorded(path)]) == ""
     (one, *_) = sessions()
-    alike = replace(
-        one.rollout, turns=[min(turn, 0) for turn in one.rollout.turns or ()], kinds=None
-    )
+    alike = replace(one.rollout, turns=[min(turn, 0) for turn in one.rollout.turns or ()])
     one_turn = collate([replace(one, rollout=alike)])
     prox_BT = one_turn.sampler_logprobs_BT
     assert {name.split("/")[1] for name in mismatch_in_sessions(prox_BT, one_turn)} == {

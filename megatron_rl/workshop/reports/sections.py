@@ -23,7 +23,6 @@ MISMATCH_CUTS = {
     "format": ("weight format", "the sampler's weights", "format"),
     "turn": ("turn", "turn of their session", "turn, counted from 0"),
     "place": ("place in the turn", "place in a session's turn", "token of the turn"),
-    "kind": ("kind of token", "the part of a session that they belong to", "kind"),
 }
 NATS: dict[str, Any] = {"y_title": "nats", "from_zero": True}
 
