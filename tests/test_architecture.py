@@ -127,22 +127,3 @@ def test_the_worked_example_works(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert {path_of(place) for place, _ in example.edits} == example.touches
-
-
-def test_every_kind_has_its_example() -> None:
-    kinds = ["model family", "loss", "advantage", "reward", "data layout", "weight format"]
-    kinds += ["transport", "engine", "recipe"]
-    assert [example.title.removeprefix("A ").removeprefix("An ") for example in examples()] == kinds
-
-
-def test_the_rooms_on_the_page_are_those_of_the_tree() -> None:
-    rooms = {
-        path.name + "/"
-        for path in (ROOT / "megatron_rl").iterdir()
-        if (path / "__init__.py").is_file()
-    }
-    table = PAGE.partition("| room |")[2].partition("\n\n")[0]
-    assert rooms == set(re.findall(r"^\| `(\w+/)`", table, re.M))
-    for room, names in re.findall(r"^\| `(\w+/)` \|.*\| (.*) \|$", table, re.M):
-        for name in re.findall(r"`([\w.]+)`", names):
-            assert (ROOT / "megatron_rl" / room / name).is_file(), f"{room}{name}"

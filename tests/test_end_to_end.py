@@ -65,11 +65,6 @@ def warm_start(place: Path) -> Path:
 
 
 def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
-    screen = (warm_start / "runs" / "toy_sft" / "logs" / "attempt_1" / "driver.log").read_text()
-    assert (
-        "sampler  starting vLLM, format int8, TP1; step 0 follows"
-        in screen.partition("step  0/")[0]
-    )
     lines = metrics(warm_start, "toy_sft")
     assert [line["progress/step"] for line in lines] == list(range(11))
     assert lines[-1]["loss/total"] < 0.9 * lines[1]["loss/total"]
@@ -137,10 +132,6 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
         }
         events = json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
         assert any("Backward" in event["name"] for event in events)
-        assert (
-            f"step 2: traces are in {Path('runs') / recipe / 'dumps' / 'profile_2'}; open them in"
-            in screen
-        )
 
 
 IN_FLIGHT = ("rollout.ahead=1", "rollout.in_flight=continue", "rollout.max_gen_batches=2")

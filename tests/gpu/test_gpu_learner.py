@@ -40,14 +40,9 @@ MODELS = {
 # ranks -> layouts
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {name: cases.LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "dp2")},
-    4: {
-        "tp4_sp": {"tensor_parallel": 4, "megatron": cases.SEQUENCE},
-        "pp2_dp2": {"pipeline_parallel": 2, "data_parallel": 2},
-    },
 }
 EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {name: cases.EXPERT_LAYOUTS[name] for name in ("ep2", "tp2_sp", "tp2_ep2")},
-    4: {"ep2_tp2": {**cases.WHOLE_EXPERTS, "data_parallel": 2}},
 }
 # the second update sends each as it fills
 BUCKETS = {

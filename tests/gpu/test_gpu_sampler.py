@@ -154,15 +154,6 @@ def test_every_transport_brings_what_files_bring(
     assert [run.push(seed) for seed in (1, 2, 1)] == [*wanted, wanted[0]]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="NCCL wants a GPU for each of its ranks")
-def test_nccl_reaches_two_servers(runs: Any) -> None:
-    config = make_config(Transport.nccl)
-    two = replace(config.sampler, devices="1,2", engines=2)
-    run = runs(replace(config, sampler=two))
-    assert run.push(1) != run.push(2)
-    assert {one["policy_version"] for one in run.sampler.health()["engines"]} == {1}
-
-
 @two_gpus
 def test_nccl_sends_what_the_device_has_still_to_write(runs: Any) -> None:
     """A sync follows the optimizer's last kernels without waiting for them on the host."""
@@ -230,7 +221,7 @@ def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
     schedule.sleep()
     assert free - torch.cuda.mem_get_info()[0] <= ASLEEP
     update = torch.empty(int(free - ASLEEP - share * total / 2), dtype=torch.uint8, device="cuda")
-    with pytest.raises(SamplerError, match="less than desired GPU memory utilization"):
+    with pytest.raises(SamplerError, match="memory utilization"):
         # started now it would have no place
         runs(replace(config, sampler=replace(config.sampler, vllm=vllm)))
     del update

@@ -20,7 +20,6 @@ from megatron_rl.learner.modules import host  # before megatron
 
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # isort: skip
 from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, QuantizationSection
-from megatron_rl.learner import optimizer as optimizer_module
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import fake_quantized as fake_quantized_module
 from megatron_rl.learner.modules import limits
@@ -42,9 +41,7 @@ SIZES = pretended.SIZES | {"vocab_size": 17, "num_attention_heads": 8, "num_key_
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
-    "llama": {"tie_word_embeddings": False},
     "qwen3_moe": {"tie_word_embeddings": False, **pretended.EXPERTS["qwen3_moe"]},
-    "mixtral": {"tie_word_embeddings": False, **pretended.EXPERTS["mixtral"]},
 }
 MEETINGS = count()
 STORE = sys.argv[3]
@@ -205,18 +202,6 @@ def fp8(learner: Learner) -> dict[str, Any]:
     return {"recipe": type(recipe).__name__, "packs": [len(pack.tokens_S) for pack in packs]}
 
 
-def replicas(learner: Learner) -> dict[str, Any]:
-    """How gradients of replicas are added up, and the weights that no bucket would send."""
-    wrapped = learner.chunks[0]
-    sent = {
-        id(one)
-        for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups)
-        for one in group.params
-    }
-    left = [name for name, parameter in learner.named_parameters() if id(parameter) not in sent]
-    return {"overlap": wrapped.ddp_config.overlap_grad_reduce, "left": left}
-
-
 def main(rank: int, ranks: int) -> dict[str, Any]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -225,8 +210,7 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         pretended.pretend(patch, pretended.H100, count=ranks)
-        for module in (model_module, optimizer_module):  # layers and sums as on a GPU
-            patch.setattr(module, "host", SimpleNamespace(ON_HOST=False))
+        patch.setattr(model_module, "host", SimpleNamespace(ON_HOST=False))  # layers as on a GPU
         patch.setattr(fake_quantized_module, "ROWS", 5)  # a layer's tokens in several blocks
         for number, family in enumerate(FAMILIES):
             format = list(Format)[number % len(Format)]
@@ -246,13 +230,6 @@ def main(rank: int, ranks: int) -> dict[str, Any]:
                 "qwen3", section(ranks, fp8="e4m3", fp8_recipe=recipe), QuantizationSection()
             )
             found[f"fp8 {recipe}"] = fp8(made)
-        for family in ("qwen3", "qwen3_moe"):
-            section_of = LearnerSection(
-                data_parallel=ranks, megatron={"use_cpu_initialization": True}
-            )
-            found[f"replicas {family}"] = replicas(
-                learner_of(family, section_of, QuantizationSection())
-            )
     leave()
     return found
 

@@ -12,7 +12,7 @@ import pretended
 import pytest
 
 HERE = Path(__file__).parent
-FAMILIES = ("qwen3", "qwen2", "llama", *pretended.EXPERTS)
+FAMILIES = ("qwen3", "qwen2", "qwen3_moe")
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2_sp"])
@@ -91,11 +91,3 @@ def test_fp8_takes_the_packs(recipe: str, kind: str, ranks: list[dict[str, Any]]
     for found in ranks:
         assert found[f"fp8 {recipe}"]["recipe"] == f"{kind}Scaling"
         assert found[f"fp8 {recipe}"]["packs"] == ranks[0][f"fp8 {recipe}"]["packs"]
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_replicas_send_gradients_while_backward_goes_on(
-    family: str, ranks: list[dict[str, Any]]
-) -> None:
-    for found in ranks:
-        assert found[f"replicas {family}"] == {"overlap": len(ranks) > 1, "left": []}

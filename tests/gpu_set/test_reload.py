@@ -44,7 +44,6 @@ from megatron_rl.sampler.engine_settings import (
     engine_arguments,
     write_engine_folder,
 )
-from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 
 HOST = torch.device("cpu")
@@ -61,8 +60,6 @@ CASES = [
     ("qwen3", Format.fp8),
     ("qwen3", Format.fp8_block),
     ("qwen2", Format.int8),
-    ("llama", Format.fp8),
-    ("qwen3_moe", Format.none),
     ("qwen3_moe", Format.int8),
     ("qwen3_moe", Format.fp8),
     ("mixtral", Format.fp8),
@@ -165,20 +162,6 @@ def test_weights_arrive_where_the_kernels_read_them(
         )
         assert at.places() == places, "CUDA graphs read where they were captured"
         _compare(at, drawn, format)
-
-
-@pytest.mark.parametrize(("family", "format"), [("qwen3", Format.int8), ("qwen3_moe", Format.fp8)])
-def test_a_tensor_that_is_missing_is_refused(
-    family: str, format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine(family, format, tmp_path, monkeypatch) as at:
-        _, first = at.sent(1)
-        at.load(first)
-        victim = next(
-            name for name in first if "layers.1.mlp" in name and "down_proj.weight" in name
-        )
-        with pytest.raises(WeightSyncError):
-            at.load({name: tensor for name, tensor in first.items() if name != victim})
 
 
 def _compare(at: Engine, drawn: dict[str, torch.Tensor], format: Format) -> None:

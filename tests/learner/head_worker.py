@@ -11,9 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner_cases import make_batch, make_even_batch, make_targets, most_memory, with_kept
+from learner_cases import make_batch, most_memory, with_kept
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import costs, head
@@ -84,37 +83,6 @@ def _both_ways(learner: Learner, policy: Any, mine: Pack, columns: int | None) -
             "log_mass": got.truncation.log_mass_N,
         }
     return {name: value.detach() for name, value in found.items()}
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation has given."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(one, Tensor):
-                self.elements = max(self.elements, one.numel())
-        return out
-
-
-def unseen(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
-    """The largest tensor of a pass and an update, over the whole logits; held, and some columns at
-    a time.
-    """
-    (rows, tokens), vocab, found = job["batch"], learner.shape.vocab, {}
-    batch = make_even_batch(rows, 2, tokens, vocab)
-    for name, least in (("held", vocab), ("columns", 64)):
-        with (
-            mock.patch.object(costs, "LOGIT_BYTES", 0),
-            mock.patch.object(costs, "LEAST_COLUMNS", least),
-        ):
-            largest = Largest()
-            with largest:
-                learner.update(make_targets(batch, learner.logprobs(batch)))
-        found[name] = largest.elements / (rows * tokens * vocab)
-    return found
 
 
 def head_memory(learner: Learner, job: dict[str, Any]) -> dict[str, float]:

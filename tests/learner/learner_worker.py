@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from device_worker import awaited, mixes, whole
-from head_worker import at_a_time, head_memory, heads, unseen
+from head_worker import at_a_time, head_memory, heads
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from lora_worker import adapted, merged_twin, write_state
@@ -37,7 +37,6 @@ from megatron_rl.config.schema import AdvantageConfig, Config, ModelSection, Pre
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.modules import logprobs
 from megatron_rl.learner.modules.observers import Amax
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
@@ -256,24 +255,6 @@ def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
             learner.router_flips(batch, -1 - 0 * chosen_BSLK),
         ]
     }
-
-
-def statistics(learner: Learner, job: dict[str, Any]) -> dict[str, list[int]]:
-    """How many statistics of the logits each kind of pass asks for: the third is for entropy."""
-    batch = make_batch()
-    found = {}
-    learner.keep_reference()
-    targets = make_targets(batch, learner.logprobs(batch))
-    passes = {
-        "prox": lambda: learner.logprobs(batch),
-        "reference": lambda: learner.reference_logprobs(batch),
-        "update": lambda: learner.update(targets),
-    }
-    for name, make in passes.items():
-        with mock.patch.object(logprobs, "combined", wraps=logprobs.combined) as combined:
-            make()
-        found[name] = sorted({len(call.args[0]) for call in combined.call_args_list})
-    return found
 
 
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
@@ -498,7 +479,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         nonfinite,
         rejected,
         replicas,
-        statistics,
         flips,
         bf16_pair,
         noise,
@@ -523,7 +503,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         faulty,
         heads,
         head_memory,
-        unseen,
         shared,
         mixture,
     )

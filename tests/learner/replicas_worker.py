@@ -1,6 +1,5 @@
 """What replicas do with their gradients in an update: the sums, and when they are made."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ from learner_cases import make_batch, make_targets
 from safetensors.torch import save_file
 
 from megatron_rl.config.schema import OptimSection
-from megatron_rl.distributed import exchange
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.modules import host
 from megatron_rl.learner.optimizer import replicas_config
@@ -19,64 +17,29 @@ from megatron.core import parallel_state  # isort: skip
 
 
 def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """Updates with the whole gradient of each, and in which order losses came and buckets of
-    gradients left.
-    """
+    """Updates, with the whole gradient of each."""
     batch = make_batch()
-    events = []
-    gradients = []
+    gradients = {}
     targets = make_targets(batch, learner.logprobs(batch))
-    groups = [
-        group
-        for ddp in learner.chunks
-        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
-    ]
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            events.append(name)
-            return call(*args, **kwargs)
-
-        return called
+    prepare = learner.optimizer.prepare_grads
 
     def summed() -> None:
-        gradients.append(
-            {
-                name: _whole_gradient(learner, parameter)
-                for name, parameter in learner.named_parameters()
-            }
-        )
+        for name, parameter in learner.named_parameters():
+            gradients[f"{len(steps)}.{name}"] = _whole_gradient(learner, parameter)
         prepare()
 
-    learner._loss = noting("loss", learner._loss)
-    learner.megatron_config.finalize_model_grads_func = noting(
-        "end", learner.megatron_config.finalize_model_grads_func
-    )
-    for group in groups:
-        group.start_grad_sync = noting("bucket", group.start_grad_sync)
-    prepare = learner.optimizer.prepare_grads
     learner.optimizer.prepare_grads = summed
-    steps = []
-    orders = []
+    steps: list[dict[str, float]] = []
     for step in range(job["steps"]):
         # fewer rows, and so another number of micro-batches, than in the first
         fewer_BT = targets.mask_BT & (torch.arange(len(batch)) < len(batch) - 6 * step)[:, None]
         steps.append(
             learner.update(replace(targets, mask_BT=fewer_BT, denominator_mask_BT=fewer_BT))
         )
-        orders.append(" ".join(events))
-        events.clear()
-    save_file(
-        {
-            f"{step}.{name}": value
-            for step, found in enumerate(gradients)
-            for name, value in found.items()
-        },
-        f"{job['gradients']}.{learner.rank}",
-    )
+    save_file(gradients, f"{job['gradients']}.{learner.rank}")
     return {
         "steps": steps,
-        "orders": exchange([orders, len(groups)]),
+        "buckets": sum(len(ddp.bucket_groups) for ddp in learner.chunks),
         "after": learner.logprobs(batch).tolist(),
         "by_default": [
             _by_default(on_host, count) for on_host in (True, False) for count in (1, 2)

@@ -12,7 +12,6 @@ from learner_cases import experts_of, make_batch, make_targets, with_experts
 from megatron_rl.batch import Batch
 from megatron_rl.config.schema import Router
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.modules.packing import Pack
 from megatron_rl.learner.modules.router_replay import ReplayError, RouterReplay, check
 from megatron_rl.quantization import vllm_operators
 from megatron_rl.types import NO_EXPERT
@@ -41,17 +40,6 @@ def routed_batch(silent: int | None = None) -> Batch:
 def _wrong_layer(replay: RouterReplay) -> None:
     for router in replay._routers:
         router._held ^= 1
-
-
-def _first_pack_alone(replay: RouterReplay) -> None:
-    seen: list[int] = []
-    for router in replay._routers:
-        router._pack = lambda find=router._pack: _without(*find(), seen)  # type: ignore[method-assign]
-
-
-def _without(pack: Pack, first_time: bool, seen: list[int]) -> tuple[Pack, bool]:
-    seen.append(id(pack))
-    return (pack if seen[0] == id(pack) else replace(pack, experts_SLK=None)), first_time
 
 
 def _own_when_recomputed(replay: RouterReplay) -> None:
@@ -83,7 +71,6 @@ def _half_of_the_layers(replay: RouterReplay) -> None:
 
 FAULTS = {  # of the replay; others are of what it is told
     "wrong_layer": _wrong_layer,
-    "first_pack": _first_pack_alone,
     "recompute": _own_when_recomputed,
     "layers": _half_of_the_layers,
 }
@@ -95,11 +82,7 @@ def faulty(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """
     before_BT, batch = _first_pass(learner)
     chosen_BSLK = experts_of(batch)
-    if job["fault"] == "wrong_token":
-        chosen_BSLK = chosen_BSLK.roll(1, 1)
-        lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
-        chosen_BSLK[torch.arange(chosen_BSLK.shape[1]) >= lengths_B[:, None] - 1] = NO_EXPERT
-    elif job["fault"] == "cache_hit":
+    if job["fault"] == "cache_hit":
         chosen_BSLK[1:, :4] = NO_EXPERT
     batch = with_experts(batch, chosen_BSLK)
     learner.take_replayed()

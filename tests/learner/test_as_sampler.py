@@ -16,7 +16,6 @@ MODELS = {
     "qwen2": cases.QWEN2,
     "experts": cases.QWEN3_MOE,
     "fp8": cases.QWEN3,
-    "fp8_qwen2": cases.QWEN2,
 }
 EXPERTS = ["re:.*experts.*"]
 LAYOUTS = {
@@ -26,19 +25,10 @@ LAYOUTS = {
 }
 LAYOUTS["qwen3"]["cp2"] = {"context_parallel": 2}
 LAYOUTS["qwen3"]["tp2_recompute"] = {"tensor_parallel": 2, "megatron": cases.RECOMPUTE}
-LAYOUTS |= {
-    "fp8": {at: LAYOUTS["qwen3"][at] for at in ("tp2", "cp2")},
-    "fp8_qwen2": LAYOUTS["qwen2"],
-}
+LAYOUTS["fp8"] = {at: LAYOUTS["qwen3"][at] for at in ("tp2", "cp2")}
 SLICES = (1, 2)
 FORMATS = {"qwen3": "int8", "fp8": "fp8"}  # of the same model
-PAIRS = [
-    ("tp2", "bf16"),
-    ("tp2", "as_sampler"),
-    ("tp2_sp", "bf16"),
-    ("dp2", "bf16"),
-    ("cp2", "bf16"),
-]
+PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("dp2", "bf16")]
 PAIRS_OF = [
     (at, forward, model) for model in FORMATS for at, forward in PAIRS if at in LAYOUTS[model]
 ]
@@ -80,7 +70,6 @@ def _pair(
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one = [_job(model, {}, slices, f"{model} {slices}") for model in MODELS for slices in SLICES]
     one.append(_job("qwen3", {}, 1, "plain", forward="bf16"))
-    one.append(_job("qwen3", {}, 1, "ignored", ignore=["re:.*"]))
     for model, format in FORMATS.items():
         for precision in PRECISIONS:
             name = f"gradients {format} {precision}"
@@ -161,10 +150,6 @@ def test_a_pair_on_one_layout_differs_by_nothing(model: str, found: dict[str, An
     assert found[f"pair tp2 bf16 2 {model}"]["paired"] is not None
 
 
-def test_ignored_layers_are_plain(found: dict[str, Any]) -> None:
-    assert found["ignored"]["logprobs"] == found["plain"]["logprobs"]
-
-
 @pytest.mark.parametrize("format", FORMATS.values())
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_gradients_are_those_of_plain_layers(
@@ -176,12 +161,9 @@ def test_gradients_are_those_of_plain_layers(
 
 
 def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(found: dict[str, Any]) -> None:
-    assert "this processor multiplies FP8 itself" in found["elsewhere as_sampler"]
+    assert "learner.forward=as_sampler" in found["elsewhere as_sampler"]
     assert found["elsewhere bf16"] == "", "a plain learner has no part in it"
 
 
 def test_a_part_of_a_joined_matrix_is_refused(found: dict[str, Any]) -> None:
-    assert (
-        "quantization.ignore holds some of model.layers.1.self_attn.q_proj.weight"
-        in found["partly"]
-    )
+    assert found["partly"].startswith("quantization.ignore ")

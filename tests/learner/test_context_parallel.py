@@ -143,8 +143,3 @@ def test_positions_are_those_that_megatron_core_turns(ranks: int) -> None:
             for span in made.starts.diff().tolist()
         ]
         assert torch.equal(torch.cat(parts), split(made, rank, ranks).positions_S)
-
-
-def test_a_pack_without_rows_is_filler_on_all_ranks() -> None:
-    made = pack(routed_batch(), [], 4, context=2)
-    assert [len(split(made, rank, 2).tokens_S) for rank in range(2)] == [4, 4]

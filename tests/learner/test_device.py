@@ -2,11 +2,6 @@
 return its memory.
 """
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import GIVEN, keep_returnable
 from megatron_rl.learner.learner import loss_columns, loss_inputs
-from megatron_rl.learner.modules.packing import ALIGNMENT, buffer, in_one_copy, pack, views
+from megatron_rl.learner.modules.packing import ALIGNMENT, buffer, pack, views
 from megatron_rl.learner.shares import DataPlane
 
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu  # isort: skip
@@ -61,12 +56,6 @@ def test_every_kind_of_tensor_comes_back() -> None:
         if tensor.numel():
             assert (found[name].data_ptr() - held.data_ptr()) % ALIGNMENT == 0, name
             assert found[name].untyped_storage().data_ptr() == held.data_ptr(), name
-
-
-def test_on_a_host_nothing_is_copied() -> None:
-    tensors = {"tokens": torch.arange(5), "mask": torch.ones(3, dtype=torch.bool)}
-    found = in_one_copy(tensors, HOST)
-    assert all(found[name] is tensor for name, tensor in tensors.items())
 
 
 def _check_moved(moved: Any, here: Any, stays: tuple[str, ...]) -> None:
@@ -122,57 +111,24 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     assert (here.anchor_logprobs_BT is None) is (not anchored)
 
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "dapo-qwen3_8b-1n8g-int8.yaml"
-# what torch's allocator goes by when a rank comes to its model
-RANK = """
-import sys
-from pathlib import Path
-from torch._C import _accelerator_getAllocatorSettings
-from megatron_rl import train
-from megatron_rl.config import load
+def test_only_ranks_beside_a_sleeping_engine_return_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def settings(sleep: Sleep, transport: Transport) -> str:
+        keep_returnable(sleep, transport)
+        return torch._C._accelerator_getAllocatorSettings()
 
-def read(*_):
-    sys.exit(_accelerator_getAllocatorSettings())
-
-train.Model.read = read
-train.train(load(Path(sys.argv[1])), "", Path("unused"), rank=1)
-"""
-
-
-@pytest.fixture(autouse=True)
-def as_torch_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in GIVEN:
         monkeypatch.delenv(name, raising=False)
-    yield
-    torch._C._accelerator_setAllocatorSettings("")
-
-
-def settings(sleep: Sleep, transport: Transport) -> str:
-    keep_returnable(sleep, transport)
-    return torch._C._accelerator_getAllocatorSettings()
-
-
-def test_a_rank_of_a_recipe_whose_engine_sleeps_has_segments_that_can_be_returned() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RANK, RECIPE], capture_output=True, text=True, env=os.environ
-    )
-    assert done.stderr.splitlines()[-1] == "expandable_segments:True"
-
-
-def test_other_ranks_keep_torch_s_own() -> None:
-    for sleep in Sleep:
-        assert settings(sleep, Transport.ipc) == ""
-    assert settings(Sleep.none, Transport.file) == ""
-
-
-@pytest.mark.parametrize("variable", GIVEN)
-def test_what_the_environment_says_of_the_allocator_stays(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, "max_split_size_mb:512")
-    assert settings(Sleep.discard, Transport.file) == ""
-    monkeypatch.delenv(variable)
-    assert settings(Sleep.discard, Transport.file) == "expandable_segments:True"
+    try:
+        assert settings(Sleep.discard, Transport.ipc) == ""
+        assert settings(Sleep.none, Transport.file) == ""
+        monkeypatch.setenv(GIVEN[0], "max_split_size_mb:512")
+        assert settings(Sleep.discard, Transport.file) == ""
+        monkeypatch.delenv(GIVEN[0])
+        assert settings(Sleep.discard, Transport.file) == "expandable_segments:True"
+    finally:
+        torch._C._accelerator_setAllocatorSettings("")
 
 
 def swiglu(rows: int, grad: bool) -> tuple[Any, ...]:

@@ -9,9 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 STEPS = 2
-ROWS = 8
-TOKENS = 48
-VOCAB = 5000
 LARGE = {"vocab_size": 18992, "hidden_size": 512}  # an eighth of 151,936 and 4,096
 PACKS = {"tokens_per_microbatch": 80}  # several, of ragged ends
 MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
@@ -29,11 +26,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "vp2", "dp2")
 CASES = [("one", model, asked) for model in MODELS for asked in ASKED]
-CASES += [
-    (at, *case)
-    for at in LAYOUTS[1:]
-    for case in (("tied", "plain"), ("tied", "both"), ("own", "both"))
-]
+CASES += [(at, *case) for at in LAYOUTS[1:] for case in (("tied", "plain"), ("own", "both"))]
 WIDE = ("one", "tp2_sp")  # where values and gradients of the head alone are compared
 
 
@@ -59,12 +52,10 @@ def _jobs(at: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    wide = {**cases.QWEN2, "vocab_size": VOCAB, "num_hidden_layers": 1, "tie_word_embeddings": True}
-    pack = {"batch": (ROWS, TOKENS), "layout": {"tokens_per_microbatch": ROWS * (TOKENS + 2)}}
+    wide = {**cases.QWEN2, **LARGE, "num_hidden_layers": 1, "tie_word_embeddings": True}
     one: list[dict[str, Any]] = [
         *_jobs("one"),
-        {"name": "memory", "kind": "head_memory", "hf": {**wide, **LARGE}, "precision": "bf16"},
-        {"name": "unseen", "kind": "unseen", "hf": wide, **pack},
+        {"name": "memory", "kind": "head_memory", "hf": wide, "precision": "bf16"},
     ]
     return cases.run(tmp_path_factory, one, [job for at in LAYOUTS[1:] for job in _jobs(at)])
 
@@ -104,11 +95,6 @@ def test_values_and_gradients_are_those_of_held_logits(
             assert piece[name] < (1e-5 if precision == "fp32" else 0.04) * max(1, piece["size"]), (
                 name
             )
-
-
-def test_no_tensor_is_as_large_as_the_logits(found: dict[str, Any]) -> None:
-    assert found["unseen"]["held"] >= 1
-    assert found["unseen"]["columns"] < 0.2  # the model's weights, and none of them is logits
 
 
 def test_memory_of_the_largest_vocabulary_in_small(found: dict[str, Any]) -> None:

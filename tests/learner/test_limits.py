@@ -70,36 +70,15 @@ def test_scales_of_the_present_tensor_are_taken_and_those_of_the_past_refused() 
     assert not any(
         refused(learner(recipe)) for recipe in (None, "blockwise", "tensorwise", "mxfp8")
     )
-    (found,) = refused(learner("delayed"))
-    assert found.startswith("learner.megatron.fp8_recipe: delayed ") and "prox" in found
-    assert found.endswith("use one of blockwise, tensorwise, mxfp8")
-    wanted = "custom, expected one of blockwise, tensorwise, mxfp8, or null (blockwise)"
-    assert refused(learner("custom")) == [f"learner.megatron.fp8_recipe: {wanted}"]
+    for name in ("delayed", "custom"):
+        (found,) = refused(learner(name))
+        assert found.startswith(f"learner.megatron.fp8_recipe: {name}")
 
 
 def test_what_ranks_that_share_sequences_do_not_do() -> None:
-    experts = {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    }
-    shape = ModelShape.from_hf({**HF, **experts})
-    coefficient = {"moe_aux_loss_coeff": 0.01}
-    (said,) = limits.experts(
-        shape, experts, LearnerSection(context_parallel=2, megatron=coefficient)
-    )
-    assert said.startswith("learner.megatron.moe_aux_loss_coeff: ") and said.endswith(
-        "set learner.context_parallel=1"
-    )
-    assert not list(limits.experts(shape, experts, LearnerSection(megatron=coefficient)))
-    (said,) = limits.passed_through(
-        LearnerSection(context_parallel=2, megatron={"cp_comm_type": "a2a"}), shape
-    )
-    assert (
-        said
-        == "learner.megatron.cp_comm_type: the learner is written for one value of it; remove it"
-    )
+    section = LearnerSection(context_parallel=2, megatron={"cp_comm_type": "a2a"})
+    (found,) = limits.passed_through(section, ModelShape.from_hf(HF))
+    assert found.startswith("learner.megatron.cp_comm_type: ")
 
 
 def test_weights_kept_in_fp8_are_refused() -> None:
@@ -107,24 +86,9 @@ def test_weights_kept_in_fp8_are_refused() -> None:
     assert found.startswith("learner.megatron.fp8_param: ")
 
 
-@pytest.mark.parametrize(
-    ("targets", "said"),
-    [
-        (
-            ["q_prj"],
-            "learner.lora.targets: q_prj, which no linear layer of a qwen3 model is called; did "
-            "you mean q_proj?",
-        ),
-        (
-            ["gate"],
-            "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and "
-            "all-linear",
-        ),
-        (["q_proj", "down_proj"], ""),
-        (["all-linear"], ""),
-    ],
-)
-def test_adapters_are_beside_layers_that_there_are(targets: list[str], said: str) -> None:
+@pytest.mark.parametrize("targets", [["q_prj"], ["q_proj", "down_proj"], ["all-linear"]])
+def test_adapters_are_beside_layers_that_there_are(targets: list[str]) -> None:
     section = LearnerSection(lora=LoraSection(rank=4, targets=targets))
-    found = "\n".join(limits.problems(ModelShape.from_hf(HF), HF, section))
-    assert said in found and bool(said) == ("learner.lora" in found)
+    found = [*limits.problems(ModelShape.from_hf(HF), HF, section)]
+    assert len(found) == (targets == ["q_prj"])
+    assert all(one.startswith("learner.lora.targets: q_prj") for one in found)

@@ -6,7 +6,6 @@ from typing import Any
 
 import learner_cases as cases
 import pytest
-from helpers import program
 
 pytestmark = pytest.mark.ranks
 MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
@@ -71,21 +70,3 @@ def test_gradients_are_those_of_the_plain_layer(model: str, found: dict[str, Any
 
 def test_a_learner_in_fp32_has_such_logits_already(found: dict[str, Any]) -> None:
     assert found["whole fp32"]["logprobs"] == found["whole bf16"]["logprobs"]
-
-
-ON_CUDA = """
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_rl.learner.modules.linear import _Wide
-
-with FakeTensorMode():
-    rows = torch.empty(5, 1, 64, dtype=torch.bfloat16, device="cuda")
-    weight = torch.empty(48, 64, dtype=torch.bfloat16, device="cuda")
-    logits = _Wide.apply(rows, weight, None)
-    print(logits.dtype, tuple(logits.shape), logits.device.type)
-"""
-
-
-def test_on_a_gpu_no_copy_of_the_weight_is_made_for_it() -> None:
-    """Type and shape of the one product that hosts do not have; nothing is computed."""
-    assert program(ON_CUDA).strip() == "torch.float32 (5, 1, 48) cuda"

@@ -98,23 +98,6 @@ def test_without_entropy_the_logprobs_are_the_same(
     assert asked == [3, 2]
 
 
-@pytest.mark.parametrize("rows", [1, 9, 4000, 14_563, 14_871, 60_000])
-def test_chunks_hold_as_many_bytes_as_the_device_likes(rows: int) -> None:
-    """Rows of some columns begin aligned; on a GPU no chunk of rows is much smaller than the
-    others.
-    """
-    columns = costs.logit_columns(rows, 151_936, 2, wide=False)
-    assert columns % 128 == 0
-    assert columns == costs.LEAST_COLUMNS or 2 * rows * columns <= 96 << 20
-    logits = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-    share = VocabShare.of(0, 1, columns, columns, None)
-    sizes = [chunk.nbytes for _, chunk in module.chunks(logits, share, 1.0)]
-    assert max(sizes) <= (96 << 20) + 4 * columns
-    assert len(sizes) == -(-4 * rows * columns // (96 << 20))
-    host = costs.chunk_rows(rows, columns, host=True)
-    assert host == 1 or (4 << 20) - 4 * columns < 4 * host * columns <= 4 << 20
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_more_copies_are_alive_than_the_plan_counts(
@@ -132,17 +115,6 @@ def test_no_more_copies_are_alive_than_the_plan_counts(
     # the gradient itself
     backward = most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes
     assert 1.5 * chunk < max(forward, backward) < (costs.COPIES + 0.1) * chunk
-
-
-def test_bf16_logits_lose_nothing_more() -> None:
-    """Only the logits are rounded: the arithmetic on them is FP32."""
-    logits_NV, labels_N, _ = example()
-    rounded = logits_NV.bfloat16()
-    found, _ = logprobs_and_entropy(rounded, labels_N, WHOLE)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(
-        found.double(), reference(rounded, labels_N)[0], rtol=1e-5, atol=1e-5
-    )
 
 
 def test_shares_of_the_vocabulary_combine() -> None:
@@ -165,14 +137,6 @@ def test_shares_of_the_vocabulary_combine() -> None:
     torch.testing.assert_close(
         found.double(), reference(logits_NV, labels_N)[0], rtol=1e-5, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_temperature_must_be_positive(temperature: float) -> None:
-    logits_NV, labels_N, kept_NK = example()
-    for kept in (None, kept_NK):
-        with pytest.raises(ValueError, match=r"rollout\.temperature"):
-            logprobs_and_entropy(logits_NV, labels_N, WHOLE, temperature, kept)
 
 
 def test_all_tokens_kept_is_the_plain_softmax_and_one_alone_is_certain() -> None:

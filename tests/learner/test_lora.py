@@ -85,13 +85,6 @@ def _twins(at: str, layout: dict[str, Any], folders: dict[str, Path]) -> list[di
     return [first, {"name": f"twin_{at}", "kind": "merged_twin", "hf": cases.QWEN3, **rest}]
 
 
-def _kept(way: str, at: str, layout: dict[str, Any], folders: dict[str, Path]) -> dict[str, Any]:
-    """Two updates from adapters that change nothing yet, kept or read; and two more."""
-    kept = {"kind": "checkpoint", "reads": way == "read", "wrote": 1}
-    kept["checkpoint"] = str(folders["qwen3"].parent / "kept")
-    return _job("qwen3", f"{way}_{at}", layout, folders, **kept)
-
-
 @pytest.fixture(scope="module")
 def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one = [_job(family, "one", {}, folders) for family in MODELS]
@@ -99,8 +92,6 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     two = [_job(family, at, layout, folders) for (family, at), layout in AT.items()]
     one += _twins("one", {}, folders)
     two += _twins("tp2", cases.LAYOUTS["tp2"], folders)
-    one += [_kept("wrote", "one", {}, folders), _kept("read", "one", {}, folders)]
-    two += [_kept("read", "tp2", cases.LAYOUTS["tp2"], folders)]
     return cases.run(tmp_path_factory, one, two)
 
 
@@ -286,15 +277,3 @@ def test_the_probe_expects_what_a_sampler_of_the_merged_weights_says(
     twin = found[f"twin_{at}"]
     assert case["expected"] == twin["expected"] != case["logprobs"]
     assert (case["floor"] is None) == (twin["floor"] is None)
-
-
-def test_it_goes_on_from_a_checkpoint_of_its_adapters(found: dict[str, Any]) -> None:
-    wrote, read, elsewhere = (
-        found[f"qwen3_{name}"] for name in ("wrote_one", "read_one", "read_tp2")
-    )
-    assert (wrote["steps"], wrote["after"]) == (read["steps"], read["after"])
-    for step, its in zip(wrote["steps"], elsewhere["steps"], strict=True):
-        assert its["optim/grad_norm"] == pytest.approx(step["optim/grad_norm"], rel=1e-4)
-    torch.testing.assert_close(
-        cases.matrix(elsewhere, "after"), cases.matrix(wrote, "after"), rtol=0, atol=1e-4
-    )

@@ -76,19 +76,6 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
         assert max(map(sum, loads)) - min(map(sum, loads)) <= max(costs, default=0) * (1 + 1e-9)
 
 
-@given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
-def test_a_replica_alone_is_packed_by_tokens(
-    lengths: list[int], budget: int, at_least: int, attention: float
-) -> None:
-    """Nobody waits for any of its micro-batches. Where stages do, they are of like cost, and may be
-    more for that.
-    """
-    by_tokens = assign_rows(lengths, 1, budget, at_least)
-    assert assign_rows(lengths, 1, budget, at_least, attention=attention) == by_tokens
-    (by_cost,) = assign_rows(lengths, 1, budget, at_least, attention=attention, in_step=True)
-    assert len(by_cost) >= len(by_tokens[0])
-
-
 def test_the_budget_goes_before_cost() -> None:
     """Of like cost the three shorter rows would be one pack of 29 tokens; one more pack would cost
     more.
@@ -113,27 +100,6 @@ def test_long_rows_weigh_more_than_their_tokens() -> None:
         slowest[share] = max(loads) / (sum(loads) / 2)
     assert slowest[0.0] > 1.2
     assert slowest[attention] < 1.02
-
-
-def test_what_runs_at_the_same_time_is_alike() -> None:
-    """Experts' replicas wait for each other in every micro-batch, not only at the end of an
-    update.
-    """
-    random = torch.Generator().manual_seed(3)
-    lengths = torch.empty(32).log_normal_(3, 1.2, generator=random).long().clamp(1, 400).tolist()
-    costs = _costs(lengths, 0.02)
-
-    def waited(attention: float, same_count: bool) -> float:
-        shares = assign_rows(
-            lengths, 4, 150, at_least=2, same_count=same_count, attention=attention
-        )
-        of_packs = [[sum(costs[row] for row in group) for group in share] for share in shares]
-        return sum(max(together) for together in zip(*of_packs, strict=True)) / (sum(costs) / 4)
-
-    assert (
-        waited(0.02, same_count=True)
-        < min(waited(0.0, same_count=True), waited(0.02, same_count=False)) - 0.03
-    )
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 7])
@@ -192,16 +158,6 @@ def _check_bucket_rows(made: Pack) -> None:
             assert made.padded_index_X[at : at + stop - start].tolist() == list(range(start, stop))
             at = at + bucket.length
             place = place + 1
-
-
-def test_similar_lengths_share_a_bucket_and_different_ones_do_not() -> None:
-    batch = make_batch()
-    made = pack(batch, range(14))
-    longest = max(_length(batch, row) for row in range(14))
-    assert made.buckets[0].sequences == 1  # the one long row pads no other
-    assert made.buckets[0].length == longest
-    assert len(made.buckets) < 14
-    assert len(made.padded_index_X) < 1.35 * len(made.tokens_S)
 
 
 def test_a_pack_without_rows_still_has_something_to_run() -> None:

@@ -27,8 +27,8 @@ BF16 = {"precision": "bf16", "router": "own"}
 KEPT = ("tp2_ep2", "pp2", "dp2", "vp2_recompute", "cp2_ep2", "cp2_recompute", "cp2_tp2_sp")
 FOUR = ("cp2_tp2_sp",)  # ranks
 HOT = 1e-2  # routers choose otherwise after an update
-WRONG = {"wrong_layer": "elsewhere", "wrong_token": "elsewhere", "recompute": "not computed again"}
-LOST = ("cache_hit", "first_pack", "layers")
+WRONG = {"wrong_layer": "elsewhere", "recompute": "not computed again"}
+LOST = ("cache_hit", "layers")
 UNCLIPPED = {"clip_grad": 1e9}
 SILENT = 2  # the row whose experts nobody tells
 
@@ -81,7 +81,7 @@ def found(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
             fault=fault,
             **folder,
         )
-        for fault in ("none", *WRONG, *LOST)
+        for fault in (*WRONG, *LOST)
     ]
     forward = {"kind": "routed_forward", "lr": HOT, **folder}
     one.append(_job("forward", cases.QWEN3_MOE, PACKS | FORWARD, **forward))
@@ -229,12 +229,6 @@ def test_every_layout_keeps_the_choices_of_its_pass(case: str, found: dict[str, 
     torch.testing.assert_close(
         cases.matrix(here, "after"), cases.matrix(one, "after"), rtol=0, atol=3e-3
     )
-
-
-def test_a_right_step_says_so(found: dict[str, Any]) -> None:
-    step = found["fault_none"]
-    assert step["router/replayed"] == 1.0
-    assert step["router/flips"] < 0.01
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.learner.weights import rounded_again
 
-LAYOUTS = ("tp2", "tp2_sp", "pp2", "dp2")
+LAYOUTS = ("tp2_sp", "pp2", "dp2")
 
 
 def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -31,30 +31,6 @@ def test_as_large_as_a_rounding_to_bf16_and_gone_afterwards(dtype: torch.dtype) 
     shares = moved["a"] / last
     assert set(shares.unique().tolist()) == {-1.0, 0.0, 1.0}
     assert float(shares.square().mean().sqrt()) * 2**-7 == pytest.approx(float(rounding), rel=0.05)
-
-
-def test_a_pattern_belongs_to_a_name() -> None:
-    """Ranks that hold one weight move it alike; two weights have nothing in common."""
-    one = weights(torch.bfloat16)
-    other = weights(torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in one.items()}
-    with rounded_again(iter(one.items())), rounded_again(reversed(list(other.items()))):
-        assert all(torch.equal(one[name], other[name]) for name in one)
-        a, b = (one[name] != before[name] for name in one)
-    assert float((a & b).sum() / a.sum()) == pytest.approx(1 / 12, abs=0.02)
-
-
-def test_an_error_leaves_nothing_behind() -> None:
-    held = weights(torch.bfloat16)
-    before = held["a"].clone()
-
-    def fail() -> None:
-        with rounded_again(iter(held.items())):
-            raise RuntimeError("changed" if not torch.equal(held["a"], before) else "")
-
-    with pytest.raises(RuntimeError, match="changed"):
-        fail()
-    assert torch.equal(held["a"], before)
 
 
 @pytest.fixture(scope="module")

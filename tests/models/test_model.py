@@ -28,9 +28,9 @@ def test_a_folder_or_its_config_json_gives_the_same_model(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"model.path: no config.json in '.*model'; name a Hugging Face model folder"),
-        ("{", "is not valid JSON"),
-        ("[1]", "holds a list, expected the keys of a model's config.json"),
+        (None, "model.path: no config.json"),
+        ("{", "not valid JSON"),
+        ("[1]", "holds a list"),
     ],
 )
 def test_what_is_no_model_is_named(tmp_path: Path, content: str | None, message: str) -> None:
@@ -40,12 +40,6 @@ def test_what_is_no_model_is_named(tmp_path: Path, content: str | None, message:
         (folder / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_hf_config(folder)
-
-
-def test_the_key_is_the_caller_s() -> None:
-    for path in ("", "nowhere", "nowhere.json"):
-        with pytest.raises(ConfigError, match=f"^HF_FOLDER: no config.json in '{path}'"):
-            read_hf_config(path, key="HF_FOLDER")
 
 
 def test_a_model_needs_no_torch() -> None:

