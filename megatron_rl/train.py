@@ -332,9 +332,6 @@ def sync_weights(
             expected_BT = learner.expected_logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT, expected_BT)
             metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
-            metrics |= probe.above_floor(
-                batch, logprobs_BT, learner.estimate_bf16_floor(batch, expected_BT)
-            )
             metrics |= flips(
                 batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner
             )

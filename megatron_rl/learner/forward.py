@@ -25,7 +25,7 @@ from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
 from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.modules import limits
-from megatron_rl.learner.modules.as_sampler import Arithmetic, AsSampler
+from megatron_rl.learner.modules.as_sampler import AsSampler
 from megatron_rl.learner.modules.context import split
 from megatron_rl.learner.modules.costs import attention_share
 from megatron_rl.learner.modules.fake_quantized import Rounding, fake_quantized
@@ -92,7 +92,7 @@ class ForwardPasses(Policy):
         self._engine_tp = sampler.tensor_parallel
         self._formats = {*replica_formats(sampler, quantization)}
         wanted = self.learner.forward is Forward.as_sampler and quantization.format != Format.none
-        self._arithmetic = Arithmetic.sampler if wanted else Arithmetic.plain
+        self._quantizes = wanted  # in every pass, as the sampler does
         self._as_sampler: AsSampler | None = None
         # whose rounding layers of Transformer Engine imitate for a probe
         self._engine: Rounding | None = None
@@ -174,7 +174,7 @@ class ForwardPasses(Policy):
         with self._cache.looking(False):
             return self._logprobs(batch)
 
-    def expected_logprobs(self, batch: Batch | Shared) -> Tensor | None:
+    def expected_logprobs(self, batch: Batch) -> Tensor | None:
         """Logprobs that a right sampler of this format gives, to a rounding: by layers that are
         quantized as its own.
 
@@ -183,39 +183,18 @@ class ForwardPasses(Policy):
         blocks, an FP8 cache, INT4 without `learner.forward: as_sampler`.
         """
         if self._as_sampler is not None:
-            return self._logprobs_by(Arithmetic.sampler, batch)
+            present = self._quantizes
+            self._quantizes = True
+            try:
+                return self.logprobs_unseen(batch)
+            finally:
+                self._quantizes = present
         if self._engine is None:
             return None
         with fake_quantized(
             self.numbered_modules, self.model, self.groups, self._engine, self._smoothing
         ):
             return self.logprobs_unseen(batch)
-
-    def estimate_bf16_floor(self, batch: Batch, expected_BT: Tensor | None) -> Tensor | None:
-        """Logprobs [B, T] in the place of a BF16 sampler's, as far from the sampler's; None where
-        that cannot be told.
-
-        They come from the learner's own passes: with the sampler's arithmetic (`expected_BT`) they
-        are as far from the sampler's as the engines differ otherwise, and to that comes what tensor
-        parallelism adds to a BF16 engine on one rank.
-        """
-        if not self.mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
-            return None
-        if expected_BT is None:
-            return self._logprobs_by(Arithmetic.plain, batch)
-        if self._engine_tp == self.layout.tp:
-            return expected_BT
-        found = self._logprobs_by(Arithmetic.plain, batch)
-        found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
-        return found.add_(expected_BT)
-
-    def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch | Shared) -> Tensor:
-        present = self._arithmetic
-        self._arithmetic = arithmetic
-        try:
-            return self.logprobs_unseen(batch)
-        finally:
-            self._arithmetic = present
 
     def logprobs_rounded_again(self, batch: Batch) -> Tensor:
         """Logprobs with one more rounding on every weight (learner/weights.py); nothing of it
@@ -394,7 +373,7 @@ class ForwardPasses(Policy):
         stage.
         """
         if self._as_sampler is not None:
-            self._as_sampler.use_arithmetic(self._arithmetic)
+            self._as_sampler.use(self._quantizes)
         if self.learner.precision is Precision.bf16:
             plain = {"fp32_output": False}
         else:

@@ -214,24 +214,6 @@ def check_formats(
     return told | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
 
 
-def above_floor(
-    batch: Batch, learner_BT: torch.Tensor, paired_BT: torch.Tensor | None
-) -> dict[str, float]:
-    """The difference beside the one that a BF16 sampler would have: `paired_BT` is as far from mu
-    as that.
-    """
-    if paired_BT is None:
-        return {}
-    found, floor = (
-        compare(batch.sampler_logprobs_BT, one, batch.mask_BT, math.inf)
-        for one in (learner_BT, paired_BT)
-    )
-    metrics = {"sync/probe_floor": floor.mean_abs, "sync/probe_floor_diff": floor.mean}
-    return metrics | (
-        {"sync/probe_over_floor": found.mean_abs / floor.mean_abs} if floor.mean_abs else {}
-    )
-
-
 def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[str]:
     """Likely causes of a difference, most specific first. `sampler`: its logprobs of the masked
     tokens.

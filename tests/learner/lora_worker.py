@@ -43,7 +43,6 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
     merged = _whole(learner, Format.none)
     expected_BT = learner.expected_logprobs(batch)
-    floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
     learner.keep_reference()
     base_BT = learner.reference_logprobs(batch)
     frozen = [
@@ -70,7 +69,6 @@ def adapted(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "sent": sent,
         "step": step,
         "expected": None if expected_BT is None else expected_BT.tolist(),
-        "floor": None if floor_BT is None else floor_BT.tolist(),
         "after": after_BT.tolist(),
         "again": learner.logprobs(batch).tolist(),
     }
@@ -81,10 +79,8 @@ def merged_twin(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = make_batch()
     expected_BT = learner.expected_logprobs(batch)
     assert expected_BT is not None
-    floor_BT = learner.estimate_bf16_floor(batch, expected_BT)
     return {
         "expected": expected_BT.tolist(),
-        "floor": None if floor_BT is None else floor_BT.tolist(),
     }
 
 

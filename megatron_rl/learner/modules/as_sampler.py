@@ -1,9 +1,8 @@
-"""Switch of a CPU learner's linear layers, experts left out: plain BF16, the quantized sampler's
-arithmetic (for which it quantizes their weights), or that of a BF16 engine on one rank.
+"""Switch of a CPU learner's linear layers, experts left out: plain, or the quantized sampler's
+arithmetic, for which it quantizes their weights.
 """
 
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -20,17 +19,9 @@ from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 
 
-class Arithmetic(Enum):
-    """How the layers that the sampler holds quantized compute."""
-
-    plain = auto()  # megatron-core's, in BF16
-    sampler = auto()  # the sampler's own
-    engine_bf16 = auto()  # that of an engine on one rank which holds them in BF16
-
-
 class AsSampler:
-    """The learner's layers that can compute as the sampler; a tensor-parallel group calls
-    `use_arithmetic` together.
+    """The learner's layers that can compute as the sampler; a tensor-parallel group calls `use`
+    together.
     """
 
     def __init__(
@@ -68,15 +59,13 @@ class AsSampler:
                     "them to one matrix; name all of them, or none"
                 )
 
-    def use_arithmetic(self, arithmetic: Arithmetic) -> None:
-        for _, layer in self._layers:
-            if isinstance(layer, RowLinear):
-                layer.rounds_once = arithmetic is Arithmetic.engine_bf16
-            if arithmetic is not Arithmetic.sampler:
-                layer.sampled = None
-                self.stale = True
-        if arithmetic is Arithmetic.sampler:
+    def use(self, sampler: bool) -> None:
+        if sampler:
             self._quantize()
+            return
+        for _, layer in self._layers:
+            layer.sampled = None
+        self.stale = True
 
     @torch.no_grad()
     def _quantize(self) -> None:

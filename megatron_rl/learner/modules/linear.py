@@ -30,7 +30,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from megatron_rl.distributed import TorchGroup
-from megatron_rl.models.shards import merged_weight
 from megatron_rl.quantization.host_products import SampledWeight
 
 
@@ -121,11 +120,8 @@ class RowLinear(RowParallelLinear):
 
     sampled: Sampled | None = None
     slices = 1
-    rounds_once = False  # as one rank would: what the ranks add is not rounded yet
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.rounds_once:
-            return _rounded_once(input_, self), None
         if self.sampled is None:
             return super().forward(input_)
         assert self.input_is_parallel
@@ -161,13 +157,6 @@ class _Row(torch.autograd.Function):
             grad = gather_from_sequence_parallel_region(grad, group=ctx.layer.tp_group)
         grad_MN = grad.flatten(0, -2)
         return grad.matmul(weight), grad_MN.t().matmul(input.flatten(0, -2)), None
-
-
-@torch.no_grad()
-def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
-    """The product rounded once, whatever the layout; without a gradient."""
-    out = input.float().matmul(merged_weight(layer).float().t())
-    return add_over_ranks(out, layer.sequence_parallel, layer.tp_group).to(input.dtype)
 
 
 def add_over_ranks(out: Tensor, sequence_parallel: bool, group: Any) -> Tensor:

@@ -30,11 +30,7 @@ from megatron_rl.models.shards import ShardGroups, merge, row_numbers
 from megatron_rl.models.table import Split
 
 # what a layer has while it computes with its merged weight
-MERGED = (
-    "sampled",
-    "rounds_once",
-    "forward",
-)
+MERGED = ("sampled", "forward")
 
 
 def adapt(module: Any, first_layer: int, model: Model, groups: ShardGroups) -> None:
