@@ -361,11 +361,3 @@ class Targets:
             for name, value in named.items()
         }
         return Targets(batch, **parts)
-
-
-@dataclass(frozen=True)
-class ReusedForward:
-    """Logprobs of an update's own forward pass, where no prox pass was made before it."""
-
-    logprobs_BT: Tensor  # the policy's before the update; NaN in rows that nothing was trained on
-    seconds: float  # of its forward pass, on this rank

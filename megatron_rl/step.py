@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.advantage import turn_advantages
-from megatron_rl.batch import Batch, ReusedForward, Targets
+from megatron_rl.batch import Batch, Targets
 from megatron_rl.config.schema import Config
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.rollout_correction.breakdown import (
@@ -62,19 +62,16 @@ class Step:
             staleness_BT=staleness(self.batch, config.correction, self.version),
         )
 
-    def finished(self, own: ReusedForward | None) -> tuple[Step, dict[str, float]]:
+    def finished(self, own_BT: torch.Tensor | None) -> tuple[Step, dict[str, float]]:
         """The step after its updates, whose own pass may complete the correction; metrics of the
         mismatch and of it.
         """
         step = self
-        saved = {}
-        if own is not None:
+        if own_BT is not None:
             given = self.batch, self.config.correction, self.config.advantage
-            step = replace(self, correction=completed(self.correction, own.logprobs_BT, *given))
-            saved = {"perf/prox_saved_s": own.seconds}
+            step = replace(self, correction=completed(self.correction, own_BT, *given))
         prox_BT = step.correction.source.prox_logprobs_BT
         return step, {
-            **saved,
             **mismatch_by_format(prox_BT, self.batch),
             **mismatch_by_age(prox_BT, self.batch, self.version),
             **mismatch_in_sessions(prox_BT, self.batch),

@@ -181,8 +181,8 @@ def train_step(at: Progress, config: Config, driver: AnyDriver, learner: Learner
         if config.learner.router is not schema.Router.own:
             updates |= check_replay(learner.take_replayed(), config.learner.router)
     with recorder.phase("correction"):
-        own = learner.take_reused_forward()
-        work, found = (None, {}) if work is None else work.finished(own)
+        own_BT = learner.take_own_logprobs()
+        work, found = (None, {}) if work is None else work.finished(own_BT)
     if work is None:
         return Progress(step, at.seen, driver.position)
     with recorder.phase("record"):

@@ -260,7 +260,7 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
         logprobs=lambda _: batch.sampler_logprobs_BT,
         update=lambda targets, rows: trained.append(targets.whole.rows(rows)) or {},
         take_replayed=dict,
-        take_reused_forward=lambda: None,
+        take_own_logprobs=lambda: None,
         plane=DataPlane(lone_rank()),
     )
     at = train.train_step(train.Progress(step=6), config, driver, learner)

@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: 
 from megatron_rl.batch import Batch, flat_of
 from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
-from megatron_rl.learner.device import ForwardClock
 from megatron_rl.learner.modules import limits
 from megatron_rl.learner.modules.as_sampler import AsSampler
 from megatron_rl.learner.modules.context import split
@@ -73,7 +72,6 @@ class ForwardPasses(Policy):
         self.plane = DataPlane(self.ranks)
         self.own_layers = self.layout.own_layers(self.shape.layers, self.place.pp)
         self._reference: list[Tensor] = []
-        self._forward_clock = ForwardClock(self.device)
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
         self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
@@ -385,8 +383,7 @@ class ForwardPasses(Policy):
             mine = next(iterator)
             mark()
             self.profiler.micro_batch()
-            with self._forward_clock.running():
-                found = model(pack=mine, asked=asked, **plain)
+            found = model(pack=mine, asked=asked, **plain)
             # megatron-core wants a tensor
             return found.logprobs_N if isinstance(
                 found, Scores

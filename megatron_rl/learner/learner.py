@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.batch import LossInputs, ReusedForward, Targets
+from megatron_rl.batch import LossInputs, Targets
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.modules.head import Scores
 from megatron_rl.learner.modules.logprobs import Truncation
@@ -78,7 +78,7 @@ class Learner(ForwardPasses):
             sections.log.profile_steps, dump_dir, self.rank if speaks else None, note
         )
         self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
-        self._reused_forward: ReusedForward | None = None
+        self._own_logprobs_BT: Tensor | None = None
 
     def update(
         self, targets: Targets | SharedTargets, rows: Tensor | None = None
@@ -102,7 +102,6 @@ class Learner(ForwardPasses):
         # device
         columns = {mine.rows: loss_columns(share, mine, self.device) for mine in work.packs}
         about = replace(about, totals=about.totals.to(self.device))
-        self._forward_clock.take()
         with self.profiler.tracing("update", len(work.packs) * len(self.chunks)):
             with nullcontext() if about.anchored else self._activations.looking(True):
                 results = self._run(work.packs, self._asked(), partial(self._loss, columns, about))
@@ -114,7 +113,7 @@ class Learner(ForwardPasses):
                     unseen_B = torch.ones(len(logprobs_BT), dtype=torch.bool)
                     unseen_B[about.rows] = False
                     logprobs_BT[unseen_B] = math.nan
-                self._reused_forward = ReusedForward(logprobs_BT, self._forward_clock.take())
+                self._own_logprobs_BT = logprobs_BT
             mine: dict[str, float] = {}
             for metrics, _ in results if self.ranks.reports else ():
                 for name, value in metrics.items():
@@ -153,10 +152,12 @@ class Learner(ForwardPasses):
             rate=step_scale(part.weights_BT, part.mask_BT, self.correction.step_power),
         )
 
-    def take_reused_forward(self) -> ReusedForward | None:
-        """The last update's forward pass, where it had no anchor and something to train on."""
-        taken = self._reused_forward
-        self._reused_forward = None
+    def take_own_logprobs(self) -> Tensor | None:
+        """Logprobs [B, T] of the last update's forward pass, where it had no anchor and something
+        to train on; NaN in rows that nothing was trained on.
+        """
+        taken = self._own_logprobs_BT
+        self._own_logprobs_BT = None
         return taken
 
     def _loss(

@@ -85,7 +85,7 @@ class ModelShape:
         missing = [key for key in _REQUIRED if hf_config.get(key) is None]
         if missing:
             raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
-        wrong = list(_misfits(hf_config, "moe" in FAMILIES[family]))
+        wrong = list(_misfits(hf_config))
         if wrong:
             raise ValueError("; ".join(wrong))
         features = set(FAMILIES[family])
@@ -170,56 +170,33 @@ _LARGEST = {
     "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 30,
-}
-_LARGEST_OF_EXPERTS = {
     "num_experts": 1024,
     "num_local_experts": 1024,
-    "num_experts_per_tok": 1024,
     "moe_intermediate_size": 1 << 20,
-    "decoder_sparse_step": 1024,
 }
-_MOST_EXPERTS = 1 << 16  # of all layers
-_FLAGS = (
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "use_bias",
-    "use_sliding_window",
-    "norm_topk_prob",
-)
 
 
-def _misfits(hf_config: Mapping[str, Any], moe: bool) -> Iterator[str]:
+def _misfits(hf_config: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the sizes in a config.json, one by one and together."""
-
-    def given(key: str) -> Any:
-        return hf_config.get(key)
-
+    given = hf_config.get
     found = [
-        f"{key} is {given(key)!r}, expected a whole number from 1 to {largest}"
-        for key, largest in (_LARGEST | _LARGEST_OF_EXPERTS if moe else _LARGEST).items()
-        if given(key) is not None and not (type(given(key)) is int and 1 <= given(key) <= largest)
+        f"{key} is {size!r}, expected a whole number from 1 to {largest}"
+        for key, largest in _LARGEST.items()
+        if (size := given(key)) is not None and not (type(size) is int and 1 <= size <= largest)
     ]
-    flags = {key: given(key) for key in _FLAGS if type(given(key) or False) is not bool}
-    found += [f"{key} is {value!r}, expected true or false" for key, value in flags.items()]
-    dense = given("mlp_only_layers") or []
-    if moe and not (isinstance(dense, list) and all(type(layer) is int for layer in dense)):
-        found.append(f"mlp_only_layers is {dense!r}, expected a list of whole numbers")
     yield from found
     if found:
         return
-    heads = given("num_attention_heads")
+    heads = hf_config["num_attention_heads"]
     groups = given("num_key_value_heads")
-    hidden = given("hidden_size")
+    hidden = hf_config["hidden_size"]
     if heads % (groups or heads):
         yield f"num_key_value_heads is {groups}, which does not divide {heads} attention heads"
     if given("head_dim") is None and hidden % heads:
         yield f"hidden_size is {hidden}, which does not divide over {heads} attention heads, and there is no head_dim"
-    if (given("head_dim") or hidden // heads) % 2:
-        yield f"head_dim is {given('head_dim') or hidden // heads}, but rotary embeddings turn pairs of channels"
-    experts = (given("num_experts") or given("num_local_experts") or 0) * given("num_hidden_layers")
-    if moe and experts > _MOST_EXPERTS:
-        yield f"{experts} experts in all layers, expected at most {_MOST_EXPERTS}"
+    width = given("head_dim") or hidden // heads
+    if width % 2:
+        yield f"head_dim is {width}, but rotary embeddings turn pairs of channels"
 
 
 def _dense_layers(hf_config: Mapping[str, Any], layers: int) -> frozenset[int]:

@@ -249,7 +249,7 @@ def test_an_update_scores_by_its_own_forward_pass(
 ) -> None:
     found = one["once_False"] if ranks == 1 else _of(more, ranks)["once_False"]
     wanted = one["once_True"] if ranks == 1 else one["once_False"]
-    assert found["seconds"] > 0 and found["metrics"]["optim/updates"] == 1
+    assert found["metrics"]["optim/updates"] == 1
     assert found["metrics"]["optim/grad_norm"] == pytest.approx(
         wanted["metrics"]["optim/grad_norm"], rel=0.05
     )

@@ -168,12 +168,11 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
     looks = Counter(type(call.args[0]).__name__ for call in add.call_args_list)
     each = len(learner.own_layers) * len(learner._packs(batch, range(len(batch))))
-    own = learner.take_reused_forward()
-    assert (own is None) == job["scored"] and learner.take_reused_forward() is None
+    own_BT = learner.take_own_logprobs()
+    assert (own_BT is None) == job["scored"] and learner.take_own_logprobs() is None
     return {
         "metrics": metrics,
-        "prox": (anchor_BT if own is None else own.logprobs_BT).tolist(),
-        "seconds": 0.0 if own is None else own.seconds,
+        "prox": (anchor_BT if own_BT is None else own_BT).tolist(),
         "amax": _over_all_ranks(learner, learner.take_activation_amax()),
         "looks": {
             name: count / each for name, count in looks.items()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -253,16 +252,6 @@ def _synchronize(device: Any = None) -> None:
         to.copy_(values)
 
 
-class _Event(host._Inert):
-    """An event of the device's stream, which is always through with everything."""
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end.at - self.at) * 1000
-
-
 class _Generator(torch.Generator):
     """Random numbers of the device: those of the host."""
 
@@ -335,7 +324,6 @@ def on_device() -> Iterator[None]:
             (host, "_on_host", lambda device: device),
             (torch.cuda, "current_device", lambda: DEVICE),
             (torch.cuda, "synchronize", _synchronize),
-            (torch.cuda, "Event", _Event),
             (torch, "Generator", _Generator),
             (Tensor, "type", _type),
             (Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.to(DEVICE)),

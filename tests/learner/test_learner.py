@@ -325,7 +325,6 @@ def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
         (one if layout.startswith("one") else two)[f"once_{layout}_{scored}"]
         for scored in (True, False)
     )
-    assert own.pop("seconds") > scored.pop("seconds") == 0
     caches = {"CacheStats": 1} if layout in MEASURED_ONCE else {}
     assert (scored.pop("looks"), own.pop("looks")) == (caches, {"ActivationStats": 2, **caches})
     assert own == scored

@@ -14,6 +14,8 @@ from megatron_rl.models.shape import ModelShape
 
 HF = {
     "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
     "vocab_size": 64,
     "num_hidden_layers": 1,
     "hidden_size": 256,

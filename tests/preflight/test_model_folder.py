@@ -57,106 +57,23 @@ def test_parts_that_belong_together_pass(command: Command) -> None:
 
 
 LIES = [
-    (
-        {"num_hidden_layers": 1},
-        "num_hidden_layers of config.json is 1, but data/toy/model holds the weights of 2",
-    ),
-    (
-        {"num_hidden_layers": 100_000_000},
-        "num_hidden_layers is 100000000, expected a whole number from 1 to 1024",
-    ),
-    ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-    ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', expected a whole number"),
-    ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a whole number"),
-    ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
-    ({"hidden_size": 64.0}, "hidden_size is 64.0, expected a whole number"),
-    ({"hidden_size": 1 << 60}, "hidden_size is 1152921504606846976, expected"),
-    (
-        {"hidden_size": 64},
-        "model.embed_tokens.weight and 19 more tensors is another: [17, 128], config.json says [17",
-    ),
-    (
-        {"hidden_size": 126, "head_dim": None},
-        "hidden_size is 126, which does not divide over 4 attention heads",
-    ),
-    ({"vocab_size": -5}, "vocab_size is -5, expected a whole number"),
-    ({"vocab_size": 12}, "vocab_size of config.json is 12, but data/toy/model/tokenizer.json has"),
-    (
-        {"vocab_size": 50},
-        "the shape of model.embed_tokens.weight is another: [17, 128], config.json says [50, 128]",
-    ),
-    ({"vocab_size": [17]}, "vocab_size is [17], expected a whole number"),
-    ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number"),
-    (
-        {"num_attention_heads": 8},
-        "self_attn.q_proj.weight and 3 more tensors is another: [128, 128]",
-    ),
-    (
-        {"num_key_value_heads": 3},
-        "num_key_value_heads is 3, which does not divide 4 attention heads",
-    ),
-    ({"num_key_value_heads": 1}, "self_attn.k_proj.weight and 3 more tensors is another"),
-    ({"head_dim": -1}, "head_dim is -1"),
-    ({"head_dim": 33}, "head_dim is 33, but rotary embeddings turn pairs"),
-    ({"head_dim": 16}, "[128, 128], config.json says [64, 128]"),
-    ({"intermediate_size": 255}, "mlp.gate_proj.weight and 5 more tensors is another"),
-    (
-        {"tie_word_embeddings": False},
-        "data/toy/model lacks lm_head.weight; config.json promises it",
-    ),
-    ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
-    ({"model_type": "qwen2"}, "lacks model.layers.0.self_attn.q_proj.bias and 5 more tensors"),
-    (
-        {"model_type": "llama"},
-        "holds model.layers.0.self_attn.k_norm.weight and 3 more tensors, which a llama model",
-    ),
+    ({"num_hidden_layers": 1}, "holds the weights of 2"),
+    ({"num_hidden_layers": 100_000_000}, "num_hidden_layers is 100000000"),
+    ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+    ({"hidden_size": 64.0}, "hidden_size is 64.0"),
+    ({"hidden_size": 64}, "model.embed_tokens.weight and 19 more tensors"),
+    ({"hidden_size": 126, "head_dim": None}, "hidden_size is 126"),
+    ({"vocab_size": 12}, "vocab_size of config.json is 12"),
+    ({"vocab_size": 50}, "config.json says [50, 128]"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+    ({"head_dim": 33}, "head_dim is 33"),
+    ({"intermediate_size": 255}, "mlp.gate_proj.weight and 5 more tensors"),
+    ({"tie_word_embeddings": False}, "lacks lm_head.weight"),
+    ({"model_type": "qwen2"}, "lacks model.layers.0.self_attn.q_proj.bias and 5 more"),
+    ({"model_type": "llama"}, "holds model.layers.0.self_attn.k_norm.weight and 3 more"),
     ({"model_type": "qwen3_moe", "num_experts": 1 << 40}, "num_experts is 1099511627776"),
-    (
-        {"model_type": "qwen3_moe", "num_experts": 1000, "num_hidden_layers": 1000},
-        "1000000 experts in all layers",
-    ),
-    (
-        {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": 3},
-        "norm_topk_prob is 3, expected true or false",
-    ),
-    (
-        {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": 7},
-        "mlp_only_layers is 7, expected a list",
-    ),
-    ({"model_type": ["qwen3"]}, "is not supported"),
-    (
-        {"eos_token_id": 17},
-        "eos_token_id of data/toy/model/config.json is 17, expected ids from 0 to 16",
-    ),
-    (
-        {"eos_token_id": [1, -3]},
-        "eos_token_id of data/toy/model/config.json is [1, -3], expected ids",
-    ),
-    ({"eos_token_id": "1"}, "eos_token_id of data/toy/model/config.json is '1'"),
-    ({"eos_token_id": []}, "eos_token_id of data/toy/model/config.json is []"),
-    ({"rope_scaling": [1]}, "rope_scaling of config.json is [1], expected keys"),
-    ({"rope_scaling": "linear"}, "rope_scaling of config.json is 'linear', expected keys"),
-    (
-        {"rope_scaling": {"rope_type": ["linear"]}},
-        "rope_type ['linear'] of config.json is not supported",
-    ),
-    (
-        {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
-        "factor of config.json is 'two', expected a number",
-    ),
-    ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor of config.json is -2"),
-    (
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8,
-                "low_freq_factor": 1,
-                "high_freq_factor": 4,
-            }
-        },
-        "rope_type 'llama3' of config.json lacks original_max_position_embeddings; add what the "
-        "model needs",
-    ),
+    ({"eos_token_id": [1, -3]}, "config.json is [1, -3]"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
     (
         {
             "rope_scaling": {
@@ -167,19 +84,9 @@ LIES = [
                 "original_max_position_embeddings": 64,
             }
         },
-        "low_freq_factor of config.json is 4, which is not",
+        "low_freq_factor of config.json is 4",
     ),
-    ({"rope_theta": -1}, "rope_theta of config.json is -1, expected a number above 0"),
-    ({"rope_theta": float("nan")}, "rope_theta of config.json is nan"),
-    ({"rms_norm_eps": "small"}, "rms_norm_eps of config.json is 'small'"),
-    ({"rms_norm_eps": None}, "config.json of a qwen3 model lacks rms_norm_eps"),
-    (
-        {"model_type": "mixtral", "num_local_experts": 4},
-        "config.json of a mixtral model lacks num_experts_per_tok",
-    ),
-    ({"initializer_range": -1}, "initializer_range of config.json is -1"),
-    ({"max_position_embeddings": "64"}, "max_position_embeddings is '64', expected a whole number"),
-    ({"layer_types": 5}, "layer_types of config.json names 5, but there are 2 layers"),
+    ({"rms_norm_eps": None}, "lacks rms_norm_eps"),
 ]
 
 

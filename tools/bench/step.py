@@ -477,13 +477,9 @@ def report(
         )
     trl = middle([one["step"] for one in trl_steps])
     ratio = middle([a / b["step"] for a, b in zip(our_steps, trl_steps, strict=True)])
-    saved = middle([line.get("perf/prox_saved_s", 0.0) for line in lines])
     print(
         f"  {'step':<11} {step:8.3f} {'':16}   {trl:7.3f}   ours / TRL's in {precision}: "
         f"{ratio:.2f}"
-    )
-    print(
-        f"  (a prox pass, which the update's own forward pass stands for, would be {saved:.3f} s)"
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config import foreign
-from megatron_rl.config.bounds import is_number
 from megatron_rl.config.schema import ALL_LINEAR, LearnerSection, OptimSection
 from megatron_rl.models.mapping import adapters, params
 from megatron_rl.models.shape import Lora, ModelShape
@@ -19,15 +18,6 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-_ROPE_NUMBERS = (
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "partial_rotary_factor",
-)
-_NUMBERS = {"rms_norm_eps": (0, 1), "initializer_range": (0, 1), "partial_rotary_factor": (0, 1)}
 FP8_KINDS = ("hybrid", "e4m3")
 FP8_MULTIPLE = 16  # of both sides of a matrix that Transformer Engine multiplies in FP8
 # of each kind of scales: what the tokens of a rank are a multiple of, for products that sum over
@@ -115,60 +105,59 @@ _FIXED = frozenset(
         "moe_token_dispatcher_type",
         "init_model_with_meta_device",
         "test_mode",
+        # kernels of Apex, buffers and graphs of one length, schedules that take the model apart
+        "gradient_accumulation_fusion",
+        "tp_comm_overlap",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+        "cuda_graph_impl",
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
     }
 )
 
-# ... or that would fail on the first pack, if not before
-_ONE_LENGTH = "a graph is recorded for one length, and packs differ in length"
-_TAKEN_APART = "it needs a schedule that takes the model apart, which ours is not written for"
-_UNFIT = {
-    "gradient_accumulation_fusion": "the output layer's sums would need kernels of Apex, which is not part of the set",
-    "tp_comm_overlap": "its buffers are made for one length, and packs differ in length",
-    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _ONE_LENGTH),
-    **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"), _TAKEN_APART),
-}
-
+# fields of OptimizerConfig and DistributedDataParallelConfig that the learner decides, or that it
+# cannot follow
 _OPTIMIZER_OWNED = frozenset(
-    {"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"}
+    {
+        "optimizer",
+        "lr",
+        "min_lr",
+        "fp16",
+        "bf16",
+        "params_dtype",
+        "use_distributed_optimizer",
+        # sync, checkpoints and prox read weights right after an update
+        "overlap_param_gather",
+        "align_param_gather",
+        "overlap_param_gather_with_optimizer_step",
+        # gradients travel and add up in FP32
+        "grad_reduce_in_fp32",
+        "reduce_scatter_with_fp32_accumulation",
+        "average_in_collective",
+        # neither clipped nor in checkpoints
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        # learner.on_nonfinite
+        "check_for_nan_in_grad",
+        "check_for_large_grads",
+        "num_distributed_optimizer_instances",
+        "delay_wgrad_compute",
+        "fp8_param_gather",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "keep_fp8_transpose_cache",
+        # FSDP
+        "use_megatron_fsdp",
+        "use_custom_fsdp",
+        "data_parallel_sharding_strategy",
+        "gradient_reduce_div_fusion",
+        "suggested_communication_unit_size",
+        "preserve_fp32_weights",
+        "fsdp_double_buffer",
+        "outer_dp_sharding_strategy",
+        "fsdp_manual_registration",
+    }
 )
-# fields of DistributedDataParallelConfig that the learner decides, and those of OptimizerConfig
-# that it cannot follow
-_REPLICAS_OWNED = {
-    **dict.fromkeys(
-        ("overlap_param_gather", "align_param_gather", "overlap_param_gather_with_optimizer_step"),
-        "sync, checkpoints and prox read weights right after an update, before a forward pass "
-        "would gather them",
-    ),
-    "grad_reduce_in_fp32": "gradients travel and add up in FP32",
-    "reduce_scatter_with_fp32_accumulation": "gradients travel and add up in FP32",
-    "use_precision_aware_optimizer": "what it keeps of gradients and weights is neither clipped nor put in checkpoints",
-    "optimizer_cpu_offload": "an optimizer that is split between device and host is not built",
-    "average_in_collective": "losses come divided by counts of the whole minibatch: gradients add up",
-    **dict.fromkeys(
-        ("check_for_nan_in_grad", "check_for_large_grads"),
-        "learner.on_nonfinite decides what follows from a gradient that is not finite",
-    ),
-    "num_distributed_optimizer_instances": "the learner is written for one value of it",
-    "delay_wgrad_compute": "the learner is written for one value of it",
-    **dict.fromkeys(
-        ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache"),
-        "weights kept in FP8 are not built",
-    ),
-    **dict.fromkeys(
-        (
-            "use_megatron_fsdp",
-            "use_custom_fsdp",
-            "data_parallel_sharding_strategy",
-            "gradient_reduce_div_fusion",
-            "suggested_communication_unit_size",
-            "preserve_fp32_weights",
-            "fsdp_double_buffer",
-            "outer_dp_sharding_strategy",
-            "fsdp_manual_registration",
-        ),
-        "FSDP is not built",
-    ),
-}
 _TRANSFORMER = ("model_parallel_config.py", "transformer/transformer_config.py")
 _OPTIMIZER = ("optimizer/optimizer_config.py",)
 _REPLICAS = ("distributed/distributed_data_parallel_config.py",)
@@ -212,10 +201,7 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
     # off where it is not named
     switched = "use_sliding_window" in hf_config or shape.family.startswith("qwen")
     window = hf_config.get("use_sliding_window" if switched else "sliding_window")
-    kinds = hf_config.get("layer_types") or []
-    if not isinstance(kinds, list) or len(kinds) not in (0, shape.layers):
-        yield f"model.path: layer_types of config.json names {kinds!r}, but there are {shape.layers} layers; mend it"
-    elif window or "sliding_attention" in kinds:
+    if window or "sliding_attention" in (hf_config.get("layer_types") or ()):
         yield refuse("sliding_window", "means sliding-window attention, which is not supported")
     if shape.dense_layers:
         yield refuse(
@@ -228,29 +214,10 @@ def numbers(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("rms_norm_eps", "num_experts_per_tok") if shape.experts else ("rms_norm_eps",):
         if hf_config.get(key) is None:  # each family of transformers has another default
             yield f"model.path: config.json of a {shape.family} model lacks {key}; take it from the model's authors"
-    for key, (least, most) in _NUMBERS.items():
-        value = most if hf_config.get(key) is None else hf_config[key]
-        if not is_number(value) or not least <= value <= most:
-            yield f"model.path: {key} of config.json is {value!r}, expected {least:g} to {most:g}; mend it"
 
 
 def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    whole = [
-        key
-        for key in ("rope_scaling", "rope_parameters")
-        if not isinstance(hf_config.get(key) or {}, Mapping)
-    ]
-    scaling = {} if whole else rope_settings(hf_config)
-    given = {key: scaling[key] for key in _ROPE_NUMBERS if scaling.get(key) is not None}
-    mistaken = {
-        key: value for key, value in given.items() if not (is_number(value) and 0 < value < 1e15)
-    }
-    for key in whole:
-        yield f"model.path: {key} of config.json is {hf_config[key]!r}, expected keys and values; mend it"
-    for key, value in mistaken.items():
-        yield f"model.path: {key} of config.json is {value!r}, expected a number above 0; mend it"
-    if whole or mistaken:
-        return
+    scaling = rope_settings(hf_config)
     family = hf_config.get("model_type")
     kind = scaling["kind"]
     if scaling["rope_theta"] is None:
@@ -259,7 +226,7 @@ def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
         scaling.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0
     ) != 1.0:
         yield "model.path: partial_rotary_factor of config.json is not supported, only 1.0 is; choose another model"
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+    if kind not in ROPE_KINDS:
         yield (
             f"model.path: rope_type {kind!r} of config.json is not supported (supported: "
             f"{', '.join(ROPE_KINDS)}); choose another model, or leave the scaling out where "
@@ -364,9 +331,8 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
         yield f"{key}: {wanted}, expected one of {', '.join(FP8_KINDS)}, or null"
     if recipe == "delayed":
         yield (
-            f"{key}_recipe: delayed scales are those of updates before, which prox, reference and "
-            "probe would compute with too, and replicas would wait for each other's maxima in "
-            f"every micro-batch; use one of {', '.join(FP8_TOKENS)}"
+            f"{key}_recipe: delayed scales are those of updates before; use one of "
+            f"{', '.join(FP8_TOKENS)}"
         )
     elif recipe not in FP8_TOKENS:
         yield f"{key}_recipe: {recipe}, expected one of {', '.join(FP8_TOKENS)}, or null ({FP8_RECIPE})"
@@ -412,7 +378,6 @@ def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     }
     owned |= dict.fromkeys(_BY_MODEL, "follows from the model's config.json; remove it")
     owned |= dict.fromkeys(_FIXED, "the learner is written for one value of it; remove it")
-    owned |= {key: f"{reason}; remove it" for key, reason in _UNFIT.items()}
     yield from _passed("learner.megatron", "TransformerConfig", given, _TRANSFORMER, owned)
 
     rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
@@ -433,7 +398,6 @@ def optimizer_fields(optim: OptimSection) -> Iterator[str]:
     gradients.
     """
     owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
-    owned |= {key: f"{reason}; remove it" for key, reason in _REPLICAS_OWNED.items()}
     classes = "OptimizerConfig or DistributedDataParallelConfig"
     yield from _passed("optim.megatron", classes, optim.megatron, _OPTIMIZER + _REPLICAS, owned)
 
