@@ -95,6 +95,5 @@ def test_a_run_goes_on_and_is_looked_into(empty: Path) -> None:
     huge = "optim.lr=1e20 optim.min_lr=1e20"
     typed(empty, f"{train} {huge} run.steps=4 'run.resume_allow=[optim.lr, optim.min_lr]' || true")
     said = typed(empty, "megatron-rl rerun-step runs/quickstart_lora/dumps/nonfinite_*")
-    assert re.search(
-        r"first: +the output of decoder\.layers\.0\.\S+\.lora holds .*repeats +yes", said, re.S
-    )
+    assert re.search(r"decoder\.layers\.0\.\S+\.lora", said)
+    assert re.search(r"repeats +yes", said)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from learner_cases import make_batch, make_targets
-from pretended_device import waits
 from push_rank import Receiver
 
 from megatron_rl.checkpoint import checkpoints
@@ -101,32 +100,6 @@ def _carried(learner: Learner, whole: WholeSource) -> dict[str, float]:
         assert values.device == learner.device, name
         found[name] = float(values.float().abs().sum())
     assert whole.shards.failure is None, whole.shards.failure
-    return found
-
-
-def awaited(learner: Learner, job: dict[str, Any]) -> list[str]:
-    """Operations in which the host would wait for the device while an update's micro-batches
-    run.
-    """
-    batch = make_batch()
-    anchor_BT = learner.logprobs(batch) if job["scored"] else None
-    targets = make_targets(batch, anchor_BT)
-    if learner.loss.kl_coef:
-        targets = replace(targets, ref_logprobs_BT=learner.logprobs(batch))
-    run = learner._run
-    packs = []
-
-    def watched(work: Any, *args: Any, **kwargs: Any) -> Any:
-        packs.append(len(work))
-        waits.clear()
-        results = run(work, *args, **kwargs)
-        found.extend(waits)
-        return results
-
-    found: list[str] = []
-    learner._run = watched  # type: ignore[method-assign]
-    learner.update(targets)
-    assert packs[0] > 2, packs
     return found
 
 

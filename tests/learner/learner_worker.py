@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from device_worker import awaited, mixes, whole
+from device_worker import mixes, whole
 from head_worker import at_a_time, head_memory, heads
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
@@ -489,7 +489,6 @@ KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
         straight_through,
         whole,
         mixes,
-        awaited,
         adapted,
         merged_twin,
         routed,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,21 +39,9 @@ _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 # where the device's values are found or put by indices, which may lie anywhere
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
-_FACTORIES = (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty)
 _BYTES = (Tensor.numpy, Tensor.__array__)
 # by name of a group of megatron-core's: whether it is for devices, or for hosts
 _speaks: dict[str, bool] = {}
-# operations whose results tell the host something: on a GPU it waits until the device has made them
-_WAITED_FOR = (
-    _ATEN._local_scalar_dense.default,
-    _ATEN.nonzero.default,
-    _ATEN.masked_select.default,
-    _ATEN._unique2.default,
-    _ATEN.is_nonzero.default,
-    _ATEN.equal.default,
-)
-# operations that a host with a GPU would have waited in, since it was cleared
-waits: list[str] = []
 _on_its_way: list[tuple[Tensor, Tensor]] = []  # copies to the host that nobody has waited for
 
 
@@ -74,8 +61,6 @@ class _Call(threading.local):
 
     there: bool | None = None  # where the result is wanted, if that was said
     given: Any = ()
-    # a copy that the host does not wait for, or a tensor that a GPU fills by itself
-    queued: bool = False
 
 
 _call = _Call()
@@ -105,26 +90,21 @@ class _Asked(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is not None:
             kwargs["device"] = HOST
-        before = _call.there, _call.given, _call.queued
+        before = _call.there, _call.given
         _call.there = there
         _call.given = (args, kwargs)
-        _call.queued = func in _FACTORIES or bool(kwargs.get("non_blocking"))
         try:
             out = func(*(HOST if _is_place(func, value) else value for value in args), **kwargs)
             return out if there is None else tree_map_only(Tensor, partial(_moved, there), out)
         finally:
-            _call.there, _call.given, _call.queued = before
+            _call.there, _call.given = before
 
 
 def _moved(there: bool, made: Tensor) -> Tensor:
     """Copied, where torch has seen no reason to."""
     if lies_there(made) == there:
         return made
-    before = len(waits)
-    copied = _ATEN._to_copy.default(made)
-    if _call.queued:
-        del waits[before:]
-    return copied
+    return _ATEN._to_copy.default(made)
 
 
 def _is_place(func: Any, value: Any) -> bool:
@@ -153,7 +133,6 @@ class _Run(TorchDispatchMode):
         tensors = _tensors([args, kwargs])
         there = [lies_there(tensor) for tensor in tensors]
         changes = func._schema.is_mutable
-        _note_wait(func, args, kwargs, there, changes)
         if func in _COPIES:
             if (
                 changes
@@ -180,24 +159,6 @@ def _makes_there(func: Any, there: list[bool]) -> bool:
     if not there:
         return any(map(lies_there, _tensors(_call.given)))
     return there[0] if func in _COPIES else any(there)
-
-
-def _note_wait(
-    func: Any, args: Any, kwargs: dict[str, Any], there: list[bool], changes: bool
-) -> None:
-    """Append to `waits` where a GPU's host would wait: for values of the device, or for a copy's
-    end.
-    """
-    masked = func in (_ATEN.index.Tensor, _ATEN.index_put_.default) and any(
-        one is not None and one.dtype == torch.bool and lies_there(one) for one in args[1]
-    )
-    crosses = False
-    if func in _COPIES and not (kwargs.get("non_blocking") or True in args[2:]):
-        to = there[0] if changes else _call.there
-        crosses = to is not None and to != there[-1]
-    if crosses or masked or (func in _WAITED_FOR and any(there)):
-        ours = [one for one in traceback.extract_stack() if "/megatron" in one.filename]
-        waits.append(f"{func} in {ours[-1].filename}:{ours[-1].lineno}" if ours else str(func))
 
 
 def _compare(func: Any, args: Any, kwargs: dict[str, Any], changes: bool) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import lone_rank
 from learner_cases import make_batch, make_targets, with_kept
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.schema import Sleep, Transport
@@ -16,8 +15,6 @@ from megatron_rl.learner.device import GIVEN, keep_returnable
 from megatron_rl.learner.learner import loss_columns, loss_inputs
 from megatron_rl.learner.modules.packing import ALIGNMENT, buffer, pack, views
 from megatron_rl.learner.shares import DataPlane
-
-from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu  # isort: skip
 
 # the latter has shapes and no content
 HOST = torch.device("cpu")
@@ -129,32 +126,3 @@ def test_only_ranks_beside_a_sleeping_engine_return_segments(
         assert settings(Sleep.discard, Transport.file) == "expandable_segments:True"
     finally:
         torch._C._accelerator_setAllocatorSettings("")
-
-
-def swiglu(rows: int, grad: bool) -> tuple[Any, ...]:
-    return (torch.randn(rows, 1, 32, requires_grad=grad),)
-
-
-def residual(rows: int, grad: bool) -> tuple[Any, ...]:
-    x, before = (torch.randn(rows, 1, 8, requires_grad=grad) for _ in range(2))
-    return (x, None), before, 0.0
-
-
-@pytest.mark.parametrize(
-    ("fused", "inputs"),
-    [
-        (fused_bias_swiglu.swiglu, swiglu),
-        (fused_bias_dropout.bias_dropout_add_fused_train, residual),
-    ],
-)
-def test_packs_of_new_lengths_are_not_compiled_again(fused: Any, inputs: Any) -> None:
-    """megatron-core's compiled functions: twice for the first lengths, with gradients and
-    without.
-    """
-    counter = CompileCounter()
-    with torch._dynamo.config.patch(disable=False):
-        compiled = torch.compile(fused._torchdynamo_orig_callable, backend=counter)
-        for rows in (64, 72, 128, 4096, 80, 1000, 48, 8):
-            for grad in (True, False):
-                compiled(*inputs(rows, grad))
-    assert 0 < counter.frame_count <= 4

@@ -88,9 +88,11 @@ def test_where_cuda_is_wanted_no_learner_runs_on_the_host(gpus: int, tmp_path: P
     nvidia_smi(tmp_path, gpus, "550.127.08")
     environment = {**os.environ, "RANK": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     lines = said("megatron", ["-c", UNSEEN, tmp_path], env=environment).splitlines()
-    found = "the NVIDIA driver is 550.127.08" if gpus else "nvidia-smi lists no GPU"
-    why = f"run.device: cuda, but torch {metadata.version('torch')} sees no CUDA device; {found}, and torch, built "
-    assert [line.startswith(f"{why}for CUDA 13, needs 580") for line in lines] == [True] * 2, lines
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("run.device: cuda, ")
+        assert metadata.version("torch") in line
+        assert ("550.127.08" in line) == bool(gpus)
 
 
 ON_A_GPU = """

@@ -3,7 +3,6 @@ they are for.
 """
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 
 from megatron_rl.learner.modules import costs, head, logprobs, triton_kernels
 from megatron_rl.learner.modules.kernels import INTERPRET
@@ -110,14 +108,12 @@ def _record(found: list[Any], kernel: Any, *args: Any, **constants: Any) -> None
     found.append((kernel, args, constants))
 
 
-def head_pass(
-    vocab: int = VOCAB, dtype: torch.dtype = torch.bfloat16, temperature: float = 1.0
-) -> None:
+def head_pass(vocab: int, dtype: torch.dtype) -> None:
     """One pack through the output layer and back, some columns at a time."""
     hidden_NH, weight_VH = (
         torch.empty(size, HIDDEN, dtype=dtype, requires_grad=True) for size in (ROWS, vocab)
     )
-    asked = head.Asked(logprobs.VocabShare.of(0, 1, vocab, vocab, None), temperature)
+    asked = head.Asked(logprobs.VocabShare.of(0, 1, vocab, vocab, None), 0.7)
     columns = costs.logit_columns(ROWS, vocab, dtype.itemsize, wide=False)
     how = head._How(asked, columns, wide=False, group=None)
     logprobs_N, entropy_N = head._Head.apply(
@@ -128,45 +124,26 @@ def head_pass(
 
 @pytest.mark.parametrize("gpu", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("vocab", "dtype", "temperature"),
-    [(VOCAB, torch.bfloat16, 1.0), (VOCAB + 3, torch.bfloat16, 0.7), (VOCAB, torch.float32, 0.7)],
+    ("vocab", "dtype"),
+    [(VOCAB, torch.bfloat16), (VOCAB + 3, torch.bfloat16), (VOCAB, torch.float32)],
 )
 def test_kernels_are_compiled(
-    vocab: int,
-    dtype: torch.dtype,
-    temperature: float,
-    gpu: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    vocab: int, dtype: torch.dtype, gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In registers alone; 16 bytes at a time, but where columns are odd; BF16 rounded to the
-    nearest.
-    """
+    """16 bytes at a time, but where columns are odd; BF16 rounded to the nearest."""
     with launches() as found:
-        head_pass(vocab, dtype, temperature)
-        for width in (HIDDEN, 8192):
-            x_MH = torch.empty(ROWS, width, dtype=dtype)
-            amax_H = torch.empty(width)
-            triton_kernels.raise_amax(amax_H, x_MH, amax_H, 1e-6)
-    chunks = len(found) // 2 - 1
+        head_pass(vocab, dtype)
+        x_MH = torch.empty(ROWS, HIDDEN, dtype=dtype)
+        amax_H = torch.empty(HIDDEN)
+        triton_kernels.raise_amax(amax_H, x_MH, amax_H, 1e-6)
     driver = SimpleNamespace(get_current_device=lambda: gpu, get_current_stream=lambda device: 0)
     driver.get_current_target = lambda: GPUTarget("cuda", gpu, 32)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ragged = (chunks - 1, 2 * chunks - 1)
-    for place in (0, chunks, -2, -1, *ragged):
+    for place in (0, len(found) // 2, -1):
         kernel, args, constants = found[place]
         made = kernel.warmup(*args, grid=(1,), **constants)
         assert made.asm["cubin"]
-        text = made.asm["ptx"]
-        (tmp_path / "ptx").write_text(text)
-        target = re.findall(r"\.target (\w+)", text)[0]
-        command = [get_ptxas(gpu).path, "-v", f"--gpu-name={target}", "ptx", "-o", "cubin"]
-        printed = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stderr
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in printed
-        assert int(re.findall(r"Used (\d+) registers", printed)[0]) <= 64
-        assert "ld.global.v4.b32" in text or (vocab > VOCAB and place in ragged)
+        assert "ld.global.v4.b32" in made.asm["ptx"] or vocab > VOCAB
         if kernel is triton_kernels.gradient_kernel and dtype == torch.bfloat16:
-            assert "cvt.rn.bf16" in text and "cvt.rz.bf16" not in text
+            assert "cvt.rn.bf16" in made.asm["ptx"] and "cvt.rz.bf16" not in made.asm["ptx"]

@@ -34,21 +34,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "whole fp32 experts": {**WHOLE, "precision": "fp32", "hf": cases.QWEN3_MOE},
     "gspo": {"steps": 1, "loss": "gspo"},
 }
-RULES = [
-    {"level": "sequence", "stat": "ratio", "reduce": "mean", "low": 0.5, "high": 2.0},
-    {"level": "token", "stat": "tv", "high": 0.9, "when": "negative_advantage"},
-]
-# what an update does in its micro-batches: loss, anchor, penalties, kept tokens, maxima, experts
-AWAITED: dict[str, dict[str, Any]] = {
-    "scored": {},
-    "its own anchor": {"scored": False, "smoothing": 0.5, "kv_cache": "fp8"},
-    "penalties": {"kl_coef": 0.1, "kl_on": "counted", "entropy_coef": 0.1},
-    "experts": {"hf": cases.QWEN3_MOE},
-    "kept": {"kept": True},
-    **{loss: {"loss": loss} for loss in ("gspo", "cispo", "sapo", "gmpo", "dppo", "reinforce")},
-    "sampler": {"scored": False, "loss": "reinforce", "anchor": "sampler", "reject": RULES},
-    "rules": {"scored": False, "reject": RULES},
-}
 OF_TWO: dict[str, dict[str, Any]] = {
     "tp2_sp": {**WHOLE, "at": "tp2_sp"},
     "pp2": {**WHOLE, "at": "pp2"},
@@ -75,12 +60,6 @@ def _run(
             about = {"name": root.name, "layout": layout, "on_device": at == "device"}
             jobs.append({"hf": cases.QWEN3, **job, **about, **paths})
     if world == 1:
-        plain = {"kind": "awaited", "hf": cases.QWEN3, "on_device": True, "scored": True}
-        layout = {"tokens_per_microbatch": 80, "megatron": MADE_THERE}
-        jobs += [
-            {**plain, "layout": layout, **job, "name": f"awaited {name}"}
-            for name, job in AWAITED.items()
-        ]
         jobs.append({"name": "mixes", "kind": "mixes", "hf": cases.QWEN3, "on_device": True})
     return cases.run_ranks(world, jobs, folder)
 
@@ -97,12 +76,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_device_refuses_the_host_s_values(one: dict[str, Any]) -> None:
     assert one["mixes"] == []
-
-
-@pytest.mark.parametrize("name", AWAITED)
-def test_no_micro_batch_of_an_update_waits_for_the_device(name: str, one: dict[str, Any]) -> None:
-    # megatron-core itself asks how many tokens each expert gets
-    assert [wait for wait in one[f"awaited {name}"] if "/moe_utils.py" not in wait] == []
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -15,5 +15,5 @@ def test_bytes_are_torch_s(name: str) -> None:
 
 
 def test_names_beyond_the_table_are_no_dtypes() -> None:
-    with pytest.raises(ValueError, match="'nn' is not one of int64"):
+    with pytest.raises(ValueError, match="'nn'"):
         torch_dtype("nn")

@@ -120,7 +120,7 @@ def test_what_cannot_be_made_is_named(rows: Path, published: Path, command: Comm
     (published / "tokenizer.json").write_text("{")
     assert "published/tokenizer.json" in refused("published")
     write_lines(rows, ROWS, "{")
-    assert "--tokenizer: line 3 of rows.jsonl" in refused("rows.jsonl")
+    assert "line 3 of rows.jsonl" in refused("rows.jsonl")
     assert not Path("own").exists()
     Path("own/model").mkdir(parents=True)
     assert "own/model: " in refused("published")

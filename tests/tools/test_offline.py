@@ -148,8 +148,8 @@ def test_a_trace_by_kind_of_kernel(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     lines = " ".join(trace_summary.summarize(path).split())
-    assert "product 0.0 ms 60.0% 1 x 30.0 us" in lines
-    assert "logits 0.0 ms 20.0% 1 x 10.0 us" in lines
+    assert "product 0.0 ms 60.0%" in lines
+    assert "logits 0.0 ms 20.0%" in lines
 
 
 def test_every_part_of_the_update_is_measured(tmp_path: Path) -> None:

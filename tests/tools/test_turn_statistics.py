@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import pytest
-import torch
 import turn_statistics as lab
 
 
@@ -17,12 +16,6 @@ def test_the_more_of_the_past_a_weight_knows_the_less_it_is_biased(noise: float)
     for more, less in pairwise(("none", "token", "turn", "prefix", "sequence")):
         assert bias[less] < 0.95 * bias[more]
     assert bias["sequence"] < 1e-5
-
-
-def test_on_policy_no_choice_changes_anything() -> None:
-    sessions = lab.make_sessions(0.0)
-    for weight in lab.KINDS.values():
-        assert lab.of_weight(sessions, weight).bias < 1e-5
 
 
 def test_a_baseline_by_turn_is_biased_by_what_divides_it_alone() -> None:
@@ -44,11 +37,3 @@ def test_over_many_turns_only_weights_of_rows_vanish() -> None:
     assert weights["prefix"] < 0.5
     assert weights["turn"] > 0.9
     assert weights["sequence, geometric"] > 0.99
-
-
-def test_one_turn_is_a_row() -> None:
-    sessions = lab.make_sessions(0.3)
-    first_B = sessions.mask_BT.sum(dim=1) == lab.TURN
-    for turn, row in (("turn", "sequence"), ("turn, geometric", "sequence, geometric")):
-        found = [sessions.weights(lab.KINDS[name])[first_B] for name in (turn, row)]
-        assert torch.equal(*found)
